@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line, file=sys.stderr)
         code: int = options.handler(options)
     except LockstepError as error:
-        code = _tell(error)
+        code = _print_error(error)
     except KeyboardInterrupt:
         print("lockstep: stopped by SIGINT", file=sys.stderr)
         code = 130
@@ -92,7 +92,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def _end_as_exceptions_do() -> None:
-    """Let a signal that ends this process take along what a verb has started."""
+    """Let a signal end this process by an exception, so that a verb ends what it has started."""
 
     def end(signum: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signum)
@@ -122,7 +122,7 @@ def whole_parser() -> Parser:
     return parser
 
 
-def _tell(error: LockstepError) -> int:
+def _print_error(error: LockstepError) -> int:
     with contextlib.suppress(OSError):
         print(f"lockstep: error: {error.message}", file=sys.stderr)
         if error.hint:

@@ -45,7 +45,7 @@ def handle(options: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
     from lockstep.launch.nodes.config import Nodes, rendezvous_config
-    from lockstep.tools.doctor.check import Asked
+    from lockstep.tools.doctor.check import Options
     from lockstep.tools.doctor.examine import examine
 
     given: dict[str, Any] = nodes.given(options)
@@ -56,7 +56,7 @@ def handle(options: argparse.Namespace) -> int:
         )
     config = rendezvous_config(several, ("lockstep doctor",), os.environ)
     address = None if config is None else config.address
-    report = examine(Asked(run_dir=options.run_dir, address=address), config, several)
+    report = examine(Options(run_dir=options.run_dir, address=address), config, several)
     if report.speaks:
         print(json.dumps(report.as_json()) if options.json else "\n".join(report.lines))
     return report.exit_code

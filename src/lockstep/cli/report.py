@@ -41,7 +41,7 @@ def handle(options: argparse.Namespace) -> int:
     from lockstep.tools.report.runs import read
     from lockstep.tools.report.sections import sections, title
 
-    page.graph_objects()  # what is missing is said before long records are read
+    page.graph_objects()  # refused before long records are read
     runs = read(options.run_dirs)
     path = options.output or options.run_dirs[0] / "report.html"
     page.write(path, title(runs), sections(runs))

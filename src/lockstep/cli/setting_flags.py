@@ -59,11 +59,11 @@ def given(options: argparse.Namespace, chosen: Iterable[str]) -> dict[str, Any]:
 
 def words(options: argparse.Namespace, chosen: Iterable[str]) -> list[str]:
     """Return the flags of these settings as they were given, for a command that starts the run."""
-    said = []
+    found = []
     for name, value in given(options, chosen).items():
         option = TABLE[name].option
         if isinstance(value, bool):
-            said.append(option if value else f"--no-{option.removeprefix('--')}")
+            found.append(option if value else f"--no-{option.removeprefix('--')}")
         else:
-            said += [option, str(value)]
-    return said
+            found += [option, str(value)]
+    return found

@@ -46,7 +46,7 @@ def add_flags(parser: Parser) -> None:
 def handle(options: argparse.Namespace) -> int:
     """Submit what `options` say; return the exit code."""
     from lockstep.tools.submit import job
-    from lockstep.tools.submit.follow import Follower
+    from lockstep.tools.submit.follow import JobFollower
 
     backend = backends.load(options.backend)
     spec = _spec(options)
@@ -59,7 +59,7 @@ def handle(options: argparse.Namespace) -> int:
     if options.no_follow:
         print(number)
         return 0
-    return Follower(backend, number, output).follow()
+    return JobFollower(backend, number, output).follow()
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:

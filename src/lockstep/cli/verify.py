@@ -14,9 +14,9 @@ from lockstep.cli.several_launches import add_shared_flags, kept_directory, run_
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.tools.verify.layouts import Storm
+    from lockstep.tools.verify.layouts import RandomKills
     from lockstep.tools.verify.running import Outcome
-    from lockstep.tools.verify.verdict import Verdict
+    from lockstep.tools.verify.verdict import VerifyResult
 
 HELP = "prove that a script gives the same weights on every layout"
 USAGE = "[options] SCRIPT [[--] ARG ...]"
@@ -83,12 +83,12 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
     from lockstep.tools.verify.layouts import parse
-    from lockstep.tools.verify.running import Work
+    from lockstep.tools.verify.running import RunSpec
     from lockstep.tools.verify.verdict import judge, outcomes
 
     command, strategies = run_command(options)
-    layouts = parse(options.layouts or ["1,2"], _storm(options), strategies)
-    work = Work(command, replicas=max(layout.ranks for layout in layouts))
+    layouts = parse(options.layouts or ["1,2"], _random_kills(options), strategies)
+    work = RunSpec(command, replicas=max(layout.ranks for layout in layouts))
     with kept_directory(options.keep_runs, "verify") as directory:
         done = []
         for outcome in outcomes(layouts, work, directory):
@@ -103,8 +103,8 @@ def handle(options: argparse.Namespace) -> int:
     return 0 if verdict.holds else 3
 
 
-def _storm(options: argparse.Namespace) -> Storm | None:
-    from lockstep.tools.verify.layouts import Storm
+def _random_kills(options: argparse.Namespace) -> RandomKills | None:
+    from lockstep.tools.verify.layouts import RandomKills
 
     if options.kills is None:
         if options.seed is not None:
@@ -115,7 +115,7 @@ def _storm(options: argparse.Namespace) -> Storm | None:
         return None
     if options.kills < 1:
         raise UsageError(f"--kills is {options.kills}; expected at least 1")
-    return Storm(options.kills, options.seed or 0)
+    return RandomKills(options.kills, options.seed or 0)
 
 
 def _show_outcome(outcome: Outcome) -> None:
@@ -126,14 +126,14 @@ def _show_outcome(outcome: Outcome) -> None:
     lines = [f"ran on {outcome.layout}: {outcome.steps} steps, {endured}{outcome.seconds:.1f} s"]
     if outcome.differs:
         lines.append(outcome.complaint)
-    storm = outcome.layout.storm
-    if storm is not None and outcome.kills < storm.kills:
-        few = f"{outcome.kills} of {storm.kills} kills"
+    random_kills = outcome.layout.random_kills
+    if random_kills is not None and outcome.kills < random_kills.kills:
+        few = f"{outcome.kills} of {random_kills.kills} kills"
         lines.append(f"lockstep: the run came to its end after {few}")
     print(*lines, sep="\n", file=sys.stderr)
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: VerifyResult) -> None:
     from rich.console import Console
     from rich.table import Table
 

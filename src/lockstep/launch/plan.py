@@ -15,7 +15,13 @@ from lockstep.launch.agent import server_processes
 from lockstep.launch.devices import binding
 from lockstep.launch.devices.gpus import Gpu
 from lockstep.launch.devices.machine import Machine
-from lockstep.launch.devices.placement import asked, choose, no_gpus, ranks_without_looking, seats
+from lockstep.launch.devices.placement import (
+    asked,
+    choose,
+    no_gpus,
+    rank_devices,
+    ranks_without_looking,
+)
 from lockstep.launch.nodes.config import RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.spec import LaunchSpec
@@ -202,7 +208,7 @@ def _workers(
 ) -> tuple[WorkerPlan, ...]:
     spec, machine, environ, n = launch.spec, launch.machine, launch.environ, launch.ranks
     here = range(members.first_local_rank, members.first_local_rank + n)
-    places = seats(spec, machine, environ, here, own=members.own_gpus)
+    places = rank_devices(spec, machine, environ, here, own=members.own_gpus)
     sharing, among = (range(n), n) if members.own_cores else (here, members.local_size)
     bound = binding.variables(spec, machine, environ, sharing, among)
 

@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """The report of a rank at its end."""
 
     value: Any = None
@@ -37,11 +37,11 @@ def run(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environ)
     try:
-        report = Report(value=function(*args), time=time.monotonic())
+        report = RankReport(value=function(*args), time=time.monotonic())
     except BaseException as error:
         from lockstep.state.record.error_report import is_consequence
 
-        report = Report(
+        report = RankReport(
             error=f"{type(error).__name__}: {error}",
             trace="".join(traceback.format_exception(error)),
             time=time.monotonic(),

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.errors import CheckFailedError, LockstepError
 from lockstep.testing import rank_process
-from lockstep.testing.rank_process import Report
+from lockstep.testing.rank_process import RankReport
 
 _GRACE_SECONDS = 2.0  # for the reports of other ranks, once one has failed
 
@@ -39,7 +39,7 @@ class RankTimeoutError(LockstepError):
 class _Rank:
     process: ForkServerProcess
     connection: Connection
-    report: Report | None = None
+    report: RankReport | None = None
     has_ended: bool = False
 
 

@@ -41,12 +41,12 @@ class Gpu:
 
     @property
     def entry(self) -> str:
-        """What CUDA_VISIBLE_DEVICES calls it: the id where it is known, since it has no order."""
+        """The entry for CUDA_VISIBLE_DEVICES: the id where it is known, else the index."""
         return self.uuid or str(self.index)
 
     @property
     def short(self) -> str | None:
-        """The id as people read it: CUDA takes a GPU's cut short, a MIG device's only whole."""
+        """The id for messages: CUDA takes the beginning of a GPU's id, but a MIG device's only whole."""
         return self.uuid if self.uuid is None or self.parent else self.uuid[: len("GPU-") + 8]
 
 
@@ -96,7 +96,7 @@ def read_listing(text: str) -> Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visible:
-    """What CUDA_VISIBLE_DEVICES leaves.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves.
 
     On a machine with several models CUDA counts the fastest first, and nvidia-smi does not: then the order
     is known only with CUDA_DEVICE_ORDER=PCI_BUS_ID.

@@ -19,7 +19,7 @@ _TIMEOUT = 60.0  # seconds; for a driver that hangs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about one machine, small enough to make up in a test."""
+    """Facts about one machine."""
 
     cores: int  # that this process may use
     gpus: int = 0  # accelerators that torch sees

@@ -13,7 +13,7 @@ from lockstep.world.devices_asked import CHOSEN, SHOWN, Ids, Word, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankDevice:
     """The device of one local rank, and the variables that give it that device."""
 
     device: str = "cpu"  # `cpu`, or `cuda:K`
@@ -52,15 +52,15 @@ def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: i
     return cores if wanted == "cpu" else None
 
 
-def seats(
+def rank_devices(
     spec: LaunchSpec,
     machine: Machine,
     environ: Mapping[str, str],
     local_ranks: range,
     *,
     own: bool = False,
-) -> tuple[Seat, ...]:
-    """Return the seats of the ranks that are started here.
+) -> tuple[RankDevice, ...]:
+    """Return the devices of the ranks that are started here.
 
     With `own`, the GPUs that are seen here are for these ranks alone, and not for all ranks of the node.
 
@@ -72,14 +72,14 @@ def seats(
         return _named(choose(spec, machine, environ), machine)
     if wanted == "cpu" or machine.gpus == 0:
         env = {"LOCKSTEP_DEVICES": "cpu"} if spec.n == "cpu" else {}
-        return (Seat(env=env),) * len(local_ranks)
+        return (RankDevice(env=env),) * len(local_ranks)
     left = visible(machine.cards, environ)
     split = any(parts(gpu, machine.cards) for gpu in left.gpus)
     known = left.gpus if left.ordered and not split else ()  # in the order of torch's indices
     shown = environ.get(machine.visible_variable)
     seen = {} if shown is None else {SHOWN: shown}
     return tuple(
-        Seat(
+        RankDevice(
             device=f"{machine.device_type}:{k}",
             gpu=known[k] if k < len(known) else None,
             # The device of other ranks follows from their local rank.
@@ -89,7 +89,7 @@ def seats(
     )
 
 
-def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[Seat, ...]:
+def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[RankDevice, ...]:
     # CUDA shows a process one MIG device, and nothing beside it: then each rank sees its own only.
     alone = any(gpu.parent for gpu in gpus)
     everything, kind = ",".join(gpu.entry for gpu in gpus), machine.device_type
@@ -98,7 +98,7 @@ def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[Seat, ...]:
         shown, device = (gpu.entry, f"{kind}:0") if alone else (everything, f"{kind}:{k}")
         env = {machine.visible_variable: shown, SHOWN: shown, CHOSEN: device}
         # A launcher that the script starts shall not read the list again, among what is left by it.
-        found.append(Seat(device=device, gpu=gpu, env={**env, "LOCKSTEP_DEVICES": "gpu"}))
+        found.append(RankDevice(device=device, gpu=gpu, env={**env, "LOCKSTEP_DEVICES": "gpu"}))
     return tuple(found)
 
 

@@ -11,20 +11,20 @@ from lockstep.state.record.reading import Event, Mean, values_of
 
 
 @dataclass(slots=True)
-class Life:
-    """What one rank recorded in one generation."""
+class Generation:
+    """The events of one rank in one generation."""
 
     step: int  # steps that were done when it began
     time: float  # Unix seconds
     events: list[Event] = field(default_factory=list)
 
 
-def lives(events: Iterable[Event]) -> list[Life]:
+def split_generations(events: Iterable[Event]) -> list[Generation]:
     """Return the events of one rank, generation by generation."""
-    found: list[Life] = []
+    found: list[Generation] = []
     for event in events:
         if event["kind"] == "start" or not found:
-            found.append(Life(event.get("step", 0), event["time"]))
+            found.append(Generation(event.get("step", 0), event["time"]))
         found[-1].events.append(event)
     return found
 
@@ -33,9 +33,9 @@ def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[E
     """Return the events of each rank without those whose steps were computed again later.
 
     A generation resumes after some step: what earlier ones recorded of later steps is superseded, also
-    that of ranks which this generation lacks. So all ranks are held against the generations of the lowest.
+    that of ranks which this generation lacks. So the generations of the lowest rank decide for all ranks.
     """
-    of_rank = {rank: lives(events) for rank, events in ranks.items()}
+    of_rank = {rank: split_generations(events) for rank, events in ranks.items()}
     generations = of_rank[min(of_rank)] if of_rank else []
     last = [
         min((later.step for later in generations[k + 1 :]), default=math.inf)
@@ -43,21 +43,21 @@ def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[E
     ]
     kept: dict[int, list[Event]] = {}
     for rank, found in of_rank.items():
-        ends = [last[_nearest(life, generations)] for life in found]
+        ends = [last[_nearest(generation, generations)] for generation in found]
         kept[rank] = [
             event
-            for life, end in zip(found, ends, strict=True)
-            for event in life.events
+            for generation, end in zip(found, ends, strict=True)
+            for event in generation.events
             if event["kind"] in ("start", "resume") or event.get("step", 0) <= end
         ]
     return kept
 
 
-def _nearest(life: Life, generations: Sequence[Life]) -> int:
-    """Return the generation that a life of another rank is part of: clocks of machines differ a little."""
+def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
+    """Return the index of the generation that is that of another rank: clocks of machines differ."""
 
     def distance(k: int) -> tuple[bool, float]:
-        return generations[k].step != life.step, abs(generations[k].time - life.time)
+        return generations[k].step != own.step, abs(generations[k].time - own.time)
 
     return min(range(len(generations)), key=distance)
 

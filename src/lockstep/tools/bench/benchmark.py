@@ -20,7 +20,7 @@ from lockstep.tools.bench.comparing import FORMAT, RESULT, check_scripts, compar
 from lockstep.tools.bench.launches import Launches, Listener
 from lockstep.tools.bench.projecting import project
 from lockstep.tools.bench.projection import Link
-from lockstep.tools.bench.trials import Work, choose_threads
+from lockstep.tools.bench.trials import Runner, choose_threads
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
 
@@ -56,7 +56,7 @@ class Benchmark:
         """Measure, and return the content of the file of results."""
         machine = describe_machine()
         ranks = [one.ranks for one in self.combinations]
-        work = Work(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
+        work = Runner(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
         launches = Launches(work, self.combinations, directory, keep, say)
         launches.run(self.repeat, restarts=self.restarts)
         rows = launches.rows(machine["cores"])

@@ -13,7 +13,7 @@ from typing import TypeVar
 from lockstep.errors import UsageError
 from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.results import Row, add_speedups, row
-from lockstep.tools.bench.trials import Trial, Work
+from lockstep.tools.bench.trials import Runner, Trial
 
 Listener = Callable[[str], None]
 Value = TypeVar("Value")
@@ -26,7 +26,7 @@ class Launches:
     A run's directory is removed when it has been read, unless `keep`.
     """
 
-    work: Work
+    runner: Runner
     combinations: Sequence[Combination]
     directory: Path
     keep: bool
@@ -42,7 +42,7 @@ class Launches:
         """
         for number in range(1, rounds + 1):
             for combination in self._alive():
-                trial = self._in(f"{number}", combination, self.work.run)
+                trial = self._in(f"{number}", combination, self.runner.run)
                 self._trials.setdefault(combination, []).append(trial)
                 asked = combination.strategy or combination.exchange
                 if asked and not trial.verdict and trial.measured is None:
@@ -66,7 +66,7 @@ class Launches:
         if trial.measured is None:
             return
 
-        seconds = self._in("restart", combination, partial(self.work.restart, trial.measured))
+        seconds = self._in("restart", combination, partial(self.runner.restart, trial.measured))
         self._restarts[combination] = seconds
         took = "the run did not resume" if seconds is None else f"{seconds:.2f} s"
         self.say(f"restart after a kill: {combination}: {took}")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.state.record.curves import lives
+from lockstep.state.record.curves import split_generations
 from lockstep.state.record.reading import Event, Recorded
 
 
@@ -51,7 +51,8 @@ class _Rank:
     def of(events: Iterable[Event], *, alone: bool) -> _Rank:
         """Add up a rank's windows; one that is `alone` has no exchange."""
         # The first window of each generation is the warm-up.
-        paces = [one for life in lives(events) for one in _of(life.events, "pace")[1:]]
+        parts = [part.events for part in split_generations(events)]
+        paces = [one for part in parts for one in _of(part, "pace")[1:]]
         windows = [one for one in paces if one["steps"]]
         waits = [0.0 if alone else one["exchange"] for one in windows]
         return _Rank(
@@ -123,7 +124,7 @@ def _all(recorded: Recorded, kind: str) -> list[Event]:
 
 def _first_step(recorded: Recorded, generation: int, since: float) -> float | None:
     """Return the seconds until the main rank has done the first step of a generation."""
-    found = lives(recorded.ranks.get(0, []))[generation : generation + 1]
+    found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
 
@@ -132,10 +133,12 @@ def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
     """Return each rank's peak of memory: as it says itself at its end, else as it was sampled."""
     peaks = {}
     for rank, events in recorded.ranks.items():
-        said = [one[f"peak_{kind}"] for one in _of(events, "memory") if f"peak_{kind}" in one]
+        recorded_peaks = [
+            one[f"peak_{kind}"] for one in _of(events, "memory") if f"peak_{kind}" in one
+        ]
         sampled = [one[kind] for one in _of(events, "machine") if one[kind] is not None]
-        if said or sampled:
-            peaks[rank] = max(said or sampled)
+        if recorded_peaks or sampled:
+            peaks[rank] = max(recorded_peaks or sampled)
     return dict(sorted(peaks.items()))
 
 
@@ -144,9 +147,9 @@ def _samples(recorded: Recorded) -> list[Event]:
     return [
         event
         for events in recorded.ranks.values()
-        for life in lives(events)
-        for event in _of(life.events, "machine")
-        if event["step"] > next((one["step"] for one in _of(life.events, "pace")), 0)
+        for generation in split_generations(events)
+        for event in _of(generation.events, "machine")
+        if event["step"] > next((one["step"] for one in _of(generation.events, "pace")), 0)
     ]
 
 

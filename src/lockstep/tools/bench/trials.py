@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Runner:
     """What is measured."""
 
     command: RunCommand

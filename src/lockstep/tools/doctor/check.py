@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.tools.doctor.node_rendezvous import NodeGroup
 
 Level = Literal["ok", "skipped", "warning", "failure"]
 #: What a node has found, in JSON's types.
@@ -25,16 +25,16 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the user said."""
+class Options:
+    """What the user asks `lockstep doctor` to look at."""
 
     run_dir: Path
     address: str | None = None  # host of the rendezvous
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What all nodes have told, as far as they could."""
+class NodeReports:
+    """The facts that the nodes have gathered, as far as they could."""
 
     labels: tuple[str, ...]
     reports: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
@@ -43,7 +43,7 @@ class Seen:
     def of(self, name: str) -> list[tuple[str, Facts]]:
         """Return the label and the facts of each node that found something for a check."""
         pairs = zip(self.labels, self.reports, strict=True)
-        return [(label, told[name]) for label, told in pairs if told.get(name) is not None]
+        return [(label, report[name]) for label, report in pairs if report.get(name) is not None]
 
     @property
     def alone(self) -> bool:
@@ -56,13 +56,13 @@ class Seen:
         return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:
-        """Return how a line about a node begins; a node that is alone needs no name."""
+        """Return the prefix of a line about a node; empty where there is one node."""
         return "" if self.alone else f"{label}: "
 
 
-Look = Callable[[Asked], Facts]
-Together = Callable[[Rendezvous, Seen, Asked], Facts]
-Judge = Callable[[Seen], Iterator[Finding]]
+Look = Callable[[Options], Facts]
+Together = Callable[[NodeGroup, NodeReports, Options], Facts]
+Judge = Callable[[NodeReports], Iterator[Finding]]
 JudgeOne = Callable[[Facts], list[Finding] | str]
 
 
@@ -95,7 +95,7 @@ def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[Jud
     """Decorate a judgement of one node's facts: what is wrong there, or in words what is right."""
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
-        def judge(seen: Seen) -> Iterator[Finding]:
+        def judge(seen: NodeReports) -> Iterator[Finding]:
             fine = []
             for label, facts in seen.of(name):
                 found = judge_one(facts)
@@ -114,7 +114,7 @@ def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[Jud
     return enter
 
 
-def listed(values: Sequence[tuple[str, str]], seen: Seen) -> str:
+def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
     """Return what nodes have, by label; in one phrase where all have the same."""
     words = {value for _, value in values}
     if len(words) == 1 and len(values) == len(seen.labels):

@@ -23,8 +23,16 @@ from lockstep.tools.doctor import (
     storage,
     training,
 )
-from lockstep.tools.doctor.check import ENTERED, Asked, Check, Finding, Level, Seen, one_line
-from lockstep.tools.doctor.node_rendezvous import PATIENCE, Rendezvous, join_nodes
+from lockstep.tools.doctor.check import (
+    ENTERED,
+    Check,
+    Finding,
+    Level,
+    NodeReports,
+    Options,
+    one_line,
+)
+from lockstep.tools.doctor.node_rendezvous import PATIENCE, NodeGroup, join_nodes
 from lockstep.world import host
 from lockstep.world.rendezvous.rank_rendezvous import chosen_interface, join_timeout
 
@@ -53,7 +61,7 @@ _PROBLEMS = "problems"
 class Report:
     """What came of an examination."""
 
-    seen: Seen
+    seen: NodeReports
     findings: tuple[tuple[str, Finding], ...]
     exit_code: int
     seconds: float  # without the wait for nodes to join
@@ -67,10 +75,10 @@ class Report:
             advice = f". Do: {one.advice}" if one.advice else ""
             yield f"{one.level:8} {name:{wide}}  {one.text}{advice}"
         counts = Counter(one.level for _, one in self.findings)
-        told = ", ".join(f"{counts[level]} {level}" for level in get_args(Level))
+        counted = ", ".join(f"{counts[level]} {level}" for level in get_args(Level))
         count = len(self.seen.labels)
         nodes = f"{count} of {self.seen.asked} nodes" if self.seen.missed else f"{count} node(s)"
-        yield f"{nodes}, {self.seconds:.1f} s: {told}"
+        yield f"{nodes}, {self.seconds:.1f} s: {counted}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the report in JSON's types."""
@@ -88,7 +96,7 @@ class Report:
 
 
 def examine(
-    asked: Asked, config: RendezvousConfig | None = None, nodes: Nodes | None = None
+    asked: Options, config: RendezvousConfig | None = None, nodes: Nodes | None = None
 ) -> Report:
     """Examine this node, and all others where there are several."""
     began = time.monotonic()
@@ -106,13 +114,15 @@ def examine(
         stack.callback(_leave, rendezvous)
         own = _results(looks)
         findings = [] if apart is None else [("nodes", apart)]
-        told: list[Any] = [{_PROBLEMS: {}} for _ in rendezvous.labels]
-        told[rendezvous.index] = own
-        seen = Seen(rendezvous.labels, tuple(told), 1 if config is None else config.count)
+        gathered: list[Any] = [{_PROBLEMS: {}} for _ in rendezvous.labels]
+        gathered[rendezvous.index] = own
+        seen = NodeReports(
+            rendezvous.labels, tuple(gathered), 1 if config is None else config.count
+        )
         stage = "nodes"
         try:
-            told = _gather(rendezvous, "looks", own, _LOOKS_SECONDS)
-            seen = replace(seen, reports=tuple(told))
+            gathered = _gather(rendezvous, "looks", own, _LOOKS_SECONDS)
+            seen = replace(seen, reports=tuple(gathered))
             for stage in CHECKS:
                 seen = _together(stage, rendezvous, seen, asked)
         except LostError as error:
@@ -130,16 +140,16 @@ def examine(
         )
 
 
-def _looks(one: Check, asked: Asked) -> Callable[[Any], Any]:
+def _looks(one: Check, asked: Options) -> Callable[[Any], Any]:
     """Return what a child does for a check."""
     look = one.look
     assert look is not None
     return lambda _: look(asked)
 
 
-def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[Rendezvous, Finding | None]:
+def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Finding | None]:
     """Join the rendezvous of the nodes; if it fails, return one of this node alone, and why."""
-    alone = Rendezvous(labels=(host.name(),))
+    alone = NodeGroup(labels=(host.name(),))
     if config is None:
         return alone, None
     seconds = nodes.join_timeout or join_timeout().total_seconds()
@@ -163,7 +173,7 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
     return own
 
 
-def _together(name: str, rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Seen:
+def _together(name: str, rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> NodeReports:
     """Run the part of a check that nodes do together; return what is known then.
 
     Raises:
@@ -178,29 +188,29 @@ def _together(name: str, rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Se
     except (WorldError, OSError, RuntimeError) as error:
         facts, problem = None, str(error).partition("\n")[0]
     except _UNLIKE as error:
-        facts, problem = None, f"{type(error).__name__} in what nodes told: {error}"
-    told = _gather(rendezvous, f"check/{name}", [facts, problem], PATIENCE)
+        facts, problem = None, f"{type(error).__name__} in the facts of the nodes: {error}"
+    gathered = _gather(rendezvous, f"check/{name}", [facts, problem], PATIENCE)
     more = []
-    for (its, why), before in zip(told, seen.reports, strict=True):
+    for (its, why), before in zip(gathered, seen.reports, strict=True):
         problems = before[_PROBLEMS] | ({} if why is None else {name: why})
         more.append({**before, name: its, _PROBLEMS: problems})
     return replace(seen, reports=tuple(more))
 
 
-def _gather(rendezvous: Rendezvous, question: str, own: Any, seconds: float) -> list[Any]:
+def _gather(rendezvous: NodeGroup, question: str, own: Any, seconds: float) -> list[Any]:
     gathered = bounded(lambda: rendezvous.gather(question, own, seconds), seconds + _SLACK)
     return list(gathered)
 
 
-def _leave(rendezvous: Rendezvous) -> None:
+def _leave(rendezvous: NodeGroup) -> None:
     with contextlib.suppress(LostError, RuntimeError):
         bounded(rendezvous.close, _LEAVING_SECONDS)
 
 
-def _judged(name: str, seen: Seen) -> Iterator[Finding]:
+def _judged(name: str, seen: NodeReports) -> Iterator[Finding]:
     """Yield the lines of a check."""
-    for label, told in zip(seen.labels, seen.reports, strict=True):
-        why = told[_PROBLEMS].get(name)
+    for label, report in zip(seen.labels, seen.reports, strict=True):
+        why = report[_PROBLEMS].get(name)
         if why is not None:
             advice = "run it again; if it stays, look at the kernel's log of this node"
             yield Finding("failure", f"{seen.on(label)}{why}", advice)
@@ -208,8 +218,12 @@ def _judged(name: str, seen: Seen) -> Iterator[Finding]:
         try:
             yield from list(CHECKS[name].judge(seen))
         except _UNLIKE as error:
-            each = "; ".join(f"{label} has {_version(told)}" for label, told in seen.of("versions"))
-            text = f"what nodes told cannot be compared ({type(error).__name__}: {error}): {each}"
+            each = "; ".join(
+                f"{label} has {_version(report)}" for label, report in seen.of("versions")
+            )
+            text = (
+                f"facts of the nodes cannot be compared ({type(error).__name__}: {error}): {each}"
+            )
             yield Finding("failure", text, "install one version of Lockstep on all nodes")
 
 

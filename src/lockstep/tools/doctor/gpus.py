@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.launch.devices.gpus import list_gpus
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed
+from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, check, listed
 from lockstep.tools.quantities import binary_size
 
 #: Bits of NVML's reasons for lower clocks that are no wish of anything that runs: NVML calls them
@@ -17,7 +17,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power br
 _NO_NVML = "throttling, ECC and processes are not looked at: pip install 'torch-lockstep[gpu]'"
 
 
-def _look(_: Asked) -> Facts:
+def _look(_: Options) -> Facts:
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
@@ -87,7 +87,7 @@ def _is_other(pid: int) -> bool:
 
 
 @check("gpus", look=_look, seconds=20)
-def gpus(seen: Seen) -> Iterator[Finding]:
+def gpus(seen: NodeReports) -> Iterator[Finding]:
     """Find GPUs that are in use, slowed, defective or unlike, and pairs without a way to each other."""
     for label, facts in seen.of("gpus"):
         on = seen.on(label)

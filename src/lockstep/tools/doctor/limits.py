@@ -7,7 +7,7 @@ import resource
 import tempfile
 from pathlib import Path
 
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, check_each
+from lockstep.tools.doctor.check import Facts, Finding, Level, Options, check_each
 from lockstep.tools.quantities import binary_size
 from lockstep.world.cgroups import cpu_quota, memory_left
 from lockstep.world.cores import show_list, usable_cores
@@ -24,7 +24,7 @@ _FILES = 1024
 _UNLIMITED = -1
 
 
-def _look_shm(_: Asked) -> Facts:
+def _look_shm(_: Options) -> Facts:
     if not _SHM.is_dir():
         return {"missing": True}
     found = os.statvfs(_SHM)
@@ -53,7 +53,7 @@ def shm(facts: Facts) -> list[Finding] | str:
     return f"{_SHM}: {left}"
 
 
-def _look_limits(_: Asked) -> Facts:
+def _look_limits(_: Options) -> Facts:
     names = {
         "files": resource.RLIMIT_NOFILE,
         "locked": resource.RLIMIT_MEMLOCK,
@@ -87,7 +87,7 @@ def limits(facts: Facts) -> list[Finding] | str:
     return warnings or f"a process may open {limited.get('files', 'any number of')} files"
 
 
-def _look_memory(_: Asked) -> Facts:
+def _look_memory(_: Options) -> Facts:
     import psutil
 
     system = psutil.virtual_memory()
@@ -108,7 +108,7 @@ def memory(facts: Facts) -> list[Finding] | str:
     return [Finding(level, f"{text}; expected at least 1 GiB", advice)]
 
 
-def _look_cores(_: Asked) -> Facts:
+def _look_cores(_: Options) -> Facts:
     return {
         "machine": os.cpu_count(),
         "affinity": show_list(os.sched_getaffinity(0)),

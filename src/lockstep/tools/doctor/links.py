@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 
 from lockstep.launch.agent.child import LostError
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
-from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, check
+from lockstep.tools.doctor.node_rendezvous import NodeGroup
 from lockstep.world.network import listen, why_unreached
 
 #: Seconds for one direction of a pair, at most; and for one direction of all rounds together.
@@ -47,7 +47,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
     return [[pair for pair in pairs if -1 not in pair] for pairs in rounds]
 
 
-def _together(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
+def _together(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
     """Measure all pairs that this node is in; return what it has received, or how that failed."""
     if not rendezvous.reach:
         return []
@@ -69,7 +69,7 @@ def _together(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
 
 
 def _measure(
-    rendezvous: Rendezvous,
+    rendezvous: NodeGroup,
     pair: tuple[int, int],
     addresses: list[Facts],
     listener: socket.socket,
@@ -167,7 +167,7 @@ def _send(line: socket.socket, seconds: float) -> None:
 
 
 @check("links", together=_together, seconds=40)
-def links(seen: Seen) -> Iterator[Finding]:
+def links(seen: NodeReports) -> Iterator[Finding]:
     """Find pairs of nodes with little bandwidth, or a long way."""
     ways: dict[tuple[str, str], float] = {}
     delays: dict[tuple[str, str], float] = {}

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import UnreachableError, UsageError
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check, listed, one_line
-from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.tools.doctor.check import (
+    Facts,
+    Finding,
+    NodeReports,
+    Options,
+    check,
+    listed,
+    one_line,
+)
+from lockstep.tools.doctor.node_rendezvous import NodeGroup
 from lockstep.world import host
 from lockstep.world.network import addresses_of, interfaces, is_loopback
 from lockstep.world.rendezvous.connectivity_check import CLOCK_TOLERANCE, check_connectivity
 
 
-def _look_names(asked: Asked) -> Facts:
+def _look_names(asked: Options) -> Facts:
     names = dict.fromkeys((host.name(), *filter(None, (asked.address,))))
     found = {}
     for name in names:
@@ -24,7 +32,7 @@ def _look_names(asked: Asked) -> Facts:
 
 
 @check("names", look=_look_names)
-def names(seen: Seen) -> Iterator[Finding]:
+def names(seen: NodeReports) -> Iterator[Finding]:
     """Find host names that mean the loopback interface, where other nodes are to use them."""
     fine = []
     for label, facts in seen.of("names"):
@@ -43,7 +51,7 @@ def names(seen: Seen) -> Iterator[Finding]:
         yield Finding("ok", "; ".join(fine))
 
 
-def _connect(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
+def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
     """Let all nodes connect to each other; note where each is reached."""
     own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
     facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
@@ -64,12 +72,12 @@ def _connect(rendezvous: Rendezvous, _: Seen, __: Asked) -> Facts:
 
 
 @check("network", together=_connect, seconds=40)
-def network(seen: Seen) -> Iterator[Finding]:
+def network(seen: NodeReports) -> Iterator[Finding]:
     """Find pairs of nodes of which one does not reach the other."""
-    told = seen.of("network")
-    if not told:
+    answers = seen.of("network")
+    if not answers:
         return
-    facts = told[0][1]
+    facts = answers[0][1]
     if "problem" in facts:
         yield Finding("failure", facts["problem"], facts["hint"] or "")
     elif "reach" in facts:
@@ -77,27 +85,27 @@ def network(seen: Seen) -> Iterator[Finding]:
         text = ", ".join(f"{label} at {place}" for label, place in places)
         yield Finding("ok", f"{text}; each connects to each other")
     else:
-        each = [(label, ", ".join(one["interfaces"]) or "no interface") for label, one in told]
+        each = [(label, ", ".join(one["interfaces"]) or "no interface") for label, one in answers]
         why = "the other nodes did not come" if seen.missed else "one host"
         yield Finding("ok", f"{listed(each, seen)}; {why}, nothing to connect to")
 
 
 @check("clocks")
-def clocks(seen: Seen) -> Iterator[Finding]:
+def clocks(seen: NodeReports) -> Iterator[Finding]:
     """Find nodes whose clock differs from that of node 0."""
-    told = [facts for _, facts in seen.of("network")]
-    for text in told[0]["clocks"] if told else ():
+    answers = [facts for _, facts in seen.of("network")]
+    for text in answers[0]["clocks"] if answers else ():
         yield Finding("warning", text, "set it: timedatectl set-ntp true, or chronyc makestep")
     why = ""
     if seen.missed:
         why = "not compared: the other nodes did not come"
-    elif told and "alone" in told[0]:
+    elif answers and "alone" in answers[0]:
         why = "one host has one clock"
-    elif not told and not any("network" in one["problems"] for one in seen.reports):
+    elif not answers and not any("network" in one["problems"] for one in seen.reports):
         why = "not compared: a node was lost before"
-    elif not told or ("problem" in told[0] and not told[0]["clocks"]):
+    elif not answers or ("problem" in answers[0] and not answers[0]["clocks"]):
         why = "not compared: the network check failed"
     if why:
         yield Finding("skipped", why)
-    elif not told[0]["clocks"]:
+    elif not answers[0]["clocks"]:
         yield Finding("ok", f"within {CLOCK_TOLERANCE:g} s of that of {seen.labels[0]}")

@@ -1,4 +1,4 @@
-"""Rendezvous of the examined nodes, as of launchers, and all-gather of their results."""
+"""NodeGroup of the examined nodes, as of launchers, and all-gather of their results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAVING_SECONDS = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Rendezvous:
+class NodeGroup:
     """The nodes that are examined together, on one of them."""
 
     index: int = 0  # of this node
@@ -73,14 +73,14 @@ class Rendezvous:
             return [own]
         members = Members(self.part("questions"), self.index, self.labels, hint="", check=go_on)
         try:
-            told = members.ask(question, [own], lambda values: values, seconds)
+            values = members.ask(question, [own], lambda given: given, seconds)
         except WorldError as error:
             raise LostError(error.message) from error
-        self._lost |= {index for index, one in enumerate(told) if one is None}
+        self._lost |= {index for index, one in enumerate(values) if one is None}
         if self._lost:
             names = ", ".join(self.labels[index] for index in sorted(self._lost))
             raise LostError(f"nothing more was heard of {names} within {seconds:g} s")
-        return [one[0] for one in told]
+        return [one[0] for one in values]
 
     def gone(self) -> str:
         """Return in words that the interface at which the others reach this node is gone, if it is."""
@@ -103,7 +103,7 @@ class Rendezvous:
         self.endpoint.close()
 
 
-def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> Rendezvous:
+def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> NodeGroup:
     """Join the rendezvous with the other nodes.
 
     Raises:
@@ -116,7 +116,7 @@ def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) 
         token = secrets.token_hex(8)
         cards = _join(config, endpoint, token)
         stack.pop_all()
-    return Rendezvous(
+    return NodeGroup(
         index=[one.token for one in cards].index(token),
         labels=tuple(f"node {k} ({one.launcher.name})" for k, one in enumerate(cards)),
         hosts=tuple(one.node.host for one in cards),

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.launch.agent.child import Child, LostError
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
-from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, check
+from lockstep.tools.doctor.node_rendezvous import NodeGroup
 from lockstep.world.network import LOOPBACK, interfaces
 from lockstep.world.rendezvous.store import connect_store, host_store
 
@@ -73,15 +73,15 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
     return {"wrong": int((summed != expected).sum()), "ms": milliseconds}
 
 
-def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
+def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
     """Reduce with all other nodes, by each backend that all of them have."""
-    kinds = {str((told.get("versions") or {}).get("bits")) for told in seen.reports}
+    kinds = {str((report.get("versions") or {}).get("bits")) for report in seen.reports}
     if len(kinds) > 1:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}
     if rendezvous.several_hosts and not rendezvous.reach:
         return {"skipped": "not all nodes reach each other"}
-    counts = [ranks(told.get("gpus"), alone=seen.alone) for told in seen.reports]
-    gpus = all((told.get("gpus") or {}).get("gpus") for told in seen.reports)
+    counts = [ranks(report.get("gpus"), alone=seen.alone) for report in seen.reports]
+    gpus = all((report.get("gpus") or {}).get("gpus") for report in seen.reports)
     own = rendezvous.reach[rendezvous.index] if rendezvous.reach else None
     here = own.interface if own else next((one.name for one in interfaces() if one.loopback), None)
     store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None
@@ -101,14 +101,14 @@ def _together(rendezvous: Rendezvous, seen: Seen, _: Asked) -> Facts:
 
 
 @check("all-reduce", together=_together, seconds=60)
-def all_reduce(seen: Seen) -> Iterator[Finding]:
+def all_reduce(seen: NodeReports) -> Iterator[Finding]:
     """Find backends whose all-reduce fails, or gives wrong sums."""
-    told = seen.of("all-reduce")
-    if told and "skipped" in told[0][1]:
-        yield Finding("skipped", told[0][1]["skipped"])
+    answers = seen.of("all-reduce")
+    if answers and "skipped" in answers[0][1]:
+        yield Finding("skipped", answers[0][1]["skipped"])
         return
-    for backend in told[0][1] if told else ():
-        each = [(label, one) for label, facts in told for one in facts[backend]]
+    for backend in answers[0][1] if answers else ():
+        each = [(label, one) for label, facts in answers for one in facts[backend]]
         failed = [(label, one["problem"]) for label, one in each if "problem" in one]
         wrong = [(label, one["wrong"]) for label, one in each if one.get("wrong")]
         if failed:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, Seen, check, listed
+from lockstep.tools.doctor.check import Facts, Finding, Level, NodeReports, Options, check, listed
 from lockstep.world import host
 from lockstep.world.rendezvous.membership_check import HINTS, differing_versions
 
@@ -14,7 +14,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _NUMBER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
 
 
-def _look(_: Asked) -> Facts:
+def _look(_: Options) -> Facts:
     import torch
 
     more: dict[str, str] = {}
@@ -32,12 +32,12 @@ def _look(_: Asked) -> Facts:
 
 
 @check("versions", look=_look, seconds=20)
-def versions(seen: Seen) -> Iterator[Finding]:
+def versions(seen: NodeReports) -> Iterator[Finding]:
     """Find nodes with other versions than the first."""
-    told = seen.of("versions")
-    if not told:
+    answers = seen.of("versions")
+    if not answers:
         return
-    (first, expected), others = told[0], told[1:]
+    (first, expected), others = answers[0], answers[1:]
     fine = True
     for label, facts in others:
         text = differing_versions(label, facts["bits"], first, expected["bits"])
@@ -53,6 +53,6 @@ def versions(seen: Seen) -> Iterator[Finding]:
                 text = f"{label} has {name} {mine}, {first} has {its}; expected the same"
                 yield Finding(level, text, "install the same on all nodes")
     if fine:
-        known = ((label, {**facts["bits"], **facts["more"]}) for label, facts in told)
+        known = ((label, {**facts["bits"], **facts["more"]}) for label, facts in answers)
         each = [(label, ", ".join(map(" ".join, found.items()))) for label, found in known]
         yield Finding("ok", listed(each, seen))

@@ -11,8 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Level, Seen, check, check_each
-from lockstep.tools.doctor.node_rendezvous import Rendezvous
+from lockstep.tools.doctor.check import (
+    Facts,
+    Finding,
+    Level,
+    NodeReports,
+    Options,
+    check,
+    check_each,
+)
+from lockstep.tools.doctor.node_rendezvous import NodeGroup
 from lockstep.tools.quantities import binary_size
 
 _GIB = 1 << 30
@@ -29,7 +37,7 @@ def _is_there(path: Path) -> bool:
     return os.access(path, os.F_OK)
 
 
-def _look(asked: Asked) -> Facts:
+def _look(asked: Options) -> Facts:
     place = _existing(asked.run_dir)
     facts = {"place": str(place.absolute())}
     if not place.is_dir():
@@ -101,7 +109,7 @@ def storage(facts: Facts) -> list[Finding] | str:
     return found or f"{place}: locks, rename, {binary_size(facts['free'])} free"
 
 
-def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
+def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts:
     """Return whether this node sees a file that node 0 has made in the run directory, and its lock."""
     if rendezvous.alone:
         return None
@@ -131,26 +139,26 @@ def _together(rendezvous: Rendezvous, seen: Seen, asked: Asked) -> Facts:
 
 
 @check("shared", together=_together)
-def shared(seen: Seen) -> Iterator[Finding]:
+def shared(seen: NodeReports) -> Iterator[Finding]:
     """Find run directories that nodes do not share, and locks that do not reach from node to node."""
-    told = seen.of("shared")
-    failed = [(label, facts["problem"]) for label, facts in told if facts["problem"]]
+    answers = seen.of("shared")
+    failed = [(label, facts["problem"]) for label, facts in answers if facts["problem"]]
     for label, problem in failed:
         text = f"{label} cannot open and lock a file in the run directory: {problem}"
         yield Finding("failure", text, "choose a place with --run-dir that all nodes can write")
-    if told and told[0][1]["problem"]:
+    if answers and answers[0][1]["problem"]:
         return
-    apart = [label for label, facts in told if not facts["sees"] and not facts["problem"]]
-    for label, facts in told:
+    apart = [label for label, facts in answers if not facts["sees"] and not facts["problem"]]
+    for label, facts in answers:
         if facts["takes"]:
-            text = f"{label} takes a lock in the run directory that {told[0][0]} holds"
+            text = f"{label} takes a lock in the run directory that {answers[0][0]} holds"
             advice = "mount it with locks between nodes: NFS 4, or Lustre with the option flock"
             yield Finding("failure", text, advice)
     if apart:
-        text = f"the run directory is not shared: {', '.join(apart)} does not see files of {told[0][0]}"
+        text = f"the run directory is not shared: {', '.join(apart)} does not see files of {answers[0][0]}"
         advice = (
             "a checkpoint is lost with the node that wrote it: --run-dir on a shared file system"
         )
         yield Finding("warning", text, advice)
-    elif told and not failed and not any(facts["takes"] for _, facts in told):
+    elif answers and not failed and not any(facts["takes"] for _, facts in answers):
         yield Finding("ok", "all nodes share the run directory, and its locks")

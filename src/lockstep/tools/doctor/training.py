@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lockstep.launch.devices.machine import processor
-from lockstep.tools.doctor.check import Asked, Facts, Finding, Seen, check
+from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, check
 from lockstep.world.devices import make_deterministic
 
 _ADVICE = (
@@ -15,7 +15,7 @@ _ADVICE = (
 )
 
 
-def _look(_: Asked) -> Facts:
+def _look(_: Options) -> Facts:
     import torch
 
     from lockstep.tools.doctor.arithmetic import exact_digest, ordinary_digest
@@ -38,37 +38,37 @@ def _look(_: Asked) -> Facts:
 
 
 @check("training", look=_look, seconds=20)
-def training(seen: Seen) -> Iterator[Finding]:
+def training(seen: NodeReports) -> Iterator[Finding]:
     """Find devices that compute wrong bits, or other ones than those of their kind."""
     from lockstep.tools.doctor.arithmetic import EXACT
 
     known = {
-        (label, device): told
+        (label, device): result
         for label, facts in seen.of("training")
-        for device, told in facts.items()
+        for device, result in facts.items()
     }
     good = {}
-    for (label, device), told in known.items():
+    for (label, device), result in known.items():
         where = f"{seen.on(label)}{device}"
-        first, second = told["twice"]
-        if told["exact"] != EXACT:
-            text = f"{where} computes wrong bits: ten exact steps give {_short(told['exact'])}"
+        first, second = result["twice"]
+        if result["exact"] != EXACT:
+            text = f"{where} computes wrong bits: ten exact steps give {_short(result['exact'])}"
             yield Finding("failure", f"{text}; expected {_short(EXACT)}", _ADVICE)
         elif first != second:
             text = f"{where} computes other bits each time: {_short(first)}, then {_short(second)}"
             yield Finding("failure", f"{text}; expected the same", _ADVICE)
         else:
-            good[label, device] = told
+            good[label, device] = result
     yield from _compare(seen, good)
 
 
-def _compare(seen: Seen, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
+def _compare(seen: NodeReports, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
     """Compare the digests of devices of one kind; say which digest each kind has."""
     versions = dict(seen.of("versions"))
     kinds: dict[tuple[str, str], dict[str, str]] = {}
-    for (label, device), told in good.items():
-        of = (told["kind"], str(versions.get(label, {}).get("bits")))
-        kinds.setdefault(of, {})[f"{seen.on(label)}{device}"] = told["twice"][0]
+    for (label, device), result in good.items():
+        of = (result["kind"], str(versions.get(label, {}).get("bits")))
+        kinds.setdefault(of, {})[f"{seen.on(label)}{device}"] = result["twice"][0]
     fine: dict[str, list[str]] = {}
     for (kind, _), digests in kinds.items():
         (most, often), *others = Counter(digests.values()).most_common()

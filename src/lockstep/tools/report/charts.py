@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.state.record.curves import Life
+from lockstep.state.record.curves import Generation
 from lockstep.state.record.reading import Event
 from lockstep.tools.report.page import COLOURS, Chart, graph_objects
 from lockstep.tools.report.runs import Shown
@@ -101,15 +101,17 @@ def _points(
 ) -> list[Point]:
     """Return a value over time, with a gap between two generations."""
     points: list[Point] = []
-    for life in run.lives[rank]:
-        points += [(clock.of(run, life.time), None)] if points else []
-        points += [(clock.of(run, event["time"]), value(event)) for event in _measured(life, kind)]
+    for generation in run.by_generation[rank]:
+        points += [(clock.of(run, generation.time), None)] if points else []
+        points += [
+            (clock.of(run, event["time"]), value(event)) for event in _measured(generation, kind)
+        ]
     return points
 
 
-def _measured(life: Life, kind: str) -> list[Event]:
+def _measured(generation: Generation, kind: str) -> list[Event]:
     """Return the measurements of one kind; of the pace without the first, which is that of a warm-up."""
-    found = [event for event in life.events if event["kind"] == kind]
+    found = [event for event in generation.events if event["kind"] == kind]
     return found[1:] if kind == "pace" else found
 
 
@@ -140,7 +142,7 @@ def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
 
 def share_chart(run: Shown, prefix: str) -> Chart | None:
     """Return a chart of what the time of each rank went to; `None` where no pace is recorded."""
-    spent = {rank: _spent(found) for rank, found in run.lives.items()}
+    spent = {rank: _spent(found) for rank, found in run.by_generation.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}
     if not known:
         return None
@@ -159,9 +161,9 @@ def share_chart(run: Shown, prefix: str) -> Chart | None:
     return Chart(figure, f"{prefix}Time of steps", height=max(200, 110 + 24 * len(names)))
 
 
-def _spent(found: Sequence[Life]) -> dict[str, float]:
+def _spent(found: Sequence[Generation]) -> dict[str, float]:
     """Return the seconds of a rank's steps by what they went to."""
-    paces = [pace for life in found for pace in _measured(life, "pace")]
+    paces = [pace for generation in found for pace in _measured(generation, "pace")]
     data = sum(pace["data"] for pace in paces)
     exchange = sum(pace.get("exchange") or 0.0 for pace in paces)
     hidden = any(pace.get("exchange") is None for pace in paces)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.files.lock import in_use, status
-from lockstep.state.record.curves import Life, curves, lives
+from lockstep.state.record.curves import Generation, curves, split_generations
 from lockstep.state.record.reading import Event, Recorded
 
 
@@ -61,9 +61,9 @@ class Shown:
         return {rank: events for rank, events in self.recorded.ranks.items() if events}
 
     @cached_property
-    def lives(self) -> dict[int, list[Life]]:
+    def by_generation(self) -> dict[int, list[Generation]]:
         """The same, generation by generation."""
-        return {rank: lives(events) for rank, events in self.ranks.items()}
+        return {rank: split_generations(events) for rank, events in self.ranks.items()}
 
     @cached_property
     def curves(self) -> dict[str, dict[int, float]]:

@@ -114,7 +114,7 @@ def _own(run: Shown) -> dict[str, object]:
 
 def _devices(run: Shown) -> str | None:
     """Return the names of the devices that ranks have trained on; `None` where they have none."""
-    starts = (life.events[0] for found in run.lives.values() for life in found)
+    starts = (generation.events[0] for found in run.by_generation.values() for generation in found)
     names = dict.fromkeys(str(one["device_name"]) for one in starts if one.get("device_name"))
     return ", ".join(names) or None
 

@@ -12,7 +12,7 @@ from lockstep.tools.report.charts import Clock
 from lockstep.tools.report.page import Chart, Table, graph_objects
 from lockstep.tools.report.runs import Shown
 
-#: Rows of a chart, and lines of a table: what goes beyond is left out, and that is said.
+#: Rows of a chart, and lines of a table: further ones are left out, with a note.
 _ROWS, _LINES = 64, 200
 _LAUNCHER = "launcher"
 #: Mark, size and colour of each kind of moment.
@@ -27,7 +27,7 @@ _RANK = re.compile(r"rank (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimelineEntry:
     """Something that happened."""
 
     time: float  # Unix seconds
@@ -36,35 +36,35 @@ class Moment:
     text: str
 
 
-def moments(run: Shown) -> list[Moment]:
+def timeline_entries(run: Shown) -> list[TimelineEntry]:
     """Return what happened, in order."""
     found = [one for rank in run.ranks for one in _of_rank(run, rank)]
     for event in run.launchers:
         if text := describe(event):
             named = event["kind"] == "failure" and _RANK.search(event.get("name") or text)
             row = named[0] if named else _LAUNCHER
-            found.append(Moment(event["time"], event["kind"], row, text))
+            found.append(TimelineEntry(event["time"], event["kind"], row, text))
     return sorted(found, key=lambda one: one.time)
 
 
-def _of_rank(run: Shown, rank: int) -> Iterator[Moment]:
+def _of_rank(run: Shown, rank: int) -> Iterator[TimelineEntry]:
     row = f"rank {rank}"
-    for life in run.lives[rank]:
-        known = {name: event[name] for event in life.events[:2] for name in event}
+    for generation in run.by_generation[rank]:
+        known = {name: event[name] for event in generation.events[:2] for name in event}
         where = f" on {known['host']}" if "host" in known else ""
         source = f" ({known['source'].rpartition('/')[2]})" if "source" in known else ""
-        after = f", resumed after step {life.step}{source}" if life.step else ""
-        yield Moment(life.time, "start", row, f"{row} starts{where}{after}")
+        after = f", resumed after step {generation.step}{source}" if generation.step else ""
+        yield TimelineEntry(generation.time, "start", row, f"{row} starts{where}{after}")
     for event in run.ranks[rank]:
         if text := describe(event):
-            yield Moment(event["time"], event["kind"], row, text)
+            yield TimelineEntry(event["time"], event["kind"], row, text)
 
 
 def chart(run: Shown, clock: Clock, title: str) -> Chart:
     """Return the timeline of a run: a row for each rank, with a bar for each time that it ran."""
     objects = graph_objects()
     rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
-    found = moments(run)
+    found = timeline_entries(run)
     rows += [_LAUNCHER] * any(one.row == _LAUNCHER for one in found)
     found = [one for one in found if one.row in rows]
     traces = [_bars(objects, run, clock, rows)]
@@ -93,16 +93,22 @@ def chart(run: Shown, clock: Clock, title: str) -> Chart:
 def _bars(objects: Any, run: Shown, clock: Clock, rows: Sequence[str]) -> Any:
     x: list[float | None] = []
     y: list[str | None] = []
-    for rank, found in run.lives.items():
+    for rank, found in run.by_generation.items():
         if f"rank {rank}" in rows:
-            for life in found:
-                x += [clock.of(run, life.time), clock.of(run, life.events[-1]["time"]), None]
+            for generation in found:
+                x += [
+                    clock.of(run, generation.time),
+                    clock.of(run, generation.events[-1]["time"]),
+                    None,
+                ]
                 y += [f"rank {rank}", f"rank {rank}", None]
     line = {"width": 9, "color": "rgba(59,130,246,0.35)"}
     return objects.Scatter(x=x, y=y, mode="lines", line=line, name="runs", hoverinfo="skip")
 
 
-def _marks(objects: Any, run: Shown, clock: Clock, found: Sequence[Moment], kind: str) -> Any:
+def _marks(
+    objects: Any, run: Shown, clock: Clock, found: Sequence[TimelineEntry], kind: str
+) -> Any:
     of_kind = [one for one in found if one.kind == kind]
     if not of_kind:
         return None
@@ -120,7 +126,7 @@ def _marks(objects: Any, run: Shown, clock: Clock, found: Sequence[Moment], kind
 
 def table(run: Shown, caption: str) -> Table:
     """Return what happened in words; without checkpoints, which may be many."""
-    found = [one for one in moments(run) if one.kind != "checkpoint"]
+    found = [one for one in timeline_entries(run) if one.kind != "checkpoint"]
     rows = [[f"{one.time - run.began:.1f}", one.text] for one in found[:_LINES]]
     if len(found) > _LINES:
         rows.append(["", f"… {len(found) - _LINES} more"])

@@ -24,7 +24,7 @@ _LAST_WORDS = 0.5
 _DETACHED = 130
 
 
-class Follower:
+class JobFollower:
     """Shows the states and the output of one job to its end."""
 
     def __init__(self, backend: Backend, job: str, output: Path) -> None:

@@ -61,7 +61,7 @@ class JobRequest:
 
     @property
     def seconds_to_save(self) -> int:
-        """How long before the end of its time the run is told to save its state."""
+        """Seconds before the time limit at which the run gets the signal to save its state."""
         if self.save_before is not None:
             return self.save_before
         limit = _seconds(self.time_limit or "")
@@ -78,12 +78,12 @@ class JobRequest:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """How many cores a node's ranks need together, one each unless said otherwise."""
+        """How many cores a node's ranks need together, one each by default."""
         ranks = self.ranks_per_node
         return None if ranks is None else max(1, ranks) * (self.cpus_per_rank or 1)
 
 
-#: How long before its end a job is told that it will end, unless the job is short.
+#: Seconds before its time limit at which a job gets the signal, unless the job is short.
 _SAVE_SECONDS = 90
 _GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
 

@@ -40,8 +40,8 @@ _PACE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
-    """One kill to come."""
+class Kill:
+    """The moment and the victim of one kill."""
 
     step: int  # steps that the run has to have done
     hasty: bool  # whether it comes without waiting for a step since the kill before
@@ -49,19 +49,19 @@ class Strike:
     choice: float  # from 0 to 1: which of the workers
 
 
-def draw(kills: int, seed: int, steps: int) -> list[Strike]:
-    """Draw the kills of a storm: the first before the first step, the last in the last step."""
+def draw(kills: int, seed: int, steps: int) -> list[Kill]:
+    """Draw random kills: the first before the first step, the last in the last step."""
     dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
     return [
-        Strike(step, step == 0 or dice.random() < _HASTY, dice.random(), dice.random())
+        Kill(step, step == 0 or dice.random() < _HASTY, dice.random(), dice.random())
         for step in moments
     ]
 
 
 class Chaos:
-    """A storm over one launch."""
+    """Kills workers of one launch at the moments that were drawn."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], trace: Path, steps: int) -> None:
         self._launcher = launcher
@@ -69,42 +69,42 @@ class Chaos:
         self._seen = _Progress(trace)
         self._last = steps - 1
 
-    def work(self, strikes: Sequence[Strike]) -> int:
-        """Kill until all strikes are done or the launch is over; return how many were killed."""
-        for done, strike in enumerate(strikes):
-            while not self._strike(strike):
+    def work(self, kills: Sequence[Kill]) -> int:
+        """Kill until all kills are done or the launch is over; return how many were killed."""
+        for done, kill in enumerate(kills):
+            while not self._kill(kill):
                 # Nobody is there yet, or they ended before their moment came.
                 if self._launcher.poll() is not None:
                     return done
                 time.sleep(_LOOK_FOR_WORKERS)
             self._seen.forget()
-        return len(strikes)
+        return len(kills)
 
-    def _strike(self, strike: Strike) -> bool:
-        """Wait for the moment of `strike`, and kill; return whether there was anybody to kill."""
+    def _kill(self, kill: Kill) -> bool:
+        """Wait for the moment of `kill`, and kill; return whether there was a worker to kill."""
         if not self._workers.arrive():
             return False
         # Where all steps are done, a generation that starts has little left to do.
-        if strike.hasty and self._seen.highest <= self._last:
-            moment = time.monotonic() + strike.delay * _START_SECONDS
+        if kill.hasty and self._seen.highest <= self._last:
+            moment = time.monotonic() + kill.delay * _START_SECONDS
             while time.monotonic() < moment and not self._seen.moved:
                 time.sleep(_LOOK)
                 self._seen.look()
             self._workers.arrive()
-            return self._workers.kill(strike.choice)
+            return self._workers.kill(kill.choice)
         while True:
             self._seen.look()
             # After the last step but one, the next thing to be seen may be the end of the run.
             moved = self._seen.moved or self._seen.highest >= self._last
-            if moved and self._seen.highest >= strike.step:
+            if moved and self._seen.highest >= kill.step:
                 break
             if not self._workers.live():
                 return False
             time.sleep(_LOOK)
-        moment = time.monotonic() + strike.delay * self._seen.pace
+        moment = time.monotonic() + kill.delay * self._seen.pace
         self._workers.arrive()
         time.sleep(max(0.0, moment - time.monotonic()))
-        return self._workers.kill(strike.choice)
+        return self._workers.kill(kill.choice)
 
 
 class _Workers:
@@ -113,11 +113,11 @@ class _Workers:
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
         self._now: list[psutil.Process] = []
-        self._struck: set[psutil.Process] = set()
+        self._killed: set[psutil.Process] = set()
 
     def arrive(self) -> bool:
         """Look for workers that have come since the last kill; return whether there are any."""
-        self._now = [one for one in self._all() if one not in self._struck]
+        self._now = [one for one in self._all() if one not in self._killed]
         return bool(self._now)
 
     def live(self) -> bool:
@@ -131,10 +131,10 @@ class _Workers:
             return False
         victims[int(choice * len(victims))].kill()
         moment = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._struck.update(self._now)
+        self._killed.update(self._now)
         # One of them may have been made a moment later, and this look may take as long as a restart.
         late = [one for one in self._all() if _born(one) < moment + _SAME_GENERATION]
-        self._struck.update(late)
+        self._killed.update(late)
         return True
 
     def _all(self) -> list[psutil.Process]:

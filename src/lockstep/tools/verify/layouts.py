@@ -29,13 +29,13 @@ class Stage:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What the ranks do to themselves, as they are told."""
+        """The faults as LOCKSTEP_FAULTS spells them."""
         preempted = () if self.until is None else (f"term@{self.until}",)
         return (*(f"kill@{step}" for step in self.kills), *preempted)
 
 
 @dataclass(frozen=True, slots=True)
-class Storm:
+class RandomKills:
     """Kills of random workers at random moments, drawn from a seed."""
 
     kills: int
@@ -48,7 +48,7 @@ class Layout:
 
     name: str  # as the user wrote it
     stages: tuple[Stage, ...]  # each in the run directory of the one before
-    storm: Storm | None = None  # kills during its only launch
+    random_kills: RandomKills | None = None  # kills during its only launch
     strategy: str | None = None  # `None` leaves it to the script
 
     @property
@@ -59,27 +59,29 @@ class Layout:
     @property
     def is_disturbed(self) -> bool:
         """Whether anything happens to it."""
-        return self.storm is not None or any(stage.faults for stage in self.stages)
+        return self.random_kills is not None or any(stage.faults for stage in self.stages)
 
     def __str__(self) -> str:
-        held = "" if self.strategy is None else f" with {self.strategy}"
+        strategy = "" if self.strategy is None else f" with {self.strategy}"
         if self.is_disturbed:
-            return f"layout {self.name}{held}"
-        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}{held}"
+            return f"layout {self.name}{strategy}"
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}{strategy}"
 
 
 def parse(
-    words: Sequence[str], storm: Storm | None = None, strategies: Sequence[str | None] = (None,)
+    words: Sequence[str],
+    random_kills: RandomKills | None = None,
+    strategies: Sequence[str | None] = (None,),
 ) -> list[Layout]:
-    """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one that endures `storm`.
+    """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one with `random_kills`.
 
     Raises:
         UsageError: if one of them is no layout, or there are fewer than two.
     """
     layouts = [layout for word in words for layout in _parse_word(word)]
-    if storm is not None:
+    if random_kills is not None:
         ranks = max(layout.ranks for layout in layouts)
-        layouts.append(Layout(f"{ranks},kills={storm.kills}", (Stage(ranks),), storm))
+        layouts.append(Layout(f"{ranks},kills={random_kills.kills}", (Stage(ranks),), random_kills))
     layouts = [replace(layout, strategy=one) for one in strategies for layout in layouts]
     if len(layouts) < 2:
         raise UsageError(

@@ -18,12 +18,12 @@ from lockstep.tools.verify.layouts import Layout, Stage
 from lockstep.tools.verify.traces import Traces, read
 
 AUDIT = TABLE["audit"]
-#: Restarts that `lockstep run` allows without being told.
+#: Restarts that `lockstep run` allows by default.
 _RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RunSpec:
     """What every layout runs."""
 
     command: RunCommand
@@ -50,7 +50,7 @@ class Outcome:
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 
-def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
+def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
     """Run a script on `layout`, in a new directory; `steps` is how many it does undisturbed, or 0.
 
     Raises:
@@ -63,9 +63,9 @@ def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
     for stage in layout.stages:
         launcher = _start(layout, stage, work, directory)
         try:
-            if layout.storm is not None:
-                strikes = draw(layout.storm.kills, layout.storm.seed, steps)
-                kills = Chaos(launcher, trace, steps).work(strikes)
+            if layout.random_kills is not None:
+                moments = draw(layout.random_kills.kills, layout.random_kills.seed, steps)
+                kills = Chaos(launcher, trace, steps).work(moments)
             exit_code = launcher.wait()
         finally:
             launcher.kill()  # its workers go with it
@@ -89,10 +89,10 @@ def run(layout: Layout, work: Work, directory: Path, steps: int) -> Outcome:
     return outcome
 
 
-def _start(layout: Layout, stage: Stage, work: Work, directory: Path) -> subprocess.Popen[bytes]:
+def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subprocess.Popen[bytes]:
     words = ["-n", str(stage.ranks), "--run-dir", str(directory / "run")]
     words += work.command.words(layout.strategy, os.environ)
-    kills = len(stage.kills) if layout.storm is None else layout.storm.kills
+    kills = len(stage.kills) if layout.random_kills is None else layout.random_kills.kills
     if kills > _RESTARTS:
         words += ["--max-restarts", str(kills)]
     environ = work.command.environ(layout.strategy, os.environ) | {

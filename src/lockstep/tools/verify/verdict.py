@@ -1,4 +1,4 @@
-"""Verdict of `lockstep verify`, from the outcomes of all layouts."""
+"""VerifyResult of `lockstep verify`, from the outcomes of all layouts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from lockstep.errors import RunError, UsageError
 from lockstep.tools.verify.comparison import Coverage, Difference, compare, coverage, redone
 from lockstep.tools.verify.layouts import Layout
-from lockstep.tools.verify.running import Outcome, Work, directory_name, run
+from lockstep.tools.verify.running import Outcome, RunSpec, directory_name, run
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """Whether all layouts agree."""
 
     outcomes: Sequence[Outcome]
@@ -59,7 +59,7 @@ class Verdict:
         }
 
 
-def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable[Outcome]:
+def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Iterable[Outcome]:
     """Run a script on every layout, and yield the outcomes.
 
     Raises:
@@ -68,7 +68,7 @@ def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable
     """
     steps = 0
     for number, layout in enumerate(layouts):
-        if layout.storm is not None and not steps:
+        if layout.random_kills is not None and not steps:
             raise UsageError(
                 f"the script makes no steps on {layouts[0]}; expected some in which to kill ranks",
                 hint="pass the optimizer through run.optimizer(…)",
@@ -86,7 +86,7 @@ def outcomes(layouts: Sequence[Layout], work: Work, directory: Path) -> Iterable
         yield outcome
 
 
-def judge(outcomes: Sequence[Outcome]) -> Verdict:
+def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
     """Compare every layout with the first one, and what a layout did twice with itself."""
     first, *others = outcomes
     differences = [redone(outcome.traces, str(outcome.layout)) for outcome in outcomes]
@@ -100,4 +100,4 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
     # A layout whose ranks diverged stopped early: it has not reached the samples that it lacks.
     ended = [other.traces for other in others if other.digest is not None]
     known = [own, *(coverage(traces, first.traces.complete) for traces in ended)]
-    return Verdict(outcomes, earliest, next((one for one in known if not one.is_exact), own))
+    return VerifyResult(outcomes, earliest, next((one for one in known if not one.is_exact), own))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lockstep.state.record.curves import curves, lives, without_superseded
+from lockstep.state.record.curves import curves, split_generations, without_superseded
 from lockstep.state.record.reading import Event
 
 
@@ -39,7 +39,10 @@ def test_a_start_and_its_resume_are_one_beginning() -> None:
         *logs(9, 2),
         start(20, 2),
     ]
-    assert [(life.step, life.time, len(life.events)) for life in lives(events)] == [
+    assert [
+        (generation.step, generation.time, len(generation.events))
+        for generation in split_generations(events)
+    ] == [
         (0, 0, 2),
         (1, 9, 3),
         (2, 20, 1),

@@ -26,7 +26,7 @@ RUN = Measured(
 )
 
 
-class Work:
+class Runner:
     """Launches nothing, and notes what would have been launched."""
 
     def __init__(self, fails_at: int | None = None, measured: Measured | None = RUN) -> None:
@@ -55,17 +55,17 @@ class Work:
 @pytest.fixture
 def launches(tmp_path: Path) -> Callable[..., tuple[Launches, list[str]]]:
     def make(
-        work: Work, *, keep: bool = False, ranks: tuple[int, ...] = (1, 2)
+        runner: Runner, *, keep: bool = False, ranks: tuple[int, ...] = (1, 2)
     ) -> tuple[Launches, list[str]]:
         said: list[str] = []
         combinations = [Combination(count) for count in ranks]
-        return Launches(work, combinations, tmp_path, keep, said.append), said  # type: ignore[arg-type]
+        return Launches(runner, combinations, tmp_path, keep, said.append), said  # type: ignore[arg-type]
 
     return make
 
 
 def test_rounds_are_interleaved_and_leave_nothing(launches, tmp_path: Path) -> None:
-    work = Work()
+    work = Runner()
     one, said = launches(work)
     one.run(2, restarts=True)
     assert work.done == ["1", "2", "1", "2", "1 killed", "2 killed"]
@@ -79,14 +79,14 @@ def test_rounds_are_interleaved_and_leave_nothing(launches, tmp_path: Path) -> N
 
 
 def test_runs_are_kept_where_that_is_asked_for(launches, tmp_path: Path) -> None:
-    one, _ = launches(Work(), keep=True)
+    one, _ = launches(Runner(), keep=True)
     one.run(2, restarts=False)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["1-rank.1", "1-rank.2", "2-ranks.1", "2-ranks.2"]
 
 
 def test_what_fails_is_not_tried_again_and_keeps_what_was_measured(launches) -> None:
-    work = Work(fails_at=2)
+    work = Runner(fails_at=2)
     one, _ = launches(work)
     one.run(3, restarts=True)
     assert work.done == ["1", "2", "1", "2", "1", "1 killed"]
@@ -97,7 +97,7 @@ def test_what_fails_is_not_tried_again_and_keeps_what_was_measured(launches) -> 
 
 
 def test_strategies_of_a_script_without_a_run(launches) -> None:
-    work = Work(measured=None)
+    work = Runner(measured=None)
     one, _ = launches(work)
     one.run(1, restarts=True)
     assert work.done == ["1", "2"], "no restart either"

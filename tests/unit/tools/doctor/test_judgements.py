@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.tools.doctor.arithmetic import EXACT
-from lockstep.tools.doctor.check import Seen
+from lockstep.tools.doctor.check import NodeReports
 from lockstep.tools.doctor.examine import CHECKS, Report
 from lockstep.tools.doctor.links import tournament
 
@@ -222,13 +222,16 @@ CASES: list[tuple[str, list[Any], list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("name", "told", "expected"), CASES)
 def test_judgement(name: str, told: list[Any], expected: list[tuple[str, str]]) -> None:
-    seen = Seen(LABELS[: len(told)], tuple({name: one} for one in told))
+    seen = NodeReports(LABELS[: len(told)], tuple({name: one} for one in told))
     found = list(CHECKS[name].judge(seen))
     assert [one.level for one in found] == [level for level, _ in expected], found
     for one, (_, part) in zip(found, expected, strict=True):
         assert part in one.text
         assert one.advice or one.level in ("ok", "skipped"), "what to do is said"
-    assert not list(CHECKS[name].judge(Seen(LABELS[:1], ({},)))) or name in ("clocks", "links")
+    assert not list(CHECKS[name].judge(NodeReports(LABELS[:1], ({},)))) or name in (
+        "clocks",
+        "links",
+    )
 
 
 def test_every_check_has_a_case() -> None:
@@ -245,7 +248,7 @@ def test_all_pairs_meet_once_and_no_node_twice_a_round(count: int) -> None:
 
 
 def test_the_report_has_a_line_for_each_finding() -> None:
-    seen = Seen(LABELS[:2], ({"shm": SHM}, {"shm": {"missing": True}}))
+    seen = NodeReports(LABELS[:2], ({"shm": SHM}, {"shm": {"missing": True}}))
     found = tuple(("shm", one) for one in CHECKS["shm"].judge(seen))
     report = Report(seen=seen, findings=found, exit_code=1, seconds=2.0, speaks=True)
     assert list(report.lines) == [

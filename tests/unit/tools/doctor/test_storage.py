@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.launch.agent.child import Child
 from lockstep.tools.doctor import storage
-from lockstep.tools.doctor.check import Asked, Seen
+from lockstep.tools.doctor.check import NodeReports, Options
 from lockstep.tools.doctor.examine import CHECKS, _judged
 
 _FAILED = "not compared: the network check failed"
@@ -22,13 +22,13 @@ _AWAY = "not compared: the other nodes did not come"
 def judged(name: str, *facts: object) -> list[tuple[str, str]]:
     told = tuple({name: one, "problems": {}} for one in facts)
     labels = tuple(f"node {n}" for n in range(len(facts)))
-    return [(one.level, one.text) for one in _judged(name, Seen(labels, told))]
+    return [(one.level, one.text) for one in _judged(name, NodeReports(labels, told))]
 
 
 def looked(place: Path) -> list[tuple[str, str]]:
     look = CHECKS["storage"].look
     assert look is not None
-    return judged("storage", look(Asked(run_dir=place)))
+    return judged("storage", look(Options(run_dir=place)))
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_directory_that_may_not_be_searched() -> None:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-            return CHECKS["storage"].look(Asked(run_dir=Path(run_dir)))  # type: ignore[misc]
+            return CHECKS["storage"].look(Options(run_dir=Path(run_dir)))  # type: ignore[misc]
 
         facts = Child(look).give(f"{locked}/runs/one").result(10)
         text = f"{locked} cannot be written: Permission denied"
@@ -87,9 +87,9 @@ def test_a_file_system_without_locks_is_no_lock_that_another_holds(
 def test_facts_of_another_version_are_a_failure_of_the_check() -> None:
     facts = {"storage": {"of another": "version"}, "problems": {}}
     told = ({**facts, "versions": {"bits": {"lockstep": "0.1"}}}, {**facts, "versions": []})
-    (one,) = _judged("storage", Seen(("node 0", "node 1"), told))
+    (one,) = _judged("storage", NodeReports(("node 0", "node 1"), told))
     assert one.level == "failure"
-    assert "what nodes told cannot be compared (KeyError: 'place'): node 0 has " in one.text
+    assert "facts of the nodes cannot be compared (KeyError: 'place'): node 0 has " in one.text
     assert one.text.endswith("lockstep 0.1; node 1 has another version of lockstep")
 
 
@@ -107,5 +107,5 @@ def test_facts_of_another_version_are_a_failure_of_the_check() -> None:
 def test_why_clocks_are_not_compared(
     told: dict[str, object], asked: int, level: str, text: str
 ) -> None:
-    seen = Seen(("node 1 (b)",), ({"problems": {}, **told},), asked)
+    seen = NodeReports(("node 1 (b)",), ({"problems": {}, **told},), asked)
     assert [(one.level, one.text) for one in _judged("clocks", seen)] == [(level, text)]

@@ -43,7 +43,7 @@ def test_a_curve_has_one_value_per_step(run: Shown) -> None:
     (line,) = loss.figure.data
     assert list(line.x) == list(range(1, 61))
     assert [round(line.y[k], 3) for k in (17, 19)] == [0.963, 1.886], (
-        "of the first life, of the second"
+        "of the first generation, of the second"
     )
     assert (accuracy.title, list(accuracy.figure.data[0].x)) == ("accuracy", [30, 60])
 
@@ -84,7 +84,7 @@ def test_a_gpu_hides_its_exchange(tmp_path: Path) -> None:
 
 
 def test_the_timeline_says_what_happened(run: Shown) -> None:
-    found = [(one.kind, one.row) for one in timeline.moments(run)]
+    found = [(one.kind, one.row) for one in timeline.timeline_entries(run)]
     assert found.count(("start", "rank 1")) == 3
     assert found.count(("failure", "rank 1")) == 2
     assert found.count(("restart", "launcher")) == 2

@@ -1,4 +1,4 @@
-"""A storm over a launcher that only looks like one: launcher, fork server, workers that write traces."""
+"""Random kills of a made-up launcher: launcher, fork server, workers that write traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.verify.chaos import Chaos, Strike, draw
+from lockstep.tools.verify.chaos import Chaos, Kill, draw
 
 #: Arguments: trace directory, number of steps. Each generation goes on where the last one was killed.
 LAUNCHER = """
@@ -23,7 +23,7 @@ def work(rank, generation, done):
         for step in range(done + 1, steps + 1):
             time.sleep(0.02)
             print(json.dumps({"kind": "step", "step": step, "digest": ""}), file=file)
-    time.sleep(3.0)  # the storm may be late, on a machine with other work
+    time.sleep(3.0)  # the kills may be late, on a machine with other work
 
 def generation(number, done):
     workers = []
@@ -52,12 +52,12 @@ os._exit(min(number - 1, 250))
 """
 
 
-def storm(directory: Path, strikes: list[Strike], steps: int = 20) -> tuple[int, int]:
-    """Return how many workers the storm has killed, and how many deaths there were."""
+def random_kills(directory: Path, kills: list[Kill], steps: int = 20) -> tuple[int, int]:
+    """Return how many workers were killed, and how many deaths there were."""
     words = [sys.executable, "-c", LAUNCHER, str(directory), str(steps)]
     launcher = subprocess.Popen(words)
     try:
-        kills = Chaos(launcher, directory, steps).work(strikes)
+        kills = Chaos(launcher, directory, steps).work(kills)
         return kills, launcher.wait(timeout=20)
     finally:
         launcher.kill()
@@ -71,31 +71,31 @@ def reached_by(directory: Path, generation: int) -> int:
     return max(int(json.loads(written[-1])["step"]) for written in lines if written)
 
 
-@pytest.mark.parametrize("kills", [1, 2, 7, 300])
-def test_a_storm_is_drawn_by_its_seed(kills: int) -> None:
-    strikes = draw(kills, 1, steps=40)
-    assert strikes == draw(kills, 1, steps=40)
-    assert strikes != draw(kills, 2, steps=40)
-    assert len(strikes) == kills
-    steps = [strike.step for strike in strikes]
+@pytest.mark.parametrize("count", [1, 2, 7, 300])
+def test_random_kills_are_drawn_by_their_seed(count: int) -> None:
+    kills = draw(count, 1, steps=40)
+    assert kills == draw(count, 1, steps=40)
+    assert kills != draw(count, 2, steps=40)
+    assert len(kills) == count
+    steps = [kill.step for kill in kills]
     assert steps == sorted(steps)
     assert steps[0] >= 0
     assert steps[-1] <= 39
-    if kills > 1:
+    if count > 1:
         assert (steps[0], steps[-1]) == (0, 39)
 
 
-def test_a_run_of_one_step_has_its_storm() -> None:
-    assert {strike.step for strike in draw(5, 0, steps=1)} == {0}
+def test_a_run_of_one_step_has_its_kills() -> None:
+    assert {kill.step for kill in draw(5, 0, steps=1)} == {0}
 
 
-def test_every_kill_of_a_storm_ends_a_generation(tmp_path: Path) -> None:
-    assert storm(tmp_path, draw(12, 3, steps=20)) == (12, 12)
+def test_every_random_kill_ends_a_generation(tmp_path: Path) -> None:
+    assert random_kills(tmp_path, draw(12, 3, steps=20)) == (12, 12)
 
 
 def test_a_kill_waits_for_its_step(tmp_path: Path) -> None:
-    strikes = [Strike(5, hasty=False, delay=0.5, choice=0.9), Strike(9, False, 0.0, 0.0)]
-    assert storm(tmp_path, strikes) == (2, 2)
+    kills = [Kill(5, hasty=False, delay=0.5, choice=0.9), Kill(9, False, 0.0, 0.0)]
+    assert random_kills(tmp_path, kills) == (2, 2)
     reached = [reached_by(tmp_path, generation) for generation in range(2)]
     # This machine may be busy: a kill comes late, and never early.
     assert 5 <= reached[0] < reached[1]
@@ -103,4 +103,4 @@ def test_a_kill_waits_for_its_step(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_before_the_storm_does(tmp_path: Path) -> None:
-    assert storm(tmp_path, [Strike(0, True, 0.0, 0.0), Strike(99, False, 0.0, 0.0)]) == (1, 1)
+    assert random_kills(tmp_path, [Kill(0, True, 0.0, 0.0), Kill(99, False, 0.0, 0.0)]) == (1, 1)

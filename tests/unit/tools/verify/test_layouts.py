@@ -8,7 +8,7 @@ from lockstep.cli.parser import split
 from lockstep.cli.verify import one_layout_each
 from lockstep.errors import UsageError
 from lockstep.launch.command import parse_strategies
-from lockstep.tools.verify.layouts import Layout, Stage, Storm, parse
+from lockstep.tools.verify.layouts import Layout, RandomKills, Stage, parse
 from lockstep.tools.verify.running import directory_name
 
 
@@ -62,8 +62,8 @@ def test_the_largest_number_of_ranks_counts() -> None:
 
 
 def test_a_storm_is_one_more_layout_on_the_most_ranks() -> None:
-    layouts = parse(["2>4@3"], Storm(200, 1))
-    assert layouts[1] == Layout("4,kills=200", (Stage(4),), Storm(200, 1))
+    layouts = parse(["2>4@3"], RandomKills(200, 1))
+    assert layouts[1] == Layout("4,kills=200", (Stage(4),), RandomKills(200, 1))
     assert layouts[1].is_disturbed
 
 
