@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 from lockstep.errors import UsageError
 
@@ -81,3 +82,8 @@ def binary_size(value: float) -> str:
 def counted(number: int, what: str) -> str:
     """Return `1 rank`, `2 ranks`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def rounded(value: float | None) -> Any:
+    """Return six significant digits; `None` for `None`, NaN and infinity."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

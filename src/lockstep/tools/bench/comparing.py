@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.tools.bench.results import Row, add_speedups, devices, rate, rounded
+from lockstep.tools.bench.results import Row, add_speedups, devices, rate
+from lockstep.tools.quantities import rounded
 
 #: Version of the files of results.
 FORMAT = 1

@@ -9,7 +9,8 @@ from typing import Any
 from lockstep.registry import STRATEGIES
 from lockstep.tools.bench.cost import AT_SERVERS, SHARDED, Cost, cost_of
 from lockstep.tools.bench.projection import Batches, Link, Model, Point, fit_model
-from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group, rounded
+from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
+from lockstep.tools.quantities import rounded
 
 #: Strategies whose ranks do other work than a share of the samples each.
 _NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.trials import Trial
+from lockstep.tools.quantities import rounded
 
 Row = dict[str, Any]
 
@@ -141,11 +142,6 @@ def _spread(name: str, values: Sequence[float]) -> Row:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return rounded(statistics.median(known)) if known else None
-
-
-def rounded(value: float | None) -> Any:
-    """Return six significant digits: further digits of a time are noise."""
-    return None if value is None else float(f"{value:.6g}")
 
 
 def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:

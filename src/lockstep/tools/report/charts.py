@@ -7,9 +7,10 @@ from typing import Any
 
 from lockstep.state.record.curves import Generation
 from lockstep.state.record.reading import Event
+from lockstep.tools.quantities import rounded
 from lockstep.tools.report.page import COLOURS, Chart, graph_objects
 from lockstep.tools.report.runs import Shown
-from lockstep.tools.report.thin import Point, envelope, rounded, thin
+from lockstep.tools.report.thin import Point, envelope, thin
 
 #: Points of a line, and of all lines of a chart together.
 _LINE, _CHART = 2000, 24000

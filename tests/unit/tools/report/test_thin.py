@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.report.thin import envelope, rounded, thin
+from lockstep.tools.quantities import rounded
+from lockstep.tools.report.thin import envelope, thin
 
 values = st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.nan))
 
