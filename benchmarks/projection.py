@@ -23,8 +23,7 @@ from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.measuring import measure
 from lockstep.tools.bench.projecting import project
 from lockstep.tools.bench.projection import Link
-from lockstep.tools.bench.results import add_speedups, row
-from lockstep.tools.bench.trials import Trial
+from lockstep.tools.bench.results import Trial, add_speedups, row
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -46,7 +46,6 @@ def add_flags(parser: Parser) -> None:
 def handle(options: argparse.Namespace) -> int:
     """Submit what `options` say; return the exit code."""
     from lockstep.tools.submit import job
-    from lockstep.tools.submit.follow import JobFollower
 
     backend = backends.load(options.backend)
     spec = _spec(options)
@@ -59,7 +58,7 @@ def handle(options: argparse.Namespace) -> int:
     if options.no_follow:
         print(number)
         return 0
-    return JobFollower(backend, number, output).follow()
+    return job.JobFollower(backend, number, output).follow()
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:

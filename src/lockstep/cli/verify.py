@@ -14,9 +14,9 @@ from lockstep.cli.several_launches import add_shared_flags, kept_directory, run_
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.tools.verify.comparison import VerifyResult
     from lockstep.tools.verify.layouts import RandomKills
     from lockstep.tools.verify.running import Outcome
-    from lockstep.tools.verify.verdict import VerifyResult
 
 HELP = "prove that a script gives the same weights on every layout"
 USAGE = "[options] SCRIPT [[--] ARG ...]"
@@ -82,9 +82,9 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 
 def handle(options: argparse.Namespace) -> int:
     """Verify what `options` say; return the exit code."""
+    from lockstep.tools.verify.comparison import judge
     from lockstep.tools.verify.layouts import parse
-    from lockstep.tools.verify.running import RunSpec
-    from lockstep.tools.verify.verdict import judge, outcomes
+    from lockstep.tools.verify.running import RunSpec, outcomes
 
     command, strategies = run_command(options)
     layouts = parse(options.layouts or ["1,2"], _random_kills(options), strategies)

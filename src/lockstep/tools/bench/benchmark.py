@@ -17,10 +17,9 @@ from lockstep.launch.command import RunCommand
 from lockstep.launch.devices.machine import processor
 from lockstep.tools.bench.combinations import Combination, check_gpus, visible_gpus
 from lockstep.tools.bench.comparing import FORMAT, RESULT, check_scripts, compare, load
-from lockstep.tools.bench.launches import Launches, Listener
+from lockstep.tools.bench.launches import Launches, Listener, Runner, choose_threads
 from lockstep.tools.bench.projecting import project
 from lockstep.tools.bench.projection import Link
-from lockstep.tools.bench.trials import Runner, choose_threads
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
 

@@ -7,8 +7,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.registry import STRATEGIES
-from lockstep.tools.bench.cost import AT_SERVERS, SHARDED, Cost, cost_of
-from lockstep.tools.bench.projection import Batches, Link, Model, Point, fit_model
+from lockstep.tools.bench.projection import (
+    AT_SERVERS,
+    SHARDED,
+    Batches,
+    Cost,
+    Link,
+    Model,
+    Point,
+    cost_of,
+    fit_model,
+)
 from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
 from lockstep.tools.quantities import rounded
 

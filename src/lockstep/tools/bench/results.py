@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.bench.combinations import Combination
-from lockstep.tools.bench.trials import Trial
+from lockstep.tools.bench.measuring import Measured
 from lockstep.tools.quantities import rounded
 
 Row = dict[str, Any]
 
 #: How the rate of a row was measured.
 BY_STEPS, BY_WALL = "steps", "wall time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What came of one launch."""
+
+    combination: Combination
+    exit_code: int
+    wall_seconds: float  # from the command to its end
+    measured: Measured | None = None  # `None` for a script without `lockstep.Run`
+    identity: Mapping[str, object] = field(default_factory=dict)
+    digest: str | None = None
+    verdict: str = ""  # why the launch is no measurement
 
 
 def row(

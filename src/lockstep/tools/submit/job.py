@@ -1,16 +1,33 @@
-"""Submit a request as a job, with its files in the run directory."""
+"""Submit a request as a job, with its files in the run directory, and follow the job to its end."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
+import time
 from pathlib import Path
 
-from lockstep.errors import RunDirectoryError, UsageError
-from lockstep.state.files import directory
+from lockstep.errors import RunDirectoryError, RunError, UsageError
+from lockstep.state.files import directory, run_file
 from lockstep.state.files.directory import short
-from lockstep.tools.submit.backend import Backend, Submission
+from lockstep.tools.submit.backend import (
+    Backend,
+    JobState,
+    NoAnswerError,
+    Submission,
+    UnknownJobError,
+)
 from lockstep.tools.submit.request import JobRequest
+
+#: Seconds between two looks at the output, and between two questions to the backend: at first, and at most.
+_LOOK = 0.1
+_ASK = (0.25, 3.0)
+#: Seconds without an answer after which it is given up.
+_PATIENCE = 300.0
+#: Seconds in which the last words of a job may still arrive from its node.
+_LAST_WORDS = 0.5
+_DETACHED = 130
 
 
 def say(text: str) -> None:
@@ -63,3 +80,124 @@ def _submit(backend: Backend, file: Path, text: str) -> Submission:
             "is a job"
         )
         raise
+
+
+class JobFollower:
+    """Shows the states and the output of one job to its end."""
+
+    def __init__(self, backend: Backend, job: str, output: Path) -> None:
+        self._backend = backend
+        self._job = job
+        self._output = output
+        self._shown = 0  # bytes of the output
+        self._before: JobState | None = None
+        self._restarts = 0
+        self._pause = _ASK[0]
+        self._silent_since: float | None = None
+
+    def follow(self) -> int:
+        """Show the job; return its exit code.
+
+        Ctrl-C, or a reader of the output that has left, ends the showing and not the job.
+
+        Raises:
+            RunError: if the backend has forgotten the job, or does not answer any more.
+        """
+        try:
+            while (end := self._look()) is None:
+                self._show_for(self._pause)
+                self._pause = min(1.5 * self._pause, _ASK[1])
+            self._show_for(_LAST_WORDS)
+            return self._end(end)
+        except KeyboardInterrupt:
+            return self._detach("")
+        except BrokenPipeError:
+            return self._detach("the output is not read any more: ")
+
+    def _look(self) -> JobState | None:
+        """Report the job's state where it has changed; return it once the job has ended."""
+        try:
+            now = self._backend.state(self._job)
+        except UnknownJobError:
+            self._show()
+            raise RunError(
+                f"{self._backend.title} has forgotten job {self._job}; expected it to say how it ended",
+                hint=f"its output: {short(self._output)}",
+            ) from None
+        except NoAnswerError as error:
+            self._wait_for_answer(str(error))
+            return None
+        self._silent_since = None
+        self._report(now)
+        return now if now.phase == "ended" else None
+
+    def _wait_for_answer(self, why: str) -> None:
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since = now
+            say(f"lockstep: {self._backend.title} does not answer ({why}); trying again")
+        if now - self._silent_since > _PATIENCE:
+            raise RunError(
+                f"{self._backend.title} has not answered for {_PATIENCE:g} s: {why}",
+                hint=f"job {self._job} may be running; {self._ways()}",
+            )
+
+    def _report(self, now: JobState) -> None:
+        before, self._before = self._before, now
+        if now == before:
+            return
+        self._pause = _ASK[0]
+        # While it ends, its run may still be saving its state.
+        if now.restarts > self._restarts and now.phase != "ending":
+            self._restarts = now.restarts
+            say(f"lockstep: job {self._job} was {self._saved()}put back into the queue")
+        if now.phase != "ended" and now.text and (before is None or now.text != before.text):
+            say(f"lockstep: job {self._job} {now.text}")
+            if now.hint:
+                say(f"hint: {now.hint}")
+
+    def _saved(self) -> str:
+        """Return what became of its run, as the run itself has written."""
+        with contextlib.suppress(RunDirectoryError):
+            recorded = run_file.read(self._output.parent) or {}
+            if recorded.get("status") == "preempted":
+                return f"preempted, saved after step {recorded.get('step')}, and "
+        return ""
+
+    def _show_for(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._show()
+        while time.monotonic() < deadline:
+            time.sleep(min(_LOOK, seconds))
+            self._show()
+
+    def _show(self) -> None:
+        # Opened each time: that is when a network file system looks for news.
+        try:
+            with self._output.open("rb") as file:
+                file.seek(self._shown)
+                while chunk := file.read(1 << 20):
+                    sys.stdout.buffer.write(chunk)
+                    self._shown += len(chunk)
+        except FileNotFoundError:
+            return
+        sys.stdout.flush()
+
+    def _end(self, end: JobState) -> int:
+        exists = self._output.exists()
+        if end.has_run and not exists:
+            say(f"lockstep: {short(self._output)} is not there: do the nodes share this directory?")
+        where = f"; output: {short(self._output)}" if exists and end.exit_code else ""
+        say(f"lockstep: job {self._job} {end.text}{where}")
+        if end.hint:
+            say(f"hint: {end.hint}")
+        return end.exit_code
+
+    def _detach(self, why: str) -> int:
+        say(f"\nlockstep: {why}job {self._job} continues without being followed")
+        say(f"hint: {self._ways()}")
+        return _DETACHED
+
+    def _ways(self) -> str:
+        file = shlex.quote(str(short(self._output)))
+        return f"follow: tail -f {file} · {self._backend.commands(self._job)}"

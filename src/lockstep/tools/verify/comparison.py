@@ -1,11 +1,14 @@
-"""Comparison of two layouts: the first difference, and samples seen twice or never."""
+"""Comparison of layouts: the first difference, and samples seen twice or never."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
+from lockstep.tools.verify.running import Outcome
 from lockstep.tools.verify.traces import Digests, Key, LoopKey, Seen, Traces, few, names, values
 
 
@@ -144,3 +147,66 @@ def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Co
         expected = range(traces.lengths[loader])
         never += [(loader, epoch, sample) for sample in expected if sample not in counts]
     return Coverage(len(loops), tuple(twice), tuple(never))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """Whether all layouts agree."""
+
+    outcomes: Sequence[Outcome]
+    difference: Difference | None  # the first one
+    coverage: Coverage  # of the first layout where it is not exact, or of the first
+
+    @property
+    def same(self) -> bool:
+        """Whether all layouts end with the same weights and saw the same samples."""
+        digests = {outcome.digest for outcome in self.outcomes}
+        return self.difference is None and len(digests) == 1 and None not in digests
+
+    @property
+    def holds(self) -> bool:
+        """Whether the promise holds: the same everywhere, and each sample once per loop."""
+        return self.same and self.coverage.is_exact
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict for `--json`."""
+        difference = self.difference
+        return {
+            "same": self.same,
+            "layouts": [
+                {
+                    "layout": outcome.layout.name,
+                    "strategy": outcome.layout.strategy,
+                    "digest": outcome.digest,
+                    "steps": outcome.steps,
+                    "seconds": round(outcome.seconds, 3),
+                    "kills": outcome.kills,
+                    "generations": outcome.generations,
+                }
+                for outcome in self.outcomes
+            ],
+            "difference": difference
+            and {"step": difference.step, "what": difference.what, "text": difference.text},
+            "samples": {
+                "loops": self.coverage.loops,
+                "twice": len(self.coverage.twice),
+                "never": len(self.coverage.never),
+            },
+        }
+
+
+def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
+    """Compare every layout with the first one, and what a layout did twice with itself."""
+    first, *others = outcomes
+    differences = [redone(outcome.traces, str(outcome.layout)) for outcome in outcomes]
+    differences += [
+        compare(first.traces, other.traces, str(first.layout), str(other.layout))
+        for other in others
+    ]
+    found = [difference for difference in differences if difference is not None]
+    earliest = min(found, key=lambda difference: difference.step, default=None)
+    own = coverage(first.traces)
+    # A layout whose ranks diverged stopped early: it has not reached the samples that it lacks.
+    ended = [other.traces for other in others if other.digest is not None]
+    known = [own, *(coverage(traces, first.traces.complete) for traces in ended)]
+    return VerifyResult(outcomes, earliest, next((one for one in known if not one.is_exact), own))

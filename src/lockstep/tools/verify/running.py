@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import PREEMPTED, AuditError, DivergenceError, UsageError
+from lockstep.errors import PREEMPTED, AuditError, DivergenceError, RunError, UsageError
 from lockstep.launch.command import RunCommand, verdict_in
 from lockstep.settings import TABLE
 from lockstep.state.files import run_file
@@ -48,6 +49,33 @@ class Outcome:
     def differs(self) -> bool:
         """Whether the run has found a difference by itself: between ranks, or between two passes."""
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
+
+
+def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Iterable[Outcome]:
+    """Run a script on every layout, and yield the outcomes.
+
+    Raises:
+        RunError: if the script fails on a layout otherwise than by a difference that the run has found.
+        UsageError: if it makes no run.
+    """
+    steps = 0
+    for number, layout in enumerate(layouts):
+        if layout.random_kills is not None and not steps:
+            raise UsageError(
+                f"the script makes no steps on {layouts[0]}; expected some in which to kill ranks",
+                hint="pass the optimizer through run.optimizer(…)",
+            )
+        outcome = run(layout, work, directory / directory_name(number, layout), steps)
+        if outcome.exit_code and not outcome.differs:
+            error = UsageError if outcome.exit_code == 2 else RunError
+            raise error(f"the script fails on {layout}\n{outcome.complaint}")
+        if outcome.digest is None and not outcome.differs:
+            raise UsageError(
+                "the script ends without a lockstep.Run; expected one to verify",
+                hint="train inside `with lockstep.Run(…) as run:`",
+            )
+        steps = steps or outcome.steps
+        yield outcome
 
 
 def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:

@@ -7,7 +7,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.launch.devices.gpus import Gpu
 from lockstep.tools.bench.combinations import Combination, check_gpus, combine, parse_counts
-from lockstep.tools.bench.trials import choose_threads
+from lockstep.tools.bench.launches import choose_threads
 from lockstep.tools.quantities import parse_bandwidth, parse_latency, seconds, size, three
 
 

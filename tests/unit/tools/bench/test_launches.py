@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.launches import Launches
 from lockstep.tools.bench.measuring import Measured
-from lockstep.tools.bench.trials import Trial
+from lockstep.tools.bench.results import Trial
 
 RUN = Measured(
     steps=10,

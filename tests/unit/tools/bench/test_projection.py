@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from lockstep.tools.bench.cost import Cost, cost_of
 from lockstep.tools.bench.projecting import project
-from lockstep.tools.bench.projection import Batches, Link, Model, Parameters, Point, fit_model
+from lockstep.tools.bench.projection import (
+    Batches,
+    Cost,
+    Link,
+    Model,
+    Parameters,
+    Point,
+    cost_of,
+    fit_model,
+)
 from lockstep.tools.bench.results import add_speedups
 
 COST = Cost("tree", volume=9e6, sums=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunError
-from lockstep.tools.submit import follow
+from lockstep.tools.submit import job
 from lockstep.tools.submit.backend import JobState, NoAnswerError, UnknownJobError
 from lockstep.tools.submit.backends import slurm
 
@@ -21,8 +21,8 @@ Step = JobState | Exception | BaseException
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[Step]], None]:
     """Let Slurm answer one thing after the other, without pauses."""
-    monkeypatch.setattr(follow, "_ASK", (0.0, 0.0))
-    monkeypatch.setattr(follow, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr(job, "_ASK", (0.0, 0.0))
+    monkeypatch.setattr(job, "_LAST_WORDS", 0.0)
 
     def play(steps: Iterable[Step]) -> None:
         answers = iter(steps)
@@ -63,7 +63,7 @@ def test_a_job_from_its_start_to_its_end(states, output, capsys):
             replace(DONE, restarts=1),
         ]
     )
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 0
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 0
     said = capsys.readouterr()
     assert said.out == "epoch 1\n"
     assert said.err == (
@@ -97,7 +97,7 @@ def test_a_job_that_was_preempted(states, output, capsys, record, said):
             replace(DONE, restarts=1),
         ]
     )
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 0
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 0
     assert capsys.readouterr().err == (
         f"lockstep: job 12 was {said} into the queue\n"
         "lockstep: job 12 waits\n"
@@ -108,7 +108,7 @@ def test_a_job_that_was_preempted(states, output, capsys, record, said):
 
 def test_a_job_that_failed(states, output, capsys):
     states([JobState(phase="ended", text="was stopped", hint="ask for more", exit_code=3)])
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 3
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 3
     said = "lockstep: job 12 was stopped; output: slurm-12.out\nhint: ask for more\n"
     assert capsys.readouterr().err == said
 
@@ -116,14 +116,14 @@ def test_a_job_that_failed(states, output, capsys):
 def test_a_job_that_will_never_start(states, output, capsys):
     stuck = JobState(phase="waiting", text="will not start as it is: held", hint="release it")
     states([stuck, stuck, KeyboardInterrupt()])
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 130
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 130
     said = "lockstep: job 12 will not start as it is: held\nhint: release it\n\n"
     assert capsys.readouterr().err.startswith(said)
 
 
 def test_ctrl_c(states, output, capsys):
     states([KeyboardInterrupt()])
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 130
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 130
     assert capsys.readouterr().err == (
         "\nlockstep: job 12 continues without being followed\n"
         "hint: follow: tail -f slurm-12.out · state: squeue -j 12 · cancel: scancel 12\n"
@@ -135,23 +135,23 @@ def test_nobody_reads(states, output, capsys, monkeypatch):
         raise BrokenPipeError
 
     states([RUNNING])
-    monkeypatch.setattr(follow.JobFollower, "_show", closed)
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 130
+    monkeypatch.setattr(job.JobFollower, "_show", closed)
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 130
     assert "the output is not read any more: job 12 continues" in capsys.readouterr().err
 
 
 def test_what_arrives_late_is_shown(states, output, capsys, monkeypatch):
-    monkeypatch.setattr(follow, "_LAST_WORDS", 0.05)
-    monkeypatch.setattr(follow.time, "sleep", lambda _: output.write_text("epoch 1\nepoch 2\n"))
+    monkeypatch.setattr(job, "_LAST_WORDS", 0.05)
+    monkeypatch.setattr(job.time, "sleep", lambda _: output.write_text("epoch 1\nepoch 2\n"))
     states([DONE])
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 0
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 0
     assert capsys.readouterr().out == "epoch 1\nepoch 2\n"
 
 
 def test_output_that_the_nodes_wrote_elsewhere(states, output, capsys):
     output.unlink()
     states([DONE])
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 0
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 0
     assert (
         "slurm-12.out is not there: do the nodes share this directory?" in capsys.readouterr().err
     )
@@ -160,21 +160,21 @@ def test_output_that_the_nodes_wrote_elsewhere(states, output, capsys):
 def test_slurm_that_is_away_for_a_while(states, output, capsys):
     away = NoAnswerError("Unable to contact")
     states([away, away, RUNNING, DONE])
-    assert follow.JobFollower(slurm.BACKEND, "12", output).follow() == 0
+    assert job.JobFollower(slurm.BACKEND, "12", output).follow() == 0
     assert capsys.readouterr().err.count("Slurm does not answer (Unable to contact); trying") == 1
 
 
 def test_slurm_that_stays_away(states, output, monkeypatch):
-    monkeypatch.setattr(follow, "_PATIENCE", -1.0)
+    monkeypatch.setattr(job, "_PATIENCE", -1.0)
     states([NoAnswerError("Unable to contact")])
     with pytest.raises(
         RunError, match=r"Unable to contact\nhint: job 12 may be running; follow: tail"
     ):
-        follow.JobFollower(slurm.BACKEND, "12", output).follow()
+        job.JobFollower(slurm.BACKEND, "12", output).follow()
 
 
 def test_a_job_that_slurm_has_forgotten(states, output, capsys):
     states([UnknownJobError("12")])
     with pytest.raises(RunError, match="forgotten job 12; expected it to say how it ended"):
-        follow.JobFollower(slurm.BACKEND, "12", output).follow()
+        job.JobFollower(slurm.BACKEND, "12", output).follow()
     assert capsys.readouterr().out == "epoch 1\n"

@@ -56,7 +56,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         lines.append(" ".join([layout.name, *work.command.words(layout.strategy, {})]))
         return Outcome(layout, 0, "sha256:0", 1, 0.0, 0, 1, Traces(), "")
 
-    monkeypatch.setattr("lockstep.tools.verify.verdict.run", run)
+    monkeypatch.setattr("lockstep.tools.verify.running.run", run)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return lines
