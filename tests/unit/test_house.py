@@ -77,7 +77,14 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"engine.training", "engine.data", "settings", "world", "state.checkpoint"},
     "testing": {"state.record", "run"},
     "tools.quantities": set(),
-    "tools.verify": {"settings", "engine.layout", "state.files", "state.record", "launch"},
+    "tools.verify": {
+        "settings",
+        "engine.layout",
+        "state.files",
+        "state.record",
+        "launch",
+        "tools.quantities",
+    },
     "tools.submit": {"state.files", "state.record"},
     "tools.report": {"state.files", "state.record", "tools.quantities"},
     "tools.bench": {

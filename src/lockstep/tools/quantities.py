@@ -48,18 +48,16 @@ def parse_latency(text: str) -> float:
 
 def seconds(value: float) -> str:
     """Return a time with three digits and a unit."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= factor:
-            return f"{three(value / factor)} {unit}"
-    return f"{three(value / 1e-9)} ns"
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    factor, unit = next((one for one in units if value >= one[0]), (1e-9, "ns"))
+    return f"{three(value / factor)} {unit}"
 
 
 def size(value: float) -> str:
     """Return a number of bytes with three digits and a unit."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= factor:
-            return f"{three(value / factor)} {unit}"
-    return f"{three(value)} B"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    factor, unit = next((one for one in units if value >= one[0]), (1.0, "B"))
+    return f"{three(value / factor)} {unit}"
 
 
 def three(value: float) -> str:

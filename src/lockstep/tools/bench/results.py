@@ -84,9 +84,9 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
         "sent_bytes_per_step": _median(run.sent for run in runs),
         "gradient_bytes": last.gradients,
         "host_bytes": host,
-        "host_imbalance": _imbalance(host),
+        "host_imbalance": rounded(max(host) / statistics.fmean(host)) if host else None,
         "device_bytes": device,
-        "device_imbalance": _imbalance(device),
+        "device_imbalance": rounded(max(device) / statistics.fmean(device)) if device else None,
         "device_busy": _median(run.busy for run in runs),
         "cpu": _median(run.cpu for run in runs),
         "start_seconds": _median(run.start_seconds for run in runs),
@@ -164,7 +164,3 @@ def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:
     for one in peaks:
         merged |= {rank: max(value, merged.get(rank, 0)) for rank, value in one.items()}
     return [merged[rank] for rank in sorted(merged)] or None
-
-
-def _imbalance(values: Sequence[int] | None) -> float | None:
-    return rounded(max(values) / statistics.fmean(values)) if values else None

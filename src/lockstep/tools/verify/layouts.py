@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.tools.quantities import counted
 
 _FAULT = re.compile(r"(kill|term)@(\d+)")
 _MOVE = re.compile(r"(\d+)@(\d+)")
@@ -65,7 +66,7 @@ class Layout:
         strategy = "" if self.strategy is None else f" with {self.strategy}"
         if self.is_disturbed:
             return f"layout {self.name}{strategy}"
-        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}{strategy}"
+        return f"{counted(self.ranks, 'rank')}{strategy}"
 
 
 def parse(

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.tools.quantities import binary_size, counted
+from lockstep.tools.quantities import binary_size, counted, seconds
 from lockstep.tools.watch.view import RankView, View
 
 _COLOURS = {"running": "green", "finished": "green", "preempted": "yellow"}
@@ -90,7 +90,7 @@ class Screen:
     def _cells(self, rank: RankView, *, on_gpu: bool) -> list[str]:
         kinds: list[tuple[Any, Callable[[Any], str]]] = [
             (rank.step, lambda step: f"{step:,}"),
-            (rank.measured("pace", "median"), _duration),
+            (rank.measured("pace", "median"), seconds),
             (rank.share("data"), _percent),
             (rank.share("exchange"), _percent),
             (rank.measured("machine", "cpu"), lambda cores: f"{cores:.2f}"),
@@ -128,10 +128,6 @@ def _clock(seconds: float) -> str:
         return f"{whole} s"
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _percent(part: float) -> str:

@@ -137,13 +137,6 @@ class View:
         return next((rank.values for rank in self.ranks.values() if rank.values), {})
 
     @property
-    def memory(self) -> int | None:
-        """Bytes of host memory in use by all ranks."""
-        measured = [rank.measured("machine", "host") for rank in self.ranks.values()]
-        known = [one for one in measured if one is not None]
-        return sum(known) if known else None
-
-    @property
     def end(self) -> str | None:
         """The digest, or why the run failed; `None` for neither, or while it continues."""
         if self.status == "dead":
@@ -164,6 +157,7 @@ class View:
         parts += [f"{name} {value:.4g}" for name, value in self.values.items()]
         parts.append(None if self.rate is None else f"{self.rate:,.0f} samples/s")
         parts.append(self.layout)
-        parts.append(None if self.memory is None else f"memory {binary_size(self.memory)}")
+        memory = sum(rank.measured("machine", "host") or 0 for rank in self.ranks.values())
+        parts.append(f"memory {binary_size(memory)}" if memory else None)
         parts.append(counted(self.restarts, "restart") if self.restarts else None)
         return "  ".join(part for part in parts if part)
