@@ -32,18 +32,6 @@ EXAMPLES = {
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
-    _add_what(parser)
-    _add_outputs(parser)
-    add_shared_flags(
-        parser,
-        "bench",
-        replicas="replicas on all layouts (default: the number of ranks)",
-        threads="intra-op threads per rank (default: the script's, else cores / the most ranks)",
-        kept="keep the run directories in DIR",
-    )
-
-
-def _add_what(parser: Parser) -> None:
     add = parser.add_argument
     add("--ranks", default="1,2", metavar="N,…", help="numbers of ranks (default: 1,2)")
     add(
@@ -70,10 +58,6 @@ def _add_what(parser: Parser) -> None:
     )
     add("--bandwidth", metavar="B", help="bandwidth of the projected network, such as 25Gbit/s")
     add("--latency", metavar="L", help="latency of the projected network, such as 20us")
-
-
-def _add_outputs(parser: Parser) -> None:
-    add = parser.add_argument
     add(
         "--compare",
         metavar="FILE",
@@ -81,6 +65,13 @@ def _add_outputs(parser: Parser) -> None:
     )
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--html", type=Path, metavar="FILE", help="write a page with charts to FILE")
+    add_shared_flags(
+        parser,
+        "bench",
+        replicas="replicas on all layouts (default: the number of ranks)",
+        threads="intra-op threads per rank (default: the script's, else cores / the most ranks)",
+        kept="keep the run directories in DIR",
+    )
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -26,15 +26,16 @@ EXAMPLES = {
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
+    add = parser.add_argument
     nodes.add(parser, elastic=False)
-    parser.add_argument(
+    add(
         "--run-dir",
         type=Path,
         default=Path("runs"),
         metavar="DIR",
         help="directory of the runs, whose file system is checked (default: runs)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add("--json", action="store_true", help="print the report as JSON")
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -22,8 +22,9 @@ EXAMPLES = {
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
+    add(
         "-o",
         "--output",
         type=Path,
@@ -37,13 +38,13 @@ def add_flags(parser: Parser) -> None:
     which.add_argument(
         "--best", action="store_true", help="the best checkpoint, by run.save(best=...)"
     )
-    parser.add_argument(
+    add(
         "--model",
         type=int,
         metavar="K",
         help="index of the model, in the order of the run.model calls",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    add("--force", action="store_true", help="overwrite FILE")
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -11,38 +11,30 @@ def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
         "several nodes",
         "Under Slurm and mpiexec the nodes find each other without these flags.",
     )
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--nnodes",
         metavar="NODES",
         help="number of nodes; this command is started on each"
         + "; MIN:MAX for an elastic launch" * elastic,
     )
-    group.add_argument("--node-rank", type=int, metavar="K", help="rank of this node, from 0")
-    group.add_argument("--master-addr", metavar="HOST", help="host name or address of node 0")
-    group.add_argument(
-        "--master-port", type=int, metavar="PORT", help="port of node 0 (default: a free one)"
-    )
-    group.add_argument(
+    add("--node-rank", type=int, metavar="K", help="rank of this node, from 0")
+    add("--master-addr", metavar="HOST", help="host name or address of node 0")
+    add("--master-port", type=int, metavar="PORT", help="port of node 0 (default: a free one)")
+    add(
         "--rdzv-endpoint",
         metavar="PLACE",
         help="rendezvous without --node-rank: HOST[:PORT], or file:///DIRECTORY that all nodes share",
     )
-    group.add_argument(
-        "--rdzv-id", metavar="ID", help="id of this launch, if several launches share an endpoint"
-    )
-    group.add_argument(
+    add("--rdzv-id", metavar="ID", help="id of this launch, if several launches share an endpoint")
+    add(
         "--interface",
         metavar="NAME",
         help="network interface (default: one that all other nodes reach)",
     )
-    group.add_argument(
-        "--join-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="rendezvous timeout (default: 300)",
-    )
+    add("--join-timeout", type=float, metavar="SECONDS", help="rendezvous timeout (default: 300)")
     if elastic:
-        group.add_argument(
+        add(
             "--last-call",
             type=float,
             metavar="SECONDS",

@@ -23,10 +23,9 @@ EXAMPLES = {
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument(
-        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs")
+    add(
         "-o",
         "--output",
         type=Path,

@@ -144,16 +144,15 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("start")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--start",
         choices=("fork", "spawn", "exec"),
         help="how ranks start: fork of a process that has imported torch (default), spawn of a fresh "
         "interpreter, or exec of python SCRIPT, without Lockstep's error reports",
     )
-    group.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m"
-    )
-    group.add_argument(
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    add(
         "--legacy-local-rank",
         dest="local_rank_option",
         action="store_const",
@@ -161,22 +160,22 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="pass --local-rank=K to each rank; scripts that declare the option get it without this flag",
     )
-    group.add_argument(
+    add(
         "--legacy-local_rank",
         dest="local_rank_option",
         action="store_const",
         const="--local_rank",
         help="pass --local_rank=K to each rank",
     )
-    group.add_argument(
+    add(
         "--no-local-rank",
         dest="local_rank_option",
         action="store_const",
         const="none",
         help="pass neither option, even to a script that declares it",
     )
-    group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    group.add_argument(
+    add("--dry-run", action="store_true", help="print the plan and start nothing")
+    add(
         "--check",
         action="store_true",
         help="before the launch, show the findings of lockstep check on SCRIPT",
@@ -185,8 +184,9 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def _add_records(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("records")
+    add = group.add_argument
     setting_flags.add_group(group, "records")
-    group.add_argument(
+    add(
         "-t",
         "--tee",
         type=_bits_of("--tee"),
@@ -194,15 +194,15 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         help="streams to show with a prefix per rank: 1 is stdout, 2 stderr, 3 both; 0:3,1:1 chooses for "
         "each local rank (default: rank 0, without a prefix)",
     )
-    group.add_argument(
+    add(
         "-r",
         "--redirects",
         type=_bits_of("--redirects"),
         metavar="S",
         help="streams to write to the log files only; values as for --tee",
     )
-    group.add_argument("--local-ranks-filter", metavar="K,…", help="show these local ranks only")
-    group.add_argument(
+    add("--local-ranks-filter", metavar="K,…", help="show these local ranks only")
+    add(
         "--log-dir",
         type=Path,
         metavar="DIR",

@@ -31,8 +31,16 @@ EXAMPLES = {
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
     parser.synonyms = RANKS
-    _add_job(parser)
-    _add_run(parser)
+    _add_job(parser.add_argument_group("job"))
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    add(
+        "-n",
+        metavar="N",
+        help="ranks on each node: a number, cpu (cores), gpu, or auto (default: 1)",
+    )
+    setting_flags.add(group, "replicas", "devices", "threads", "run_dir")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m")
     setting_flags.add_training(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the job script and submit nothing"
@@ -102,29 +110,25 @@ def _request(options: argparse.Namespace, spec: LaunchSpec, backend: Backend) ->
     )
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("job")
-    group.add_argument("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
-    group.add_argument(
-        "-t", "--time", metavar="T", help="time limit, such as 30 (minutes) or 2:00:00"
-    )
-    group.add_argument(
+def _add_job(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    add("-t", "--time", metavar="T", help="time limit, such as 30 (minutes) or 2:00:00")
+    add(
         "--save-before",
         type=int,
         metavar="SECONDS",
         help="how long before its time limit the job saves its state and goes back into the queue "
         "(default: 90, or a quarter of a shorter limit)",
     )
-    group.add_argument("-J", "--job-name", metavar="NAME", help="default: the script's name")
-    group.add_argument(
+    add("-J", "--job-name", metavar="NAME", help="default: the script's name")
+    add(
         "--gpus-per-node",
         metavar="G",
         help="GPUs of each node, such as 4 or a100:4; a rank for each",
     )
-    group.add_argument(
-        "--cpus-per-task", type=int, metavar="C", help="cores for each rank (default: 1)"
-    )
-    group.add_argument(
+    add("--cpus-per-task", type=int, metavar="C", help="cores for each rank (default: 1)")
+    add(
         "--backend",
         choices=backends.names(),
         default="slurm",
@@ -133,16 +137,3 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
     for name in backends.names():
         backends.load(name).add_flags(group)
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    group.add_argument(
-        "-n",
-        metavar="N",
-        help="ranks on each node: a number, cpu (cores), gpu, or auto (default: 1)",
-    )
-    setting_flags.add(group, "replicas", "devices", "threads", "run_dir")
-    group.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is a module, as with python -m"
-    )

@@ -49,6 +49,7 @@ _OWN = (
     "shutdown_timeout",
     "virtual_local_rank",
 )
+_FILTERS = ("--duplicate-stdout-filters", "--duplicate-stderr-filters")
 #: Those that take no value.
 _SWITCHES = ("module", "standalone", "no_python", "run_path", "virtual_local_rank")
 
@@ -61,65 +62,50 @@ def add_flags(parser: Parser) -> None:
         "variables. Ignored: --monitor-interval, --event-log-handler. Refused: --logs-specs, "
         "--duplicate-stdout-filters, --duplicate-stderr-filters, --virtual-local-rank.",
     )
+    add = group.add_argument
     before = {action.dest for action in parser._actions}
-    _add_rendezvous(group)
-    _add_start(group)
-    _add_without_effect(group)
+    _add_own(group)
+    # What these are is in `lockstep.launch.torchrun`; the help names them in one sentence.
+    add("--monitor-interval", type=float, help=argparse.SUPPRESS)
+    for flag in ("--event-log-handler", "--logs-specs", *_FILTERS):
+        add(flag, help=argparse.SUPPRESS)
+    add("--virtual-local-rank", action="store_true", help=argparse.SUPPRESS)
     after = {action.dest for action in parser._actions}
     parser.abbreviated = {"n", *_SHARED, *(after - before)}
 
 
-def _add_rendezvous(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--standalone", action="store_true", help="single node, whatever the environment says"
-    )
-    group.add_argument("--rdzv-backend", metavar="NAME", help="c10d or static")
-    group.add_argument(
-        "--rdzv-conf", metavar="K=V,…", help="keys join_timeout and last_call_timeout, in seconds"
-    )
-    group.add_argument(
+def _add_own(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--standalone", action="store_true", help="single node, whatever the environment says")
+    add("--rdzv-backend", metavar="NAME", help="c10d or static")
+    add("--rdzv-conf", metavar="K=V,…", help="keys join_timeout and last_call_timeout, in seconds")
+    add(
         "--local-addr",
         metavar="ADDRESS",
         help="address of the network interface, in place of --interface",
     )
-
-
-def _add_start(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--start-method", metavar="M", help="spawn, fork or forkserver; see --start")
-    group.add_argument(
-        "--no-python", action="store_true", help="SCRIPT is an executable, not a Python script"
-    )
-    group.add_argument(
+    add("--start-method", metavar="M", help="spawn, fork or forkserver; see --start")
+    add("--no-python", action="store_true", help="SCRIPT is an executable, not a Python script")
+    add(
         "--run-path", action="store_true", help="run SCRIPT in Lockstep's interpreter (the default)"
     )
-    group.add_argument(
+    add(
         "--role",
         default="default",
         metavar="NAME",
         help="value of ROLE_NAME on the ranks (default: default)",
     )
-    group.add_argument(
+    add(
         "--numa-binding",
         choices=("node", "socket", "exclusive", "core-complex"),
         help="the same as --bind cores",
     )
-    group.add_argument(
+    add(
         "--signals-to-handle",
         metavar="NAME,…",
         help="signals, beside TERM, INT and HUP, that end the launch and are forwarded to the ranks",
     )
     setting_flags.add_group(group, "torchrun")
-
-
-def _add_without_effect(group: argparse._ArgumentGroup) -> None:
-    """Add flags that the help names in one sentence: what they say is in `lockstep.launch.torchrun`."""
-    hidden = argparse.SUPPRESS
-    group.add_argument("--monitor-interval", type=float, help=hidden)
-    for flag in ("--event-log-handler", "--logs-specs"):
-        group.add_argument(flag, help=hidden)
-    for stream in ("stdout", "stderr"):
-        group.add_argument(f"--duplicate-{stream}-filters", help=hidden)
-    group.add_argument("--virtual-local-rank", action="store_true", help=hidden)
 
 
 def words(environ: Mapping[str, str]) -> list[str]:

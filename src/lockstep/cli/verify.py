@@ -41,24 +41,17 @@ _LAYOUT = re.compile(r"\d+([,>@].*)?|[a-z]+@\d+(,.*)?")
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--layouts",
         action="append",
         metavar="LAYOUT …",
         help='layouts to compare, such as 1,2,4 or 1 "4>2@30" "2,kill@30" (default: 1,2)',
     )
-    parser.add_argument(
-        "--strategies",
-        metavar="S,…",
-        help="run each layout with each strategy: ddp,ps,fsdp",
-    )
-    parser.add_argument(
-        "--kills", type=int, metavar="K", help="add a layout in which K random workers are killed"
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="S", help="seed of the times of the kills (default: 0)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    add("--strategies", metavar="S,…", help="run each layout with each strategy: ddp,ps,fsdp")
+    add("--kills", type=int, metavar="K", help="add a layout in which K random workers are killed")
+    add("--seed", type=int, metavar="S", help="seed of the times of the kills (default: 0)")
+    add("--json", action="store_true", help="print the verdict as JSON")
     add_shared_flags(
         parser,
         "verify",

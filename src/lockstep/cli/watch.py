@@ -24,17 +24,16 @@ EXAMPLES = {
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of this verb."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "run_dir",
         type=Path,
         nargs="?",
         metavar="RUN_DIR",
         help="the directory of the run (default: the newest run in runs/)",
     )
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="K", help="show the log of rank K (default: 0)"
-    )
-    parser.add_argument(
+    add("--rank", type=int, default=0, metavar="K", help="show the log of rank K (default: 0)")
+    add(
         "--every",
         type=float,
         metavar="SECONDS",
