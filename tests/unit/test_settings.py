@@ -13,7 +13,7 @@ import pytest
 from lockstep.cli import setting_flags, whole_parser
 from lockstep.errors import UsageError
 from lockstep.launch.given import Given
-from lockstep.settings import OF_RUNS, OF_SCRIPTS, TABLE, Settings, from_environment
+from lockstep.settings import OF_RUNS, OF_SCRIPTS, TABLE, Setting, Settings, from_environment
 from tests import settings_page
 
 
@@ -54,6 +54,16 @@ def test_flags_that_are_not_given_say_nothing(verb: str) -> None:
     options = whole_parser().parse_args([verb, "train.py"])
     assert setting_flags.given(options, setting_flags.SHARED) == {}
     assert setting_flags.words(options, setting_flags.SHARED) == []
+
+
+@pytest.mark.parametrize("group", ["layout", "training", "fault tolerance", "records", "torchrun"])
+def test_a_row_of_the_table_is_all_that_a_flag_needs(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Setting(name="depth", help="how deep", parse=int, flag=(group, "--depth D"))
+    monkeypatch.setitem(TABLE, "depth", row)
+    options = whole_parser().parse_args(["run", "--depth", "3", "train.py"])
+    assert setting_flags.given(options, ["depth"]) == {"depth": 3}
 
 
 def test_flags_are_read_and_handed_on_as_they_were_given() -> None:
