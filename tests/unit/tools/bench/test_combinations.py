@@ -8,7 +8,15 @@ from lockstep.errors import UsageError
 from lockstep.launch.devices.gpus import Gpu
 from lockstep.tools.bench.combinations import Combination, check_gpus, combine, parse_counts
 from lockstep.tools.bench.launches import choose_threads
-from lockstep.tools.quantities import parse_bandwidth, parse_latency, seconds, size, three
+from lockstep.tools.quantities import (
+    binary_size,
+    counted,
+    parse_bandwidth,
+    parse_latency,
+    seconds,
+    size,
+    three,
+)
 
 
 def test_every_combination_once() -> None:
@@ -90,6 +98,10 @@ def test_numbers_are_shown_with_three_digits() -> None:
         "117 kB",
         "8.00 B",
     ]
+    assert [binary_size(value) for value in (512, 2048, 150 * 2**20, 3 * 2**29)] == [
+        *("512 bytes", "2.0 KiB", "150 MiB", "1.5 GiB"),
+    ]
+    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 def test_dp_is_one_rank_with_several_gpus() -> None:

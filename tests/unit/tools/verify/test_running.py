@@ -14,25 +14,11 @@ from lockstep.tools.verify.traces import Traces
 
 
 def work(*of_servers: str) -> RunCommand:
-    return RunCommand(["train.py"], ["--threads", "1"], of_servers)
+    return RunCommand(["train.py"], [], of_servers)
 
 
-def words(one: RunCommand, strategy: str | None, environ: dict[str, str] | None = None) -> str:
-    return " ".join(one.words(strategy, environ or {})).removeprefix("--threads 1").strip()
-
-
-def test_servers_go_to_the_strategy_that_has_them() -> None:
-    one = work("--servers", "2")
-    assert words(one, "ps") == "--strategy ps --servers 2"
-    assert words(one, "ddp") == "--strategy ddp"
-    # The script may say ps: then it takes them, else it refuses them.
-    assert words(one, None) == "--servers 2"
-
-
-def test_where_nobody_says_how_many_servers_there_is_one() -> None:
-    assert words(work(), "ps") == "--strategy ps --servers 1"
-    assert words(work(), "ps", {"LOCKSTEP_SERVERS": "3"}) == "--strategy ps"
-    assert words(work(), None) == ""
+def test_a_variable_says_how_many_servers_there_are() -> None:
+    assert work().words("ps", {"LOCKSTEP_SERVERS": "3"}) == ["--strategy", "ps"]
 
 
 def test_variables_of_servers_go_to_the_strategy_that_has_them() -> None:

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from lockstep.errors import UsageError
 from lockstep.state.files.lock import DirectoryLock, Owner
-from lockstep.tools.quantities import binary_size
 from lockstep.tools.watch.screen import Screen
 from lockstep.tools.watch.watcher import Watcher, newest, plain
 from tests.recorded import Run
@@ -183,12 +182,3 @@ def test_many_ranks_leave_room(tmp_path: Path) -> None:
 )
 def test_lines_cannot_steer_the_terminal(line: str, seen: str) -> None:
     assert plain(line) == seen
-
-
-def test_sizes() -> None:
-    assert [binary_size(n) for n in (512, 2048, 150 * 2**20, 3 * 2**30 // 2)] == [
-        "512 bytes",
-        "2.0 KiB",
-        "150 MiB",
-        "1.5 GiB",
-    ]
