@@ -25,7 +25,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def sections(content: Mapping[str, Any]) -> list[Section]:
-    """Return what the page shows."""
+    """Return the sections of the page."""
     rows = [row for row in content["results"] if row.get("measured_by")]
     comparison = content.get("comparison")
     failed = map(Text, table.failures(content["results"]))

@@ -77,7 +77,7 @@ def combine(
 
 
 def parse_counts(flag: str, text: str) -> list[int]:
-    """Return the numbers of ranks after commas in what a flag says, the smallest first.
+    """Return the numbers of ranks in the value of a flag, such as `1,2,4`, the smallest first.
 
     Raises:
         UsageError: for a word that is no number of ranks.

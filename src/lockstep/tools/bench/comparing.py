@@ -187,7 +187,7 @@ def _notes(
 
 
 def _circumstances(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return what two results of one script may differ in."""
+    """Return the machine, versions and options of a result, which two results may differ in."""
     machine = content["machine"]
     versions = machine.get("versions") or {}
     return {

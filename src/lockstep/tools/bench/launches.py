@@ -36,7 +36,7 @@ _AFTER_KILL = 3
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What is measured."""
+    """Runs the script on one combination."""
 
     command: RunCommand
     threads: int  # of each rank, where neither the script nor a flag sets them
@@ -174,5 +174,5 @@ def _described(trial: Trial) -> str:
 
 
 def choose_threads(cores: int, ranks: Sequence[int]) -> int:
-    """Return so many threads for each rank that the most ranks have them, too."""
+    """Return the threads of each rank: as many as the largest number of ranks leaves for each."""
     return max(1, cores // max(ranks))

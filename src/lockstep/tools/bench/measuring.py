@@ -12,7 +12,7 @@ from lockstep.state.record.reading import Event, Recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One run. Of steps, the first of each generation is left out: it warms up."""
+    """Measurements of one run, without the first step of each generation, which is the warm-up."""
 
     steps: int
     batch: float  # samples of a step, of all ranks
@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One rank's windows after the warm-up, added up."""
+    """Sums over one rank's windows of steps after the warm-up."""
 
     steps: int
     samples: int
@@ -66,7 +66,7 @@ class _Rank:
 
 
 def measure(recorded: Recorded, launched: float) -> Measured | None:
-    """Return what a run did; `None` if nothing is left of it after the warm-up.
+    """Return the measurements of a run; `None` if it has no steps after the warm-up.
 
     `launched` is the time of the launch in Unix seconds.
     """

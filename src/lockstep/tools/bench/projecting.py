@@ -33,7 +33,7 @@ _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 @dataclass(slots=True)
 class Projection:
-    """What a model says, in rows as the results have them."""
+    """Projected rows, and the fitted models that they come from."""
 
     rows: list[Row] = field(default_factory=list)  # one per number of ranks and group of results
     parameters: list[Row] = field(default_factory=list)  # one row per group
@@ -43,7 +43,7 @@ class Projection:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What the file of results has under `model`."""
+        """The part `model` of the file of results."""
         return {
             "formula": "step = overhead + compute * samples + data * samples + latency * messages "
             "+ bytes / bandwidth",
@@ -55,7 +55,7 @@ class Projection:
 
 
 def project(rows: Sequence[Row], wanted: Sequence[int], link: Link) -> Projection:
-    """Return what each group of results would take on other numbers of ranks."""
+    """Return the step time of each group of results on other numbers of ranks."""
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
@@ -182,7 +182,7 @@ def _row(model: Model, ranks: int, base: Mapping[str, Any]) -> Row:
 
 
 def _assumptions(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
-    """Return in words what the model takes for granted."""
+    """Return the assumptions of the model in words."""
     counted, batches = ", ".join(str(one.ranks) for one in used), model.batches
     lines = [
         f"fitted to {counted} ranks, medians of the repeats",

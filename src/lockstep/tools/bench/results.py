@@ -19,7 +19,7 @@ BY_STEPS, BY_WALL = "steps", "wall time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What came of one launch."""
+    """The result of one launch."""
 
     combination: Combination
     exit_code: int
@@ -33,7 +33,7 @@ class Trial:
 def row(
     combination: Combination, trials: Sequence[Trial], restart: float | None, cores: int
 ) -> Row:
-    """Return what is known of one combination.
+    """Return the row of one combination.
 
     Of the trials one that failed is the last.
     """

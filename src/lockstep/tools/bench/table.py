@@ -198,7 +198,7 @@ def notes(measured: Sequence[Row]) -> list[str]:
 
 
 def _is_hindered(row: Row) -> bool:
-    """Return whether ranks used much less of a core than the time that they computed."""
+    """Return whether ranks had a core for much less than the time that they computed."""
     known = row.get("device") == "cpu" and row.get("cpu") and not row.get("competing")
     return bool(known) and row["cpu"] < _UNHINDERED * row["compute_seconds"] / row["step_seconds"]
 

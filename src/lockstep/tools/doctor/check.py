@@ -52,7 +52,7 @@ class NodeReports:
 
     @property
     def missed(self) -> bool:
-        """Whether nodes were asked for that did not come."""
+        """Whether fewer nodes joined than were asked for."""
         return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:

@@ -59,7 +59,7 @@ _PROBLEMS = "problems"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of an examination."""
+    """The result of an examination."""
 
     seen: NodeReports
     findings: tuple[tuple[str, Finding], ...]
@@ -141,7 +141,7 @@ def examine(
 
 
 def _looks(one: Check, asked: Options) -> Callable[[Any], Any]:
-    """Return what a child does for a check."""
+    """Return the function of a check that a child calls."""
     look = one.look
     assert look is not None
     return lambda _: look(asked)
@@ -161,7 +161,7 @@ def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Fin
 
 
 def _results(looks: dict[str, Child]) -> dict[str, Any]:
-    """Return what the children have found, and how those failed that did not."""
+    """Return the facts from the children, and the errors of those that failed."""
     own: dict[str, Any] = {_PROBLEMS: {}}
     began = time.monotonic()
     for name, child in looks.items():
@@ -174,7 +174,7 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
 
 
 def _together(name: str, rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> NodeReports:
-    """Run the part of a check that nodes do together; return what is known then.
+    """Run the part of a check that nodes do together; return the facts with its own added.
 
     Raises:
         LostError: if a node is lost.

@@ -77,7 +77,7 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
 
 
 def _is_other(pid: int) -> bool:
-    """Whether a process is there, and none of this doctor's; NVML may know those of other containers."""
+    """Whether a process runs here and is not one of ours; NVML lists those of other containers, too."""
     import psutil
 
     try:

@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """One job: what it runs, and on what.
+    """A job: its command, its nodes and its limits.
 
     Raises:
         UsageError: if a value cannot work on any cluster.
@@ -89,7 +89,7 @@ _GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
 
 
 def _seconds(limit: str) -> int | None:
-    """Return a time limit of sbatch in seconds; `None` for none, and for one that it will not take."""
+    """Return a time limit such as `30` (minutes) or `1-12:00` in seconds; `None` for another form."""
     days, dash, rest = limit.rpartition("-")
     words = [days or "0", *rest.split(":")]
     if not all(word.isdecimal() for word in words) or len(words) > 4:

@@ -116,16 +116,16 @@ class _Workers:
         self._killed: set[psutil.Process] = set()
 
     def arrive(self) -> bool:
-        """Look for workers that have come since the last kill; return whether there are any."""
+        """Look for workers that were started since the last kill; return whether there are any."""
         self._now = [one for one in self._all() if one not in self._killed]
         return bool(self._now)
 
     def live(self) -> bool:
-        """Return whether any of those that have come is still there."""
+        """Return whether any of these workers is still running."""
         return any(_lives(one) for one in self._now)
 
     def kill(self, choice: float) -> bool:
-        """Kill one of those that have come; the others will go with it, and are not killed again."""
+        """Kill one of these workers; the launcher ends the others, which are not killed again."""
         victims = [one for one in self._now if _lives(one)]
         if not victims:
             return False
@@ -192,7 +192,7 @@ class _Progress:
         return statistics.median(self._times) if self._times else _PACE
 
     def forget(self) -> None:
-        """Take all steps so far for old."""
+        """Count the steps of the next generation only."""
         self.look()
         self.moved = False
         self._step = None

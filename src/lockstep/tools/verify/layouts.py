@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether anything happens to it."""
+        """Whether it has kills or preemptions."""
         return self.random_kills is not None or any(stage.faults for stage in self.stages)
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What every layout runs."""
+    """The command of every layout."""
 
     command: RunCommand
     replicas: int  # for scripts that name none
@@ -33,7 +33,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a script on one layout."""
+    """The result of a script on one layout."""
 
     layout: Layout
     exit_code: int
@@ -82,7 +82,7 @@ def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
     """Run a script on `layout`, in a new directory; `steps` is how many it does undisturbed, or 0.
 
     Raises:
-        UsageError: if the run is over before what was to happen to it.
+        UsageError: if the run ends before a fault that was asked for.
     """
     directory.mkdir(parents=True)
     trace, recorded = directory / "trace", directory / "run"

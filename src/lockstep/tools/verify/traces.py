@@ -30,7 +30,7 @@ Digests = dict[int, dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one replica saw in a backward pass."""
+    """The loss and the samples of a replica in a backward pass."""
 
     bits: str
     value: float
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Step:
-    """What one step saw and made."""
+    """The samples, losses and digests of one step."""
 
     passes: dict[Key, Seen] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)  # the state after the step
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(slots=True)
 class Traces:
-    """What all ranks of a layout saw and made, as far as it counts.
+    """The traces of all ranks of a layout, without what a restart superseded.
 
     A generation that begins from a state of step S does anew what earlier ones did after S: what they
     left of it does not count, but has to be the same.
