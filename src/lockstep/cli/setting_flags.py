@@ -38,7 +38,7 @@ def _keywords(setting: Setting) -> dict[str, Any]:
         both = argparse.BooleanOptionalAction if setting.negatable else "store_true"
         return known | {"action": both}
     metavar = setting.flag[1].partition(" ")[2] or None
-    known |= {"metavar": metavar} if metavar else {"choices": setting.choices}
+    known |= {"metavar": metavar} if metavar else {"choices": setting.choices or None}
     if setting.parse is names:
         return known | {"action": "append"}
     return known | {"type": setting.parse}
