@@ -1,4 +1,4 @@
-"""All launches of a benchmark, round after round."""
+"""Launches of a benchmark: the script on each combination, round after round."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from lockstep.tools.bench.results import Row, Trial, add_speedups, row
 
 Listener = Callable[[str], None]
 Value = TypeVar("Value")
-#: Seconds of training before the kill of a measured restart.
-_BEFORE_KILL = 3.0
 _TOO_SHORT = (
     "the run has {} steps, of which the first warms up; expected at least 2 of each rank\n"
     "hint: arguments for the script come after `--`: more samples, more epochs"
 )
-#: Steps of the run after it.
-_AFTER_KILL = 3
+#: Seconds of training before the kill of a measured restart, and steps of the run after it.
+_BEFORE_KILL, _AFTER_KILL = 3.0, 3
 
 
 @dataclass(frozen=True, slots=True)
