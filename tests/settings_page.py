@@ -83,7 +83,7 @@ def _cells(one: Setting) -> tuple[str, ...]:
         flag += f", `--no-{one.option.removeprefix('--')}`"
     choices = f"; one of {', '.join(f'`{word}`' for word in one.choices)}" if one.choices else ""
     more = f" ([more]({_MORE[one.name]}))" if one.name in _MORE else ""
-    default = one.unsaid or f"`{one.said_default}`"
+    default = one.default_text or f"`{one.shown_default}`"
     return flag, f"`{one.variable}`", default, f"{one.help}{choices}{more}"
 
 

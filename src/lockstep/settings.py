@@ -27,14 +27,14 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 def boolean(text: str) -> bool:
-    """Return what a variable says that is on or off."""
+    """Return the value of a variable that is on or off."""
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise ValueError("expected 1 or 0")
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names after commas in a variable."""
+    """Return the names in a list with commas."""
     return tuple(name for name in text.split(",") if name)
 
 
@@ -46,20 +46,12 @@ class Setting:
     """One setting.
 
     Attributes:
-        name: of the argument, and in capitals of the variable.
-        help: what it says.
-        parse: reads a variable or the value of a flag; raises `ValueError`.
-        default: where nothing gives it.
-        unsaid: what the default means, where the value does not tell.
+        default_text: meaning of the default, where the value does not show it.
         check: refuses values that cannot work; `module:function` is imported where it is needed.
-        choices: all values; where there is a `check`, those that are always there.
         of_script: whether `lockstep.Run` takes it as an argument.
-        flag: the group of flags among which it has one, and how that is spelled.
+        flag: group and spelling of its flag.
         negatable: whether the flag has a `--no-` form; other flags of booleans only switch on.
-        other_variable: its variable, where that is not `LOCKSTEP_` and its name.
         forwarded: whether launchers give the value of a flag to their ranks.
-        blank_is_unset: whether an empty variable counts as none.
-        strategy: the only strategy that takes it.
         of_one_launch: whether commands that start many launches keep the variable from them.
         changes_result: whether it decides on the result of a run that is not exact.
     """
@@ -68,7 +60,7 @@ class Setting:
     help: str
     parse: Parse
     default: Any = None
-    unsaid: str = ""
+    default_text: str = ""
     check: Check | str | None = None
     choices: tuple[str, ...] = ()
     of_script: bool = False
@@ -83,43 +75,35 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Name of its variable."""
+        """The name of its variable."""
         return self.other_variable or f"LOCKSTEP_{self.name.upper()}"
 
     @property
-    def said_default(self) -> str:
+    def shown_default(self) -> str:
         """The default in words."""
         default = "none" if self.default in (None, ()) else write(self.default).removesuffix(".0")
-        return self.unsaid or default
+        return self.default_text or default
 
     @property
     def option(self) -> str:
-        """How its flag is spelled."""
+        """The spelling of its flag, without a value."""
         return "" if self.flag is None else self.flag[1].partition(" ")[0]
 
-    def require(self, value: Any, said: str) -> None:
-        """Check a value.
-
-        Args:
-            value: of the setting.
-            said: what it was given as.
-
-        Raises:
-            UsageError: if it cannot work.
-        """
+    def require(self, value: Any, origin: str) -> None:
+        """Raise `UsageError` for a value that cannot work; `origin` is the flag, variable or argument."""
         if self.check is None and self.choices and value not in self.choices:
             raise UsageError(
-                f"{said} is {value!r}; expected one of {', '.join(self.choices)}",
+                f"{origin} is {value!r}; expected one of {', '.join(self.choices)}",
                 hint=did_you_mean(str(value), self.choices),
             )
         if self.check is not None and value is not None:
-            resolve(self.check)(value, said)
+            resolve(self.check)(value, origin)
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """Return what the variable says, checked; `None` where there is none.
+        """Return the value of the variable; `None` where there is none.
 
         Raises:
-            UsageError: if it cannot be read, or not work.
+            UsageError: if it cannot be read, or its value cannot work.
         """
         text = environ.get(self.variable)
         if text is None or (self.blank_is_unset and not text):
@@ -134,18 +118,15 @@ class Setting:
 
 
 def write(value: Any) -> str:
-    """Return the value of a setting as its variable spells it."""
+    """Return the value of a setting as text of its variable."""
     if isinstance(value, bool):
         return str(int(value))
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-# --- settings of runs ----------------------------------------------------------------------------
-
-
-def _setting(default: Any, says: str, parse: Parse, **more: Any) -> Any:
-    """Declare a field of `Settings`, which a script may give unless said otherwise."""
-    row = {"help": says, "parse": parse, "default": default, "of_script": True, **more}
+def _setting(default: Any, help: str, parse: Parse, **more: Any) -> Any:  # noqa: A002 - of argparse
+    """Declare a field of `Settings`; `lockstep.Run` takes it unless `of_script` is false."""
+    row = {"help": help, "parse": parse, "default": default, "of_script": True, **more}
     return field(default=default, metadata=row)
 
 
@@ -163,7 +144,7 @@ class Settings:
         None,
         "number of logical data-parallel workers, at least as many as ranks",
         int,
-        unsaid="the number of ranks",
+        default_text="the number of ranks",
         check=at_least(1),
         flag=("layout", "--replicas R"),
     )
@@ -196,7 +177,7 @@ class Settings:
         None,
         "steps between two averages of the parameters with `local-sgd` or `diloco`",
         int,
-        unsaid="16 for `local-sgd`, 50 for `diloco`",
+        default_text="16 for `local-sgd`, 50 for `diloco`",
         check=at_least(1),
         flag=("training", "--sync-every H"),
         changes_result=True,
@@ -205,7 +186,7 @@ class Settings:
         None,
         "`DATAxMODEL`, such as `2x2`: number of copies of the model, and of ranks that hold one copy",
         str,
-        unsaid="one copy over all ranks with `pipeline` and `tensor`, else one copy per rank",
+        default_text="one copy over all ranks with `pipeline` and `tensor`, else one copy per rank",
         check=parse_mesh,
         flag=("training", "--mesh DATAxMODEL"),
     )
@@ -223,7 +204,7 @@ class Settings:
         "compute gradients with parameters that are exactly K updates old; with strategy `ps`, the "
         "servers then run the optimizer",
         int,
-        unsaid="none; with `ps`, the workers run the optimizer",
+        default_text="none; with `ps`, the workers run the optimizer",
         check=at_least(0),
         flag=("training", "--staleness K"),
         changes_result=True,
@@ -247,7 +228,7 @@ class Settings:
         None,
         "intra-op threads per process",
         int,
-        unsaid="the cores divided by the replicas",
+        default_text="the cores divided by the replicas",
         check=at_least(1),
         flag=("layout", "--threads T"),
     )
@@ -255,7 +236,7 @@ class Settings:
         None,
         "directory of the run",
         Path,
-        unsaid="`runs/NAME/TIME`, a new one",
+        default_text="`runs/NAME/TIME`, a new one",
         flag=("records", "--run-dir DIR"),
     )
     fresh: bool = _setting(
@@ -316,7 +297,7 @@ class Settings:
         None,
         "directory of the trace that `lockstep verify` compares",
         Path,
-        unsaid="no trace",
+        default_text="no trace",
         of_script=False,
         of_one_launch=True,
     )
@@ -349,8 +330,8 @@ def from_environment(settings: Settings, environ: Mapping[str, str] | None = Non
         UsageError: if a variable cannot be read as its setting, or its value cannot work.
     """
     environ = os.environ if environ is None else environ
-    said = {name: TABLE[name].read(environ) for name in OF_RUNS}
-    return replace(settings, **{name: value for name, value in said.items() if value is not None})
+    values = {name: TABLE[name].read(environ) for name in OF_RUNS}
+    return replace(settings, **{name: value for name, value in values.items() if value is not None})
 
 
 _OF_LAUNCHERS = (
@@ -367,7 +348,7 @@ _OF_LAUNCHERS = (
         name="max_restarts",
         help="maximum number of restarts in a row without progress",
         parse=int,
-        unsaid="3; 0 for exceptions that the script raises, and for scripts without `lockstep.Run`",
+        default_text="3; 0 for exceptions that the script raises, and for scripts without `lockstep.Run`",
         check=at_least(0),
         flag=("fault tolerance", "--max-restarts K"),
         forwarded=False,
@@ -378,7 +359,7 @@ _OF_LAUNCHERS = (
         name="preempt_signal",
         help="signal, such as `USR1`, on which a run saves its state and exits with 75, as on SIGTERM",
         parse=str,
-        unsaid="SIGTERM only",
+        default_text="SIGTERM only",
         check=signal_of,
         flag=("fault tolerance", "--preempt-signal NAME"),
         blank_is_unset=True,

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli import setting_flags, whole_parser
 from lockstep.errors import UsageError
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.settings import OF_RUNS, OF_SCRIPTS, TABLE, Setting, Settings, from_environment
 from tests import settings_page
 
@@ -99,13 +99,13 @@ def test_flags_become_variables_that_ranks_read_as_the_same_values() -> None:
         "checkpoint_every": 2.5,
         "loggers": ("tensorboard",),
     }
-    read = from_environment(Settings(name="run"), Given(**values).variables())
+    read = from_environment(Settings(name="run"), FlagSettings(**values).variables())
     assert {name: getattr(read, name) for name in values} == values
-    assert Given().variables() == {}
+    assert FlagSettings().variables() == {}
 
 
 def test_flags_of_launchers_are_not_forwarded() -> None:
-    assert Given(max_restarts=2, hang_timeout=3.0).variables() == {}
+    assert FlagSettings(max_restarts=2, hang_timeout=3.0).variables() == {}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_flags_of_launchers_are_not_forwarded() -> None:
 )
 def test_a_flag_that_makes_no_sense(given: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        Given(**given)
+        FlagSettings(**given)
     assert caught.value.exit_code == 2
 
 

@@ -75,7 +75,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
     Raises:
         UsageError: if they describe none that could work.
     """
-    from lockstep.launch.given import Given
+    from lockstep.launch.flag_settings import FlagSettings
     from lockstep.launch.spec import LaunchSpec, parse_ranks
     from lockstep.launch.streams import Streams, parse_ranks_filter
     from lockstep.launch.torchrun import rendezvous_nodes
@@ -89,7 +89,7 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
         args=of_script(options.args),
         n=None if options.n is None else parse_ranks(options.n),
         start=asked.start(options.start),
-        settings=Given(**bound | flags),
+        settings=FlagSettings(**bound | flags),
         signals=asked.signals,
         log_dir=options.log_dir,
         streams=Streams(

@@ -31,7 +31,7 @@ def _keywords(setting: Setting) -> dict[str, Any]:
     """Return the keywords of `add_argument`: a flag that is not given leaves `None`."""
     assert setting.flag is not None
     choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
-    default = "" if setting.parse is boolean else f" (default: {setting.said_default})"
+    default = "" if setting.parse is boolean else f" (default: {setting.shown_default})"
     text = f"{setting.help}{choices}{default}".replace("`", "")
     known: dict[str, Any] = {"dest": setting.name, "default": None, "help": text}
     if setting.parse is boolean:

@@ -46,10 +46,10 @@ def run_command(
         UsageError: if a flag cannot work: before anything runs.
     """
     from lockstep.launch.command import RunCommand, choose_strategies
-    from lockstep.launch.given import Given
+    from lockstep.launch.flag_settings import FlagSettings
     from lockstep.launch.target.target import check_script
 
-    Given(**setting_flags.given(options, setting_flags.SHARED))
+    FlagSettings(**setting_flags.given(options, setting_flags.SHARED))
     of_servers = setting_flags.words(options, OF_SERVERS)
     strategies = choose_strategies(options.strategy, options.strategies, of_servers)
     check_script(options.target)

@@ -75,7 +75,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
     Raises:
         UsageError: if it could not work.
     """
-    from lockstep.launch.given import Given
+    from lockstep.launch.flag_settings import FlagSettings
     from lockstep.launch.spec import LaunchSpec, parse_ranks
     from lockstep.launch.target.target import check_script
 
@@ -86,7 +86,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
         kind="module" if options.module else "script",
         args=of_script(options.args),
         n=None if options.n is None else parse_ranks(options.n),
-        settings=Given(**setting_flags.given(options, (*setting_flags.SHARED, "run_dir"))),
+        settings=FlagSettings(**setting_flags.given(options, (*setting_flags.SHARED, "run_dir"))),
     )
 
 

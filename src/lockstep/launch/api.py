@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED
-from lockstep.launch import dry_run, finished, unfinished
+from lockstep.launch import dry_run, earlier_runs
 from lockstep.launch.agent import worker
 from lockstep.launch.agent.interrupts import Interrupted, listening
 from lockstep.launch.agent.supervise import private_directory, supervise
@@ -22,7 +22,7 @@ from lockstep.launch.run_directory import RunDirectory, expected
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target import imports, old_scripts
 from lockstep.launch.target.imports import Sources
-from lockstep.launch.target.preload import likely, preload, threads_shared
+from lockstep.launch.target.preload import likely, preload
 from lockstep.launch.target.target import check
 
 __all__ = ["launch", "run", "show_plan"]
@@ -37,25 +37,25 @@ def run(spec: LaunchSpec) -> int:
         LockstepError: if the launch cannot start.
     """
     check(spec.kind, spec.target)
-    spec = _adapt(spec)
-    if (line := finished.already(spec)) is not None:
+    spec = _adapted(spec)
+    if (line := earlier_runs.finished(spec)) is not None:
         say(line)
         return 0
-    spec = unfinished.resumed(spec, spec.name)
-    with listening(spec.fault_tolerance.polite(os.environ)) as interrupts:
+    spec = earlier_runs.resumed(spec, spec.name)
+    with listening(spec.save_signals(os.environ)) as interrupts:
         sources = imports.read(spec)
         spec = _prepare(spec, sources)
         # All of it is checked before a directory appears for a launch that cannot be.
         launch = _resolve(spec, sources)
-        if launch.ranks > 1:
-            _warn(spec)
+        if launch.ranks > 1 and (warning := old_scripts.warning(spec)) is not None:
+            say(warning)
         place = RunDirectory(launch, spec.name)
         try:
             with private_directory() as private, place:
                 verdict = supervise(launch, worker.job(launch), place, private, interrupts)
                 place.keeps = verdict is not None and verdict.exit_code != PREEMPTED
                 if verdict is None and place.path is not None:
-                    finished.mark(spec, place.path)
+                    earlier_runs.mark_complete(spec, place.path)
         except NotNeeded:
             say("lockstep: the launch has ended; there was no place for this node meanwhile")
             return 0
@@ -70,13 +70,13 @@ def run(spec: LaunchSpec) -> int:
 
 
 def show_plan(spec: LaunchSpec) -> int:
-    """Print what `run` would start, and start nothing."""
+    """Print the plan that `run` would start, and start nothing."""
     check(spec.kind, spec.target)
-    spec = unfinished.resumed(_adapt(spec), spec.name)
+    spec = earlier_runs.resumed(_adapted(spec), spec.name)
     launch = _resolve(spec, imports.read(spec))
     run_dir, log_dir = expected(launch)
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
-    generation = _expected(launch)
+    generation = _expected_generation(launch)
     plan = make_plan(launch, generation, run_dir=run_dir, log_dir=log_dir, error_dir=private)
     dry_run.show(plan)
     return 0
@@ -87,8 +87,8 @@ def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
     return resolve(spec, sources, here, os.environ)
 
 
-def _expected(launch: Launch) -> Generation:
-    """Return the generation that is to be expected if all nodes start as many ranks as this one."""
+def _expected_generation(launch: Launch) -> Generation:
+    """Return the first generation if all nodes start as many ranks as this one."""
     if (nodes := launch.nodes) is None:
         return Generation(port=launch.spec.nodes.main_port or 0)
     return Generation(
@@ -103,30 +103,24 @@ def _expected(launch: Launch) -> Generation:
     )
 
 
-def _adapt(spec: LaunchSpec) -> LaunchSpec:
-    """Return `spec` as its script needs it, having told the user."""
+def _adapted(spec: LaunchSpec) -> LaunchSpec:
+    """Return `spec` with the local rank's option of an old script; print a note about it."""
     spec, note = old_scripts.adapt(spec)
     if note is not None:
         say(note)
     return spec
 
 
-def _warn(spec: LaunchSpec) -> None:
-    warning = old_scripts.warning(spec)
-    if warning is not None:
-        say(warning)
-
-
 def _prepare(spec: LaunchSpec, sources: Sources) -> LaunchSpec:
-    """Import what forked workers share; return `spec`, with another start where forks are unsafe."""
+    """Import modules that forked workers share; return `spec`, with start `spawn` if forks are unsafe."""
     if spec.start != "fork":
         return spec
-    with threads_shared(threads_of_workers(spec)):
+    with openmp.loaded_unbound(threads_of_workers(spec)):
         reason = preload(likely(spec, sources, os.environ))
     if reason is None:
-        if ties := openmp.tying(os.environ):
+        if names := openmp.binding_variables(os.environ):
             say(
-                f"lockstep: forked ranks do not read {', '.join(ties)}; --bind cores gives each rank "
+                f"lockstep: forked ranks do not read {', '.join(names)}; --bind cores gives each rank "
                 "cores of its own, --start exec lets it read them"
             )
         return spec

@@ -20,11 +20,9 @@ _OF_SERVERS = tuple(TABLE[name].variable for name in OF_SERVERS)
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """What every launch runs.
+    """`lockstep run` with the script and the options of every launch.
 
     Attributes:
-        script: the script and its arguments.
-        options: further options of `lockstep run`.
         of_servers: those that only a strategy with servers takes.
     """
 
@@ -39,11 +37,11 @@ class RunCommand:
         words = [*self.options, "--strategy", strategy]
         if strategy != WITH_SERVERS:
             return words
-        is_said = "--servers" in self.of_servers or TABLE["servers"].variable in environ
-        return [*words, *self.of_servers, *(() if is_said else ("--servers", "1"))]
+        is_given = "--servers" in self.of_servers or TABLE["servers"].variable in environ
+        return [*words, *self.of_servers, *(() if is_given else ("--servers", "1"))]
 
     def environ(self, strategy: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what a launch keeps of the environment: `PET_*` variables speak of another launch."""
+        """Return the variables that a launch keeps: `PET_*` variables are another launch's."""
         others = _OURS if strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
         return {
             name: value
@@ -54,14 +52,7 @@ class RunCommand:
     def start(
         self, words: Sequence[str], environ: Mapping[str, str], output: Path, errors: Path
     ) -> subprocess.Popen[bytes]:
-        """Start `lockstep run` with `words` before the script.
-
-        Args:
-            words: options.
-            environ: its variables.
-            output: file to which its standard output is appended.
-            errors: the same for standard error.
-        """
+        """Start `lockstep run` with options `words`; append its output and errors to files."""
         with output.open("ab") as out, errors.open("ab") as err:
             return subprocess.Popen(
                 [sys.executable, "-m", "lockstep", "run", *words, *self.script],
@@ -73,7 +64,7 @@ class RunCommand:
 
 
 def verdict_in(errors: Path) -> str:
-    """Return the launcher's verdict, which is what its standard error ends with."""
+    """Return the launcher's verdict: the last lines of its standard error."""
     lines = errors.read_text(errors="replace").rstrip().splitlines()
     marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
@@ -91,11 +82,7 @@ def parse_strategies(text: str) -> list[str]:
 
 
 def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> list[str]:
-    """Return the names after commas in what a flag says.
-
-    Raises:
-        UsageError: for a name that is not `known`.
-    """
+    """Return the names in a flag's list with commas; raise `UsageError` for one that is not `known`."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -108,12 +95,9 @@ def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> lis
 def choose_strategies(
     one: str | None, several: str | None, of_servers: Sequence[str]
 ) -> Sequence[str | None]:
-    """Return the strategies of each layout; `None` leaves it to the script.
+    """Return the strategies of each layout from `--strategy` and `--strategies`; `None` for the script's.
 
-    Args:
-        one: what `--strategy` says.
-        several: what `--strategies` says.
-        of_servers: flags that only a strategy with servers takes, as they were given.
+    `of_servers` are the flags that only a strategy with servers takes, as they were given.
 
     Raises:
         UsageError: if they don't go together, or one has a name that no strategy has.
@@ -126,9 +110,9 @@ def choose_strategies(
     strategies = [one] if several is None else parse_strategies(several)
     if of_servers and None not in strategies and WITH_SERVERS not in strategies:
         flag, names = of_servers[0], one or several
-        said = f"--strategy {one}" if several is None else f"--strategies {several}"
+        given = f"--strategy {one}" if several is None else f"--strategies {several}"
         raise UsageError(
-            f"{flag} beside {said}, which knows no servers; expected {WITH_SERVERS}",
+            f"{flag} beside {given}, which knows no servers; expected {WITH_SERVERS}",
             hint=f"leave out {flag}; --strategies {names},{WITH_SERVERS} would use it for {WITH_SERVERS}",
         )
     return strategies

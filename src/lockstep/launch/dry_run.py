@@ -15,57 +15,43 @@ def show(plan: Plan) -> None:
 
 def lines(plan: Plan) -> list[str]:
     """Return the lines that describe `plan`: what all ranks share, then each rank."""
-    shared = _shared(plan)
+    first, *others = (worker.env for worker in plan.workers)
+    shared = {
+        name: value
+        for name, value in first.items()
+        if name not in _OWN and all(other.get(name) == value for other in others)
+    }
+    here = f", {len(plan.workers)} of them on this node" if plan.size > len(plan.workers) else ""
     result = [
-        f"{plan.size} rank(s){_here(plan)}, started by {plan.spec.start}",
+        f"{plan.size} rank(s){here}, started by {plan.spec.start}",
         "",
         "environment of every rank:",
+        *_assignments(shared),
     ]
-    result += [f"  {line}" for line in _assignments(shared)]
-    for worker in plan.workers:
-        own = {name: value for name, value in worker.env.items() if name not in shared}
+    for worker in (*plan.workers, *plan.servers):
         result += [
             "",
-            f"rank {worker.rank} on {placed(worker)}",
+            f"{worker.name} on {_device(worker)}",
             f"  command: {shlex.join(worker.command)}",
+            f"  log: {worker.log}",
         ]
-        result += [f"  log: {worker.log}"]
-        result += [f"  {line}" for line in _assignments(own)]
-    for server in plan.servers:
-        result += [
-            "",
-            f"{server.name} on {placed(server)}",
-            f"  command: {shlex.join(server.command)}",
-            f"  log: {server.log}",
-        ]
+        own = {name: value for name, value in worker.env.items() if name not in shared}
+        result += _assignments(own) if worker.rank >= 0 else []
     return result
 
 
-def placed(worker: WorkerPlan) -> str:
-    """Return what a rank computes on: what it calls its device, and which GPU that is."""
+def _device(worker: WorkerPlan) -> str:
+    """Return a rank's own name of its device, and which GPU that is."""
     return worker.device if worker.gpu is None else f"{worker.device} = {worker.gpu}"
 
 
 def placement(plan: Plan) -> list[str]:
     """Return a line for each rank whose GPU is known."""
     return [
-        f"lockstep: rank {worker.rank}: {placed(worker)}"
+        f"lockstep: rank {worker.rank}: {_device(worker)}"
         for worker in plan.workers
         if worker.gpu is not None
     ]
-
-
-def _here(plan: Plan) -> str:
-    return "" if len(plan.workers) == plan.size else f", {len(plan.workers)} of them on this node"
-
-
-def _shared(plan: Plan) -> dict[str, str]:
-    first, *others = (worker.env for worker in plan.workers)
-    return {
-        name: value
-        for name, value in first.items()
-        if name not in _OWN and all(other.get(name) == value for other in others)
-    }
 
 
 #: Variables that belong to one rank, even where there is only one.
@@ -80,8 +66,6 @@ _OWN = (
 
 
 def _assignments(variables: Mapping[str, str]) -> list[str]:
-    return [f"{name}={shlex.quote(_value(name, variables[name]))}" for name in sorted(variables)]
-
-
-def _value(name: str, value: str) -> str:
-    return "(a free port)" if name == "MASTER_PORT" and value == "0" else value
+    if variables.get("MASTER_PORT") == "0":
+        variables = {**variables, "MASTER_PORT": "(a free port)"}
+    return [f"  {name}={shlex.quote(variables[name])}" for name in sorted(variables)]

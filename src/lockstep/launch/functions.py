@@ -6,7 +6,6 @@ The function's value on each rank comes back through a file in a directory of th
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
 import multiprocessing.process
@@ -14,7 +13,6 @@ import multiprocessing.spawn
 import multiprocessing.util
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -24,15 +22,15 @@ from typing import Any, Literal, NoReturn
 
 from lockstep import unknown_variables as variables
 from lockstep.errors import PREEMPTED, RunError, UsageError
-from lockstep.launch import unfinished
+from lockstep.launch import earlier_runs
 from lockstep.launch.agent import processes, worker
 from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.agent.forkserver import Job, Request
+from lockstep.launch.agent.forkserver import ForkRequest, Job
 from lockstep.launch.agent.interrupts import Interrupted, listening
 from lockstep.launch.agent.supervise import private_directory, supervise
 from lockstep.launch.devices import machine
 from lockstep.launch.devices.placement import asked
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.output import say
 from lockstep.launch.plan import BOOTSTRAP, interpreter, resolve
 from lockstep.launch.run_directory import RunDirectory
@@ -41,15 +39,9 @@ from lockstep.launch.target import seeding
 from lockstep.launch.target.imports import Sources
 from lockstep.world import detect
 
-#: What `multiprocessing` tells a fresh interpreter that ours needs too: paths and the main module.
-_PREPARATION = (
-    "sys_path",
-    "sys_argv",
-    "orig_dir",
-    "dir",
-    "init_main_from_name",
-    "init_main_from_path",
-)
+#: Data of `multiprocessing` that a fresh interpreter of ours needs too: the main module, and paths.
+_MAIN_MODULE = ("init_main_from_name", "init_main_from_path")
+_PREPARATION = (*_MAIN_MODULE, "sys_path", "sys_argv", "orig_dir", "dir")
 
 #: `omp_pause_hard` of the OpenMP 5.0 specification, section 3.2.44: give all resources back.
 _PAUSE_HARD = 2
@@ -88,13 +80,17 @@ def launch(
         RunError: if a rank fails, or at the timeout. It has the verdict; no process is left.
         UsageError: if an argument is invalid, or it is called in a worker.
     """
-    _refuse_in_worker()
+    if detect().environment == "lockstep":
+        raise UsageError(
+            "lockstep.launch was called in a worker, which would start workers of its own",
+            hint="call it under `if __name__ == '__main__':`, or start the script with python",
+        )
     spec = LaunchSpec(
         target=main.__qualname__ if hasattr(main, "__qualname__") else repr(main),
         kind="function",
         n=n,
-        start=_choose(start),
-        settings=Given(
+        start=_start_method(start),
+        settings=FlagSettings(
             devices=None if devices == "auto" else devices,
             replicas=replicas,
             run_dir=None if run_dir is None else Path(run_dir),
@@ -103,29 +99,40 @@ def launch(
     )
     with private_directory() as private:
         job = _forked(main, args) if spec.start == "fork" else _spawned(main, args, private)
-        return _values(_run(spec, job, private, _name(main), timeout), private)
+        ranks = range(_run(spec, job, private, _name(main), timeout))
+        files = [_value_file(private, rank) for rank in ranks]
+        return [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - of our own workers
 
 
 def run_spawned(payload: Path) -> int:
     """Run the function in `payload` in this fresh interpreter; return the exit code."""
     work = pickle.loads(payload.read_bytes())  # noqa: S301 - written by our parent, readable by this user alone
-    return worker.run_guarded(lambda: _call_pickled(work), os.environ, None)
+
+    def body() -> None:
+        preparation, function = work
+        multiprocessing.spawn.prepare(preparation)
+        main, args = pickle.loads(function)  # noqa: S301 - as above
+        _call(main, args, os.environ)
+
+    return worker.run_guarded(body, os.environ, None)
 
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
-    """Run `spec` to its end; return the number of ranks."""
+    """Run a launch to its end; return the number of ranks."""
     for line in variables.warnings(os.environ):
         say(line)
-    spec = unfinished.resumed(spec, name)
+    spec = earlier_runs.resumed(spec, name)
     here = machine.look(gpus=asked(spec, os.environ) != "cpu")
     resolved = resolve(spec, Sources(), here, os.environ)
     place = RunDirectory(resolved, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
-        with listening(spec.fault_tolerance.polite(os.environ)) as interrupts, place:
+        with listening(spec.save_signals(os.environ)) as interrupts, place:
             verdict = supervise(resolved, job, place, private, interrupts, deadline)
     except Interrupted as stop:
-        _pass_on(stop.signum)
+        # The signal does what it would have done without the launch, now that its processes are gone.
+        os.kill(os.getpid(), stop.signum)
+        raise KeyboardInterrupt from None
     except TimeoutError:
         raise RunError(
             f"{name} on {resolved.ranks} rank(s) did not end within {timeout} s{place.where}",
@@ -141,28 +148,14 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
 
 
 def failed(verdict: Verdict) -> RunError:
-    """Return the error for a launch that failed: the verdict, and the traceback behind it as a note."""
+    """Return the error for a launch that failed: the verdict, with its traceback as a note."""
     error = RunError(verdict.text)
     if verdict.traceback:
         error.add_note(f"\non {verdict.name}:\n{verdict.traceback}")
     return error
 
 
-def _pass_on(signum: signal.Signals) -> NoReturn:
-    """Do what the signal would have done without the launch, now that its processes are gone."""
-    os.kill(os.getpid(), signum)
-    raise KeyboardInterrupt
-
-
-def _refuse_in_worker() -> None:
-    if detect().environment == "lockstep":
-        raise UsageError(
-            "lockstep.launch was called in a worker, which would start workers of its own",
-            hint="call it under `if __name__ == '__main__':`, or start the script with python",
-        )
-
-
-def _choose(start: str) -> StartMethod:
+def _start_method(start: str) -> StartMethod:
     if start not in ("auto", "fork", "spawn"):
         raise UsageError(f"start is {start!r}; expected auto, fork or spawn")
     if start == "spawn":
@@ -196,11 +189,8 @@ def _reason_against_fork() -> str | None:
         return f"{accelerator.kind()} is initialised in this process"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "a process group of torch.distributed exists in this process"
-    return _end_thread_pools()
-
-
-def _end_thread_pools() -> str | None:
-    for library in _libgomps():
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    for library in {line.split(maxsplit=5)[-1] for line in mapped if "/libgomp" in line}:
         try:
             status = ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_HARD)
         except (OSError, AttributeError):
@@ -208,14 +198,6 @@ def _end_thread_pools() -> str | None:
         if status != 0:
             return f"{Path(library).name} would not end its threads"
     return None
-
-
-def _libgomps() -> set[str]:
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
-        return {path for path in paths if path.startswith("/")}
-    return set()
 
 
 def _name(main: Callable[..., Any]) -> str:
@@ -226,8 +208,8 @@ def _name(main: Callable[..., Any]) -> str:
 
 
 def _forked(main: Callable[..., Any], args: Sequence[Any]) -> Job:
-    def job(request: Request) -> NoReturn:
-        _leave_parent_behind()
+    def job(request: ForkRequest) -> NoReturn:
+        _drop_parent_state()
         os.environ.update(request.env)
         faulthandler.enable(sys.stderr)
         worker.adopt_threads()
@@ -253,22 +235,12 @@ def _spawned(main: Callable[..., Any], args: Sequence[Any], private: Path) -> Jo
 def _preparation(main: Callable[..., Any]) -> dict[str, Any]:
     data = multiprocessing.spawn.get_preparation_data("lockstep")
     known = {name: data[name] for name in _PREPARATION if name in data}
-    if main.__module__ == "__main__" and not known.keys() & {
-        "init_main_from_name",
-        "init_main_from_path",
-    }:
+    if main.__module__ == "__main__" and not known.keys() & set(_MAIN_MODULE):
         raise UsageError(
             f"{main.__qualname__} is defined where no fresh interpreter can import it from",
             hint="put it into a file and import it, or launch before anything that rules out forks",
         )
     return known
-
-
-def _call_pickled(work: tuple[dict[str, Any], bytes]) -> None:
-    preparation, function = work
-    multiprocessing.spawn.prepare(preparation)
-    main, args = pickle.loads(function)  # noqa: S301 - see run_spawned
-    _call(main, args, os.environ)
 
 
 def _call(main: Callable[..., Any], args: Sequence[Any], environ: Mapping[str, str]) -> None:
@@ -282,24 +254,16 @@ def _call(main: Callable[..., Any], args: Sequence[Any], environ: Mapping[str, s
             f"the value that {main.__qualname__} returned cannot be pickled: {error}",
             hint="return numbers, strings, tensors, or containers of them",
         ) from None
-    _value_file(Path(environ["TORCHELASTIC_ERROR_FILE"]).parent, int(environ["RANK"])).write_bytes(
-        data
-    )
-
-
-def _values(size: int, private: Path) -> list[Any]:
-    return [
-        pickle.loads(_value_file(private, rank).read_bytes())  # noqa: S301 - written by our own workers
-        for rank in range(size)
-    ]
+    private = Path(environ["TORCHELASTIC_ERROR_FILE"]).parent
+    _value_file(private, int(environ["RANK"])).write_bytes(data)
 
 
 def _value_file(private: Path, rank: int) -> Path:
     return private / f"rank-{rank}.value"
 
 
-def _leave_parent_behind() -> None:
-    """Drop what belongs to the interpreter this process was forked from, as multiprocessing does."""
+def _drop_parent_state() -> None:
+    """Drop state of the interpreter this process was forked from, as multiprocessing does."""
     processes.renew_streams()
     sys.excepthook = sys.__excepthook__
     atexit._clear()
@@ -311,7 +275,7 @@ def _leave_parent_behind() -> None:
 
 def _end(code: int) -> NoReturn:
     """End without tearing down modules: they are copies of the caller's."""
-    worker.hurry(code)
+    worker.limit_end(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

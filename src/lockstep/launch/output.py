@@ -28,19 +28,15 @@ _PATIENCE = 30.0
 
 
 class Sink(Protocol):
-    """Something that takes bytes and never fails."""
+    """A destination of bytes that never fails."""
 
     def write(self, data: bytes) -> None:
-        """Take `data`, or lose it."""
+        """Write `data`, or lose it."""
 
 
 @dataclass(slots=True)
 class TextSink:
-    """A stream of text that is not a file: a notebook's, or a test's.
-
-    Attributes:
-        stream: where text goes.
-    """
+    """A stream of text that is not a file: a notebook's, or a test's."""
 
     stream: TextIO
 
@@ -67,10 +63,10 @@ class _Sink:
                 self.descriptor = None
 
     def duplicate(self) -> int:
-        """Return a descriptor of one's own for the same place, or for nowhere after a failure."""
-        return (
-            os.open(os.devnull, os.O_WRONLY) if self.descriptor is None else os.dup(self.descriptor)
-        )
+        """Return a new descriptor of the same file, or of the null device after a failure."""
+        if self.descriptor is None:
+            return os.open(os.devnull, os.O_WRONLY)
+        return os.dup(self.descriptor)
 
 
 @dataclass(slots=True)
@@ -85,7 +81,7 @@ _CURSOR = _Cursor()
 
 @dataclass(slots=True)
 class _Source:
-    """One readable end: where its bytes go, and the prefix of each line on the terminal."""
+    """One readable end: its terminal, its log, and the prefix of each line on the terminal."""
 
     shown: Sink
     log: Sink
@@ -106,7 +102,7 @@ class _Source:
             self._show(bytes(whole))
 
     def finish(self) -> None:
-        """Show a last line that has no end."""
+        """Show a last line without a newline."""
         if self.rest:
             self._show(bytes(self.rest))
             self.rest.clear()
@@ -116,10 +112,10 @@ class _Source:
 
 
 def say(text: str) -> None:
-    """Tell the user something of the launcher's own, below a progress bar that a rank has left."""
+    """Print a message of the launcher to standard error, below a progress bar that a rank has left."""
     begin = "\n" * (_CURSOR.in_line and sys.stderr.isatty())
     _CURSOR.in_line = False
-    # In one piece: ranks' lines come between two.
+    # In one write: ranks' lines could come between two.
     _standard(sys.stderr).write(f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
@@ -141,12 +137,21 @@ class Output:
 
         Args:
             log: the file that receives both.
-            prefixes: what precedes the lines of each on the terminal; `None` for one that is not shown.
+            prefixes: of the lines of each on the terminal; `None` for one that is not shown.
 
         Raises:
             RunDirectoryError: if the log file cannot be written.
         """
-        sink = self._log(log)
+        if log not in self._logs:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            try:
+                self._logs[log] = _Sink(os.open(log, flags, 0o600))
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"the log file {log} cannot be written: {error.strerror}",
+                    hint="--run-dir DIR names another place",
+                ) from None
+        sink = self._logs[log]
         terminals = [
             prefix == "" and _is_terminal(shown)
             for prefix, shown in zip(prefixes, self._terminal, strict=True)
@@ -154,41 +159,27 @@ class Output:
         if all(terminals):
             worker = self._add(_open_terminal(1), 0, b"", sink)
             return worker, os.dup(worker)
-        out, err = (self._channel(k, prefixes[k], terminals[k], sink) for k in (0, 1))
-        return out, err
+        descriptors = []
+        for index, (prefix, terminal) in enumerate(zip(prefixes, terminals, strict=True)):
+            if prefix is None:
+                descriptors.append(sink.duplicate())
+                continue
+            ends = _open_terminal(index + 1) if terminal else os.pipe()
+            descriptors.append(self._add(ends, index, prefix.encode(), sink))
+        return descriptors[0], descriptors[1]
 
     def close(self) -> None:
-        """Copy what is still on its way, then stop; the workers must have ended."""
+        """Copy what is still in the pipes, then stop; the workers must have ended."""
         self._finishing = True
         self._poke()
         self._thread.join(_PATIENCE)
-        if (
-            self._thread.is_alive()
-        ):  # stuck in a terminal that takes nothing; it ends with the process
+        if self._thread.is_alive():  # a terminal takes nothing; the thread ends with the process
             return
         for sink in self._logs.values():
             if sink.descriptor is not None:
                 os.close(sink.descriptor)
         for descriptor in (self._wake, self._wake_writer):
             os.close(descriptor)
-
-    def _log(self, path: Path) -> _Sink:
-        if path not in self._logs:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            try:
-                self._logs[path] = _Sink(os.open(path, flags, 0o600))
-            except OSError as error:
-                raise RunDirectoryError(
-                    f"the log file {path} cannot be written: {error.strerror}",
-                    hint="--run-dir DIR names another place",
-                ) from None
-        return self._logs[path]
-
-    def _channel(self, index: int, prefix: str | None, terminal: bool, log: _Sink) -> int:
-        if prefix is None:
-            return log.duplicate()
-        ends = _open_terminal(index + 1) if terminal else os.pipe()
-        return self._add(ends, index, prefix.encode(), log)
 
     def _add(self, ends: tuple[int, int], index: int, prefix: bytes, log: _Sink) -> int:
         reader, writer = ends
@@ -246,7 +237,7 @@ def _wait(
 
 
 def _standard(stream: TextIO) -> Sink:
-    """Return where this process shows things: its descriptor, unless something took the stream's place."""
+    """Return the sink of a standard stream: its descriptor, unless another object replaces the stream."""
     is_own = stream in (sys.__stdout__, sys.__stderr__)
     return _Sink(stream.fileno()) if is_own else TextSink(stream)
 

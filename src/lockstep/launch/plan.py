@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,12 +44,7 @@ class Launch:
     """A launch as asked for, resolved on this machine; made by `resolve`.
 
     Attributes:
-        spec: the launch as asked for.
-        sources: what the script and the user's modules that it imports say.
-        machine: facts about this node.
         environ: the launcher's environment, which the workers' variables are added to.
-        ranks: how many ranks this launcher starts.
-        servers: how many parameter servers the launch has.
         nodes: how this launcher and others find each other; `None` for one that is alone.
     """
 
@@ -67,15 +62,13 @@ class Generation:
     """Rendezvous and number of the workers of one generation.
 
     Attributes:
-        number: how many times the workers were restarted before.
-        max_restarts: how many times they may be.
         membership: the ranks of each launcher; `None` where this launcher starts them all.
         port: of the store; 0 while it is not known, as in a dry run.
-        run_id: what the nodes of one launch call it.
+        run_id: name of the launch among its nodes.
         listens: whether a launcher hosts a store at the port; otherwise rank 0 does, if the script asks
             for one.
         store: the file that is the store of this generation, where this launcher starts all ranks.
-        token: known to workers and servers of the launch alone.
+        token: the secret by which workers and servers of the launch know each other.
         replicas: replicas of a run that names no number; `None` leaves its number of ranks.
     """
 
@@ -92,15 +85,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker or server: what it runs, its rank, and where its output goes.
+    """One worker or server: its command, its rank and its files.
 
     Attributes:
-        rank: its number among all workers; server 0 has -1, server 1 has -2 and so on.
-        local_rank: its number among the workers of this node.
-        command: what it runs; for `fork` the command line that would do the same.
+        rank: its rank; server 0 has -1, server 1 has -2 and so on.
+        command: its command line; for `fork` the one that would do the same.
         env: variables added to the launcher's own.
-        device: where it computes, as it calls it.
-        gpu: which GPU that is, where it is known.
+        device: its device, by its own name for it.
         log: file that receives its output.
         error_file: file in which it describes its exception.
     """
@@ -116,7 +107,7 @@ class WorkerPlan:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """`rank 3`, or `server 0`."""
         return f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
 
 
@@ -133,13 +124,12 @@ class Plan:
 def resolve(
     spec: LaunchSpec, sources: Sources, machine: Machine, environ: Mapping[str, str]
 ) -> Launch:
-    """Return what `spec` means on `machine`, once it is known that its processes can be planned.
+    """Return the launch of `spec` on `machine`, once it is known that its processes can be planned.
 
     Raises:
         DeviceError: if the machine lacks the devices.
         UsageError: if the flags and variables cannot work together.
     """
-    # A function is launched for its values, which other launchers would not get.
     work = (spec.target, *spec.args)
     launch = Launch(
         spec=spec,
@@ -148,6 +138,7 @@ def resolve(
         environ=dict(environ),
         ranks=count_ranks(spec, machine, environ),
         servers=server_processes.count(spec, environ),
+        # A function is launched for its values, which other launchers would not get.
         nodes=None if spec.kind == "function" else rendezvous_config(spec.nodes, work, environ),
     )
     mesh = spec.settings.value("mesh", environ)
@@ -170,12 +161,8 @@ def make_plan(
 ) -> Plan:
     """Return the processes of one generation that this launcher starts.
 
-    Args:
-        launch: what all generations have in common.
-        generation: rendezvous and number of its workers.
-        run_dir: the run's directory.
-        log_dir: receives the workers' output; `logs/` in the run's directory by default.
-        error_dir: a directory private to this launch.
+    The workers' output is in `log_dir`, by default `logs/` in the run's directory. `error_dir` is private
+    to this launch.
 
     Raises:
         DeviceError: if the machine lacks the devices.
@@ -208,21 +195,26 @@ def _workers(
 ) -> tuple[WorkerPlan, ...]:
     spec, machine, environ, n = launch.spec, launch.machine, launch.environ, launch.ranks
     here = range(members.first_local_rank, members.first_local_rank + n)
-    places = rank_devices(spec, machine, environ, here, own=members.own_gpus)
+    devices = rank_devices(spec, machine, environ, here, own=members.own_gpus)
     sharing, among = (range(n), n) if members.own_cores else (here, members.local_size)
     bound = binding.variables(spec, machine, environ, sharing, among)
 
     def worker(index: int) -> WorkerPlan:
         rank, local_rank = members.first_rank + index, here[index]
         error_file = error_dir / f"rank-{rank}.{generation.number}.json"
+        identity = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "ROLE_RANK": str(rank),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+        }
         return WorkerPlan(
             rank=rank,
             local_rank=local_rank,
             command=command(launch, local_rank),
-            env=_identity(rank, local_rank, error_file)
-            | {**shared, **places[index].env, **bound[index]},
-            device=places[index].device,
-            gpu=places[index].gpu,
+            env={**identity, **shared, **devices[index].env, **bound[index]},
+            device=devices[index].device,
+            gpu=devices[index].gpu,
             log=log_dir / f"rank-{rank}.log",
             error_file=error_file,
         )
@@ -247,14 +239,20 @@ def _server(
 
 
 def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> int:
-    """Return how many ranks `spec` means on `machine`.
+    """Return the number of ranks of `spec` on `machine`.
 
     Raises:
         DeviceError: if the machine has too few devices for them.
     """
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
-        return _count_named(spec, choose(spec, machine, environ))
+        named = len(choose(spec, machine, environ))
+        if isinstance(spec.n, int) and spec.n != named:
+            raise UsageError(
+                f"-n is {spec.n} for {named} named GPU(s); expected one rank for each",
+                hint="leave out -n, or name as many GPUs as there are ranks on this node",
+            )
+        return named
     if "gpu" in (spec.n, wanted) and machine.gpus == 0:
         raise no_gpus(machine)
     on_gpu = machine.gpus > 0 and wanted != "cpu"
@@ -265,19 +263,10 @@ def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) 
     return n
 
 
-def _count_named(spec: LaunchSpec, gpus: Sequence[Gpu]) -> int:
-    if isinstance(spec.n, int) and spec.n != len(gpus):
-        raise UsageError(
-            f"-n is {spec.n} for {len(gpus)} named GPU(s); expected one rank for each",
-            hint="leave out -n, or name as many GPUs as there are ranks on this node",
-        )
-    return len(gpus)
-
-
 def share_of_threads(
     spec: LaunchSpec, environ: Mapping[str, str], cores: int, n: int
 ) -> str | None:
-    """Return the worker's `OMP_NUM_THREADS`, or `None` where the user's own value stays."""
+    """Return the workers' `OMP_NUM_THREADS`, or `None` where the user's own value stays."""
     threads = spec.settings.value("threads", environ)
     if threads is not None:
         return str(threads)
@@ -329,15 +318,6 @@ def check_replicas(launch: Launch, size: int) -> None:
         )
 
 
-def _identity(rank: int, local_rank: int, error_file: Path) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "ROLE_RANK": str(rank),
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
-    }
-
-
 def _shared_environment(
     launch: Launch, generation: Generation, members: Membership
 ) -> dict[str, str]:
@@ -373,15 +353,12 @@ def _shared_environment(
     threads = share_of_threads(spec, environ, launch.machine.cores, sharing)
     if threads is not None:
         variables["OMP_NUM_THREADS"] = threads
-    return variables | _interface(launch, members)
-
-
-def _interface(launch: Launch, members: Membership) -> dict[str, str]:
     # A single node binds to loopback: no other machine can reach the workers' sockets.
     alone = launch.machine.loopback if members.node_count == 1 else None
     chosen = members.interface or alone
-    kept = () if members.overrules_interface else launch.environ
-    return {name: chosen for name in INTERFACES if chosen is not None and name not in kept}
+    kept = () if members.overrules_interface else environ
+    interfaces = {name: chosen for name in INTERFACES if chosen is not None and name not in kept}
+    return variables | interfaces
 
 
 def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
@@ -392,17 +369,15 @@ def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
 
 
 def command(launch: Launch, local_rank: int) -> tuple[str, ...]:
-    """Return the command line of a worker; for `fork` and functions, one that says the same."""
+    """Return the command line of a worker; for `fork` and functions, one that does the same."""
     spec = launch.spec
-    arguments_ = arguments(spec, local_rank)
+    words = (spec.target, *arguments(spec, local_rank))
     if spec.start == "spawn":
-        words = (BOOTSTRAP, *((SEEDED,) if launch.sources.uses_lockstep else ()), spec.kind)
-        return (*interpreter(), "-m", *words, spec.target, *arguments_)
+        seeded = (SEEDED,) if launch.sources.uses_lockstep else ()
+        return (*interpreter(), "-m", BOOTSTRAP, *seeded, spec.kind, *words)
     if spec.kind == "program":
-        return (spec.target, *arguments_)
-    if spec.kind == "module":
-        return (*interpreter(), "-m", spec.target, *arguments_)
-    return (*interpreter(), spec.target, *arguments_)
+        return words
+    return (*interpreter(), *(("-m",) if spec.kind == "module" else ()), *words)
 
 
 def interpreter() -> tuple[str, ...]:

@@ -22,14 +22,10 @@ LINK = "logs"
 class RunDirectory:
     """The directories of a launch, made after the rendezvous of the launchers.
 
-    A script that does not import Lockstep, nor does a module of its own, gets no run directory unless one
-    is asked for. Its logs lie in a temporary directory, which stays where a rank has failed. If the script
+    A script that does not import Lockstep, nor does a module of its own, gets no run directory unless a
+    flag names one. Its logs are in a temporary directory, which stays where a rank has failed. If it
     makes a Run after all, through an installed package, that makes the directory, and the logs come there
     at the end.
-
-    Args:
-        launch: the launch.
-        name: name of the run.
     """
 
     def __init__(self, launch: Launch, name: str) -> None:
@@ -49,21 +45,22 @@ class RunDirectory:
             lock.leave(self.path)
         if self._temporary is None or self.keeps:
             return
-        if kind is None and self._spec.streams.is_default and _has_more(self._temporary):
+        logs = list(self._temporary.glob("*"))
+        hidden = any(log.stat().st_size > 0 for log in logs if log.name != "rank-0.log")
+        if kind is None and self._spec.streams.is_default and hidden:
             say(
                 "lockstep: ranks other than 0 have printed, too: -t 0 shows it, --log-dir DIR keeps it"
             )
         if self.path is not None and self.path.is_dir():
-            _move(self._temporary, self.path / "logs")
+            (self.path / "logs").mkdir(exist_ok=True)
+            for log in logs:
+                shutil.move(log, self.path / "logs" / log.name)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def make(self, stamp: str | None, private: Path) -> Path:
-        """Make the directories.
+        """Make the directories; `stamp` names the run's on launcher 0, for the others.
 
-        Args:
-            stamp: what launcher 0 has called the run's, on the others.
-            private: directory of this launcher, which the next one removes if this one is killed, and
-                with it temporary logs.
+        The next launcher removes `private`, and with it temporary logs, if this one is killed.
 
         Raises:
             RunDirectoryError: if one cannot be made or written.
@@ -90,13 +87,13 @@ class RunDirectory:
 
     @property
     def where(self) -> str:
-        """Where the logs are, in words; empty where there are none or none will stay."""
+        """The place of the logs as the end of a message; empty where none will stay."""
         stays = self._logs is not None and (self._temporary is None or self.keeps)
         return f"; logs: {short(self.logs)}" if stays else ""
 
 
 def remove_left(private: Path) -> None:
-    """Remove what a launcher that is gone has left: its private directory, and its temporary logs."""
+    """Remove the private directory of a launcher that is gone, and its temporary logs."""
     logs = private / LINK
     if logs.is_dir() and logs.stat().st_uid == os.getuid():
         shutil.rmtree(logs.resolve())
@@ -122,14 +119,3 @@ def _has_no_directory(launch: Launch) -> bool:
     spec = launch.spec
     asked = spec.run_dir is not None or (spec.log_dir is None and spec.streams.asks_for_files)
     return not asked and spec.kind != "function" and not launch.sources.uses_lockstep
-
-
-def _has_more(logs: Path) -> bool:
-    """Return whether a rank has printed that the terminal did not show."""
-    return any(log.stat().st_size > 0 for log in logs.iterdir() if log.name != "rank-0.log")
-
-
-def _move(logs: Path, to: Path) -> None:
-    to.mkdir(exist_ok=True)
-    for log in logs.iterdir():
-        shutil.move(log, to / log.name)

@@ -1,16 +1,18 @@
-"""`LaunchSpec`: the validated request of a launch."""
+"""`LaunchSpec`: a launch as asked for, with all values checked."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from lockstep.errors import UsageError
-from lockstep.launch.fault_tolerance import FaultTolerance
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.nodes.config import Nodes
 from lockstep.launch.streams import Streams
+from lockstep.setting_checks import signal_of
 
 StartMethod = Literal["fork", "spawn", "exec"]
 TargetKind = Literal["script", "module", "function", "program"]
@@ -27,20 +29,15 @@ class LaunchSpec:
 
     Attributes:
         target: path of a script, name of a module, qualified name of a function, or a program.
-        kind: which of the four `target` is.
         args: arguments of the script, module or program.
-        n: number of ranks: at least 1, or `cpu`, `gpu` or `auto`; `None` for one, or for as many as
-            `devices` names.
-        start: how workers come to life.
-        settings: what flags give; for others the variables of the environment count, and then the script.
+        n: number of ranks of this launcher; `None` for one, or for as many as `devices` names.
+        settings: those from flags; for others the variables of the environment count, and then the script.
         signals: names of signals that end the launch as SIGTERM does, and are passed on to the ranks of
             scripts that have opened no run.
-        log_dir: where logs go; `None` leaves the run's directory.
-        streams: which of the ranks' streams the terminal shows.
-        role: what scripts read as `ROLE_NAME`.
+        log_dir: directory of the logs; `None` leaves the run's directory.
+        role: scripts read it as `ROLE_NAME`.
         local_rank_option: option by which old scripts get their local rank: `auto` until the script's
             source was read for it, then one of two spellings or `none`.
-        nodes: what the user says of several nodes.
         command: the command line without the flags that choose a run directory; empty for a function.
 
     Raises:
@@ -52,7 +49,7 @@ class LaunchSpec:
     args: tuple[str, ...] = ()
     n: Ranks | None = None
     start: StartMethod = "fork"
-    settings: Given = field(default_factory=Given)
+    settings: FlagSettings = field(default_factory=FlagSettings)
     signals: tuple[str, ...] = ()
     log_dir: Path | None = None
     streams: Streams = field(default_factory=Streams)
@@ -62,13 +59,19 @@ class LaunchSpec:
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_ranks()
+        if isinstance(self.n, str):
+            self._check_choice("-n", self.n, _WORDS)
+        elif self.n is not None and (isinstance(self.n, bool) or self.n < 1):
+            raise UsageError(
+                f"-n is {self.n}; expected at least 1 rank",
+                hint="-n takes a number, or cpu, gpu or auto",
+            )
         self._check_choice("--start", self.start, get_args(StartMethod))
         self._check_choice("the kind of target", self.kind, get_args(TargetKind))
         self._check_choice(
             "the local rank's option", self.local_rank_option, get_args(LocalRankOption)
         )
-        _ = self.fault_tolerance  # checks the signals
+        _ = self.signals_passed_on  # checks them
         if self.kind == "function" and self.start == "exec":
             raise UsageError(
                 "a function cannot be started by exec; expected fork or spawn",
@@ -82,28 +85,27 @@ class LaunchSpec:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where logs and records go; `None` makes a new directory."""
+        """The directory of the run; `None` for a new one."""
         return self.settings.get("run_dir")
 
     @property
-    def fault_tolerance(self) -> FaultTolerance:
-        """What the user says of failures."""
-        return FaultTolerance(self.settings, self.signals)
+    def signals_passed_on(self) -> frozenset[signal.Signals]:
+        """The signals that ranks get as they come."""
+        return frozenset(signal_of(name, "--signals-to-handle") for name in self.signals)
+
+    def save_signals(self, environ: Mapping[str, str]) -> frozenset[signal.Signals]:
+        """Return the signals besides SIGTERM on which a run saves its state first."""
+        name, origin = (
+            self.settings.value("preempt_signal", environ),
+            self.settings.origin("preempt_signal"),
+        )
+        return self.signals_passed_on | ({signal_of(name, origin)} if name else set())
 
     @property
     def name(self) -> str:
-        """What the run is called in `runs/`: the stem of script or program, the module, the function."""
+        """Name of the run in `runs/`: the stem of script or program, the module, the function."""
         is_file = self.kind in ("script", "program")
         return Path(self.target).stem if is_file else self.target.rpartition(".")[2]
-
-    def _check_ranks(self) -> None:
-        if isinstance(self.n, str):
-            self._check_choice("-n", self.n, _WORDS)
-        elif self.n is not None and (isinstance(self.n, bool) or self.n < 1):
-            raise UsageError(
-                f"-n is {self.n}; expected at least 1 rank",
-                hint="-n takes a number, or cpu, gpu or auto",
-            )
 
     @staticmethod
     def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

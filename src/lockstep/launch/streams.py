@@ -19,7 +19,7 @@ _HINT = "1 is standard output, 2 standard error, 3 both: --tee 3 shows all ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """What the user says of the terminal; the values mean what they mean to torchrun.
+    """Streams of ranks on the terminal; the values have torchrun's meaning.
 
     Attributes:
         redirects: streams that go to the log file alone.
@@ -35,38 +35,39 @@ class Streams:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was said."""
+        """Whether none of the three is given."""
         return self == Streams()
 
     @property
     def asks_for_files(self) -> bool:
-        """Whether a stream is asked for in a file."""
-        return any(_asks(bits) for bits in (self.redirects, self.tee))
+        """Whether a stream of any rank is to go to a file."""
+        return any(
+            any(bits.values()) if isinstance(bits, Mapping) else bits
+            for bits in (self.redirects, self.tee)
+        )
 
     def prefixes(self, rank: int, local_rank: int, name: str) -> tuple[str | None, str | None]:
-        """Return what precedes the lines of both streams on the terminal; `None` for one that is not shown.
+        """Return the prefixes of both streams' lines on the terminal; `None` for one that is not shown.
 
-        Args:
-            rank: its number among all ranks; negative for a parameter server.
-            local_rank: its number among the ranks of the node.
-            name: what it is called.
+        A parameter server has a negative rank.
         """
-        return self._prefix(rank, local_rank, name, 1), self._prefix(rank, local_rank, name, 2)
 
-    def _prefix(self, rank: int, local_rank: int, name: str, bit: int) -> str | None:
-        if self.is_default:
-            return "" if rank == 0 else None
-        if rank < 0:  # no local rank means a server
-            return f"[{name}] " if isinstance(self.tee, int) and self.tee & bit else None
-        if self.only is not None and local_rank not in self.only:
-            return None
-        if _of(self.tee, local_rank) & bit:
-            return f"[{name}] "
-        return None if _of(self.redirects, local_rank) & bit else ""
+        def prefix(bit: int) -> str | None:
+            if self.is_default:
+                return "" if rank == 0 else None
+            if rank < 0:  # no local rank means a server
+                return f"[{name}] " if isinstance(self.tee, int) and self.tee & bit else None
+            if self.only is not None and local_rank not in self.only:
+                return None
+            if _of(self.tee, local_rank) & bit:
+                return f"[{name}] "
+            return None if _of(self.redirects, local_rank) & bit else ""
+
+        return prefix(1), prefix(2)
 
 
 def parse_bits(flag: str, text: str) -> Bits:
-    """Return the streams that `text` spells: 0 to 3, or such a number for each of some local ranks.
+    """Parse a value of `--tee` or `--redirects`: 0 to 3, or such a number for each of some local ranks.
 
     Raises:
         UsageError: if it is neither.
@@ -84,7 +85,7 @@ def parse_bits(flag: str, text: str) -> Bits:
 
 
 def parse_ranks_filter(text: str) -> frozenset[int] | None:
-    """Return the local ranks that `text` lists; `None` for an empty one, which means all.
+    """Parse a list of local ranks; an empty one means all, `None`.
 
     Raises:
         UsageError: if it is no list of numbers.
@@ -112,7 +113,3 @@ def _bits(text: str) -> int:
 
 def _of(bits: Bits | None, local_rank: int) -> int:
     return (bits or 0) if not isinstance(bits, Mapping) else bits.get(local_rank, 0)
-
-
-def _asks(bits: Bits | None) -> bool:
-    return any(bits.values()) if isinstance(bits, Mapping) else bool(bits)

@@ -27,15 +27,9 @@ _CONF = {
 }
 _CONF_WITHOUT_EFFECT = frozenset(
     {
-        "close_timeout",
-        "heartbeat_timeout",
-        "is_host",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
-        "rank",
-        "read_timeout",
-        "store_type",
-        "use_libuv",
+        *("close_timeout", "heartbeat_timeout", "read_timeout"),
+        *("keep_alive_interval", "keep_alive_max_attempt"),
+        *("is_host", "rank", "store_type", "use_libuv"),
     }
 )
 #: Flags without effect, and why.
@@ -88,7 +82,7 @@ class Asked:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user is told of flags that have no effect."""
+        """Notes for the user about flags that have no effect."""
         given = [name for name in _WITHOUT_EFFECT if getattr(self, name) not in (None, "null")]
         notes = [f"{_flag(name)} has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
         idle = sorted(_CONF_WITHOUT_EFFECT & _pairs(self.rdzv_conf).keys())
@@ -105,24 +99,28 @@ class Asked:
         return tuple(word.strip() for word in words if word.strip() not in ("", *_HANDLED))
 
     def kind(self, *, module: bool) -> TargetKind:
-        """Return what is started.
+        """Return the kind of target.
 
         Raises:
-            UsageError: if it would have to be two things.
+            UsageError: if it would have to be two kinds.
         """
-        if module and self.no_python and not self.run_path:
+        if module and self._is_program:
             raise UsageError("-m and --no-python contradict each other; expected one of them")
         if module:
             return "module"
-        return "program" if self.no_python and not self.run_path else "script"
+        return "program" if self._is_program else "script"
+
+    @property
+    def _is_program(self) -> bool:
+        return self.no_python and not self.run_path
 
     def start(self, own: StartMethod | None) -> StartMethod:
-        """Return how workers start; `own` is what `--start` says.
+        """Return the start method; `own` is the value of `--start`.
 
         Raises:
             UsageError: if it is unknown, or contradicts another flag.
         """
-        if self.no_python and not self.run_path:
+        if self._is_program:
             return own or "exec"
         asked = own or _START.get(self.start_method or "fork")
         if asked is None:
@@ -138,11 +136,7 @@ class Asked:
 
 
 def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str, ...]]:
-    """Return what the user says of several nodes, and what the user is told of it.
-
-    Args:
-        asked: torchrun's own flags.
-        nodes: values for `Nodes`, as the flags have them.
+    """Return the settings of several nodes, and notes for the user about them.
 
     Raises:
         UsageError: if they cannot work together.
@@ -152,10 +146,23 @@ def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, 
     if given.get("main_port") == 0:  # any port, as in torchrun
         del given["main_port"]
     if asked.standalone:
-        return _alone(given), ()
+        least = given.get("least", given.get("count", 1))
+        if least != 1:
+            raise UsageError(
+                f"--standalone and --nnodes {least} contradict each other; expected one node",
+                hint="leave one of them out",
+            )
+        kept = {name: given[name] for name in ("main_port", "id") if name in given}
+        return Nodes(count=1, alone=True, **kept), ()  # type: ignore[arg-type]
     if "endpoint" in given:
         notes += _at_endpoint(given, asked.rdzv_backend)
-    _count(given)
+    if "count" not in given:
+        # One node, as in torchrun, if the place is on this machine.
+        place = given.get("main_address")
+        if "endpoint" in given:
+            place, _ = endpoint_place(str(given["endpoint"]))
+        if isinstance(place, str) and _is_here(place):
+            given["count"] = 1
     if asked.local_addr and given.get("count", 1) == 1:
         notes.append("--local-addr has no effect: ranks of one node use the loopback interface")
     elif asked.local_addr and "interface" not in given:
@@ -163,19 +170,8 @@ def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, 
     return Nodes(**given), tuple(notes)  # type: ignore[arg-type]
 
 
-def _alone(given: dict[str, object]) -> Nodes:
-    least = given.get("least", given.get("count", 1))
-    if least != 1:
-        raise UsageError(
-            f"--standalone and --nnodes {least} contradict each other; expected one node",
-            hint="leave one of them out",
-        )
-    kept = {name: given[name] for name in ("main_port", "id") if name in given}
-    return Nodes(count=1, alone=True, **kept)  # type: ignore[arg-type]
-
-
 def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
-    """Settle what the endpoint overrules; return what the user is told.
+    """Remove settings that the endpoint overrules; return notes for the user.
 
     torchrun's static nodes have ranks and use the endpoint; others are numbered as they join.
     """
@@ -190,19 +186,8 @@ def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
     return [f"{names[name]} has no effect beside --rdzv-endpoint" for name in idle]
 
 
-def _count(given: dict[str, object]) -> None:
-    """Take a place on this machine for one node where their number is not given, as torchrun does."""
-    if "count" in given:
-        return
-    endpoint, address = given.get("endpoint"), given.get("main_address")
-    if endpoint is not None:
-        address, _ = endpoint_place(str(endpoint))
-    if isinstance(address, str) and _is_here(address):
-        given["count"] = 1
-
-
 def _is_here(address: str) -> bool:
-    """Return whether an address or a host's name means this machine."""
+    """Whether an address or a host's name means this machine."""
     if network.is_loopback(address) or address == socket.gethostname():
         return True
     try:
@@ -225,11 +210,14 @@ def _interface_of(address: str) -> str:
 
 
 def _conf(text: str | None) -> dict[str, object]:
-    """Return what `--rdzv-conf` says that Lockstep has, by the names of `Nodes`."""
+    """Return the settings in `--rdzv-conf` that Lockstep has, by the names of `Nodes`."""
     settings: dict[str, object] = {}
     for key, value in _pairs(text).items():
         if key in _CONF:
-            settings[_CONF[key]] = _seconds(key, value)
+            try:
+                settings[_CONF[key]] = float(value)
+            except ValueError:
+                raise UsageError(f"--rdzv-conf has {key}={value}; expected seconds") from None
         elif (key, value) == ("store_type", "file"):
             raise UsageError(
                 "--rdzv-conf says store_type=file; Lockstep's rendezvous is a directory",
@@ -248,13 +236,6 @@ def _pairs(text: str | None) -> dict[str, str]:
     if any(not (key and equals and value) for key, equals, value in words):
         raise UsageError(f"--rdzv-conf is {text!r}; expected KEY=VALUE,KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in words}
-
-
-def _seconds(key: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise UsageError(f"--rdzv-conf has {key}={value}; expected seconds") from None
 
 
 def _flag(name: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.launch.devices.binding import shares
 from lockstep.launch.devices.machine import Machine
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.spec import LaunchSpec
 from tests.unit.launch.planning import membership_of, plan
 
@@ -58,7 +58,7 @@ def test_more_ranks_than_cores_cannot_be_bound():
 
 
 def workers_of(bind: str | None, environ: dict[str, str], n: int = 2, **generation: Any):
-    spec = LaunchSpec(target="a.py", n=n, settings=Given(bind=bind))
+    spec = LaunchSpec(target="a.py", n=n, settings=FlagSettings(bind=bind))
     return plan(spec, Machine(cores=8, topology=SERVER), environ, **generation).workers
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.agent import hang
-from lockstep.launch.agent.hang import HangWatch, Stand
-from lockstep.launch.agent.restarts import Kind
+from lockstep.launch.agent.failure import Kind
+from lockstep.launch.agent.hang import HangWatch, Position
 from lockstep.launch.plan import WorkerPlan
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.state.record import stacks
@@ -168,7 +168,7 @@ def test_ranks_that_have_ended_are_not_looked_for(
 # --- the verdict ---------------------------------------------------------------------------------
 
 
-def stand(rank: int, tmp_path: Path, **changes: object) -> Stand:
+def stand(rank: int, tmp_path: Path, **changes: object) -> Position:
     fields: dict[str, object] = {
         "opened": True,
         "entered": 7,
@@ -178,7 +178,7 @@ def stand(rank: int, tmp_path: Path, **changes: object) -> Stand:
         "frames": (Frame("/home/me/train.py", 30, "main"),),
         "stacks": None,
     }
-    return Stand(worker=worker(rank, tmp_path), **{**fields, **changes})  # type: ignore[arg-type]
+    return Position(worker=worker(rank, tmp_path), **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_the_rank_with_fewest_collectives_is_behind(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from lockstep.launch.agent import interrupts
 from lockstep.launch.agent.interrupts import Interrupted, Interrupts
 
 
-def test_a_second_signal_is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     heard = Interrupts()
     heard.receive(signal.SIGTERM)
-    assert (heard.asks_for_room, heard.impatient) == (True, False)
+    assert (heard.is_preemption, heard.is_repeated) == (True, False)
     heard.receive(signal.SIGTERM)
-    assert (heard.asks_for_room, heard.impatient) == (False, True)
+    assert (heard.is_preemption, heard.is_repeated) == (False, True)
     with pytest.raises(Interrupted):
         heard.check()
 
@@ -28,10 +28,10 @@ def test_slurm_says_at_once_twice_that_a_job_is_preempted(monkeypatch: pytest.Mo
     heard = Interrupts()
     heard.receive(signal.SIGTERM)
     heard.receive(signal.SIGTERM)
-    assert (heard.asks_for_room, heard.impatient) == (True, False)
+    assert (heard.is_preemption, heard.is_repeated) == (True, False)
     now += 2
     heard.receive(signal.SIGTERM)
-    assert heard.impatient
+    assert heard.is_repeated
 
 
 def test_another_signal_under_slurm_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,4 +39,4 @@ def test_another_signal_under_slurm_counts_at_once(monkeypatch: pytest.MonkeyPat
     heard = Interrupts()
     heard.receive(signal.SIGTERM)
     heard.receive(signal.SIGINT)
-    assert heard.impatient
+    assert heard.is_repeated

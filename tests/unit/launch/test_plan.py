@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.devices.machine import Machine
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.nodes.config import Nodes
 from lockstep.launch.plan import arguments, command, count_ranks, resolve
 from lockstep.launch.spec import LaunchSpec
@@ -111,7 +111,9 @@ def test_error_files_of_generations_differ():
 )
 def test_number_of_ranks(n, devices, machine, expected):
     assert (
-        count_ranks(LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)), machine, {})
+        count_ranks(
+            LaunchSpec(target="a.py", n=n, settings=FlagSettings(devices=devices)), machine, {}
+        )
         == expected
     )
 
@@ -132,7 +134,7 @@ def test_number_of_ranks(n, devices, machine, expected):
 def test_refused_layouts(n, devices, machine, environ, error, said):
     with pytest.raises(error) as caught:
         count_ranks(
-            LaunchSpec(target="a.py", n=n, settings=Given(devices=devices)), machine, environ
+            LaunchSpec(target="a.py", n=n, settings=FlagSettings(devices=devices)), machine, environ
         )
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
@@ -147,7 +149,9 @@ def test_refused_layouts(n, devices, machine, environ, error, said):
     ],
 )
 def test_placement(devices, machine, expected):
-    workers = plan(LaunchSpec(target="a.py", n=2, settings=Given(devices=devices)), machine).workers
+    workers = plan(
+        LaunchSpec(target="a.py", n=2, settings=FlagSettings(devices=devices)), machine
+    ).workers
     assert [worker.device for worker in workers] == expected
 
 
@@ -162,7 +166,7 @@ def test_placement(devices, machine, expected):
 )
 def test_threads(threads, environ, expected):
     worker = plan(
-        LaunchSpec(target="a.py", n=2, settings=Given(threads=threads)), environ=environ
+        LaunchSpec(target="a.py", n=2, settings=FlagSettings(threads=threads)), environ=environ
     ).workers[0]
     assert worker.env.get("OMP_NUM_THREADS") == expected
 
@@ -184,7 +188,7 @@ def test_flags_become_variables_only_where_given():
     spec = LaunchSpec(
         target="a.py",
         n=2,
-        settings=Given(replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True),
+        settings=FlagSettings(replicas=4, threads=2, devices="cpu", fresh=True, stop_on_nan=True),
     )
     env = plan(spec).workers[1].env
     names = ("REPLICAS", "THREADS", "DEVICES", "FRESH", "STOP_ON_NAN")
@@ -197,18 +201,24 @@ def test_flags_become_variables_only_where_given():
 )
 def test_fewer_replicas_than_ranks_are_refused(replicas, environ):
     with pytest.raises(UsageError, match="3 ranks for 2 replica"):
-        plan(LaunchSpec(target="a.py", n=3, settings=Given(replicas=replicas)), environ=environ)
+        plan(
+            LaunchSpec(target="a.py", n=3, settings=FlagSettings(replicas=replicas)),
+            environ=environ,
+        )
 
 
 def test_a_mesh_for_a_script_that_names_its_strategy():
-    spec = LaunchSpec(target="a.py", n=4, settings=Given(mesh="2x2"))
+    spec = LaunchSpec(target="a.py", n=4, settings=FlagSettings(mesh="2x2"))
     assert plan(spec, environ={"LOCKSTEP_REPLICAS": "2"}) is not None
     with pytest.raises(UsageError, match="2 ranks for 1 replica"):
         plan(spec, environ={"LOCKSTEP_REPLICAS": "1"})
     with pytest.raises(UsageError, match="a mesh of 2x2 has 4 ranks; the run has 3"):
-        plan(LaunchSpec(target="a.py", n=3, settings=Given(mesh="2x2")), environ={})
+        plan(LaunchSpec(target="a.py", n=3, settings=FlagSettings(mesh="2x2")), environ={})
     with pytest.raises(UsageError, match="strategy=ddp gives each rank a whole one"):
-        plan(LaunchSpec(target="a.py", n=4, settings=Given(mesh="2x2", strategy="ddp")), environ={})
+        plan(
+            LaunchSpec(target="a.py", n=4, settings=FlagSettings(mesh="2x2", strategy="ddp")),
+            environ={},
+        )
 
 
 def test_replicas_that_are_no_number_are_refused():
@@ -294,7 +304,7 @@ def test_an_interface_chosen_for_lockstep_wins_over_gloos_own():
 
 def test_a_mesh_has_the_ranks_of_all_nodes_and_fits_them_when_they_have_met():
     nodes = Nodes(count=2, rank=0, main_address="10.0.0.1")
-    mesh = Given(strategy="pipeline", mesh="1x2")
+    mesh = FlagSettings(strategy="pipeline", mesh="1x2")
     spec = LaunchSpec(target="train.py", n=1, nodes=nodes, settings=mesh)
     assert plan(spec, membership=membership_of((1, 1), (0, 1), 0)).size == 2
     with pytest.raises(UsageError, match="a mesh of 1x2 has 2 ranks; the run has 3"):
@@ -306,8 +316,8 @@ def test_a_mesh_has_the_ranks_of_all_nodes_and_fits_them_when_they_have_met():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Given(mesh="2x2", strategy="ddp"), "strategy=ddp gives each rank a whole one"),
-        (Given(mesh="4x1", replicas=3), "4 ranks for 3 replica"),
+        (FlagSettings(mesh="2x2", strategy="ddp"), "strategy=ddp gives each rank a whole one"),
+        (FlagSettings(mesh="4x1", replicas=3), "4 ranks for 3 replica"),
     ],
 )
 def test_what_a_mesh_over_several_nodes_has_wrong_is_said_before_they_meet(settings, said):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target.imports import Sources, read
 from lockstep.launch.target.preload import Footprint, likely
@@ -85,7 +85,7 @@ def test_a_script_that_sets_what_dynamo_reads(
 
 
 def test_a_strategy_with_imports_of_its_own() -> None:
-    spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="fsdp"))
+    spec = LaunchSpec(target="no_such_script.py", settings=FlagSettings(strategy="fsdp"))
     assert likely(spec, Sources(), {}) == (*RUN, DYNAMO, "lockstep.engine.strategies.sharded.model")
 
 
@@ -100,7 +100,7 @@ def test_a_strategy_that_the_environment_names() -> None:
 
 
 def test_a_flag_wins_over_the_environment() -> None:
-    spec = LaunchSpec(target="no_such_script.py", settings=Given(strategy="ddp"))
+    spec = LaunchSpec(target="no_such_script.py", settings=FlagSettings(strategy="ddp"))
     assert likely(spec, Sources(), {"LOCKSTEP_STRATEGY": "tensor"}) == ()
 
 

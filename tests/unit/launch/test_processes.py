@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.launch.agent import processes
 from lockstep.launch.agent.child import Child, LostError
-from lockstep.launch.agent.forkserver import ForkServer, Request
+from lockstep.launch.agent.forkserver import ForkRequest, ForkServer
 from lockstep.launch.devices import gpus
 from tests.frozen import frozen_disk
 
@@ -55,11 +55,11 @@ def test_a_fork_server_ends_although_a_worker_cannot(tmp_path: Path, monkeypatch
     monkeypatch.setattr("lockstep.launch.agent.forkserver._KILL_SECONDS", 0.5)
     with frozen_disk(tmp_path) as disk, Path(os.devnull).open("r+") as nothing:
 
-        def job(_: Request) -> None:
+        def job(_: ForkRequest) -> None:
             (disk / "device").write_text("1")
 
         server = ForkServer(job)  # type: ignore[arg-type]
-        pid = server.start(Request(rank=0, local_rank=0, env={}), [nothing.fileno()] * 3)
+        pid = server.start(ForkRequest(rank=0, local_rank=0, env={}), [nothing.fileno()] * 3)
         await_state(pid, "D")
         server.close()
         assert state(server._pid) == ""

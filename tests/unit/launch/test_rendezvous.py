@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lockstep.launch.agent.rendezvous import Rendezvous
+from lockstep.launch.agent.rendezvous import GenerationRendezvous
 from lockstep.launch.plan import Generation
 from lockstep.world.rendezvous.store import connect_store
 
 
 def test_alone() -> None:
-    one = Rendezvous(Generation(run_id="id"), 3)
+    one = GenerationRendezvous(Generation(run_id="id"), 3)
     first = one.next_generation()
     assert first.membership is not None
     assert (first.membership.address, first.membership.size) == ("127.0.0.1", 3)
@@ -17,7 +17,7 @@ def test_alone() -> None:
 
 
 def test_every_generation_has_a_store_of_its_own() -> None:
-    one = Rendezvous(Generation(run_id="id"), 1)
+    one = GenerationRendezvous(Generation(run_id="id"), 1)
     connect_store("127.0.0.1", one.next_generation().port).set("note", "1")
     second = one.next_generation()
     assert not connect_store("127.0.0.1", second.port).check(["note"])
@@ -27,7 +27,7 @@ def test_every_generation_has_a_store_of_its_own() -> None:
 def test_ranks_that_meet_in_a_file_need_no_port() -> None:
     import psutil
 
-    one = Rendezvous(Generation(listens=False), 2)
+    one = GenerationRendezvous(Generation(listens=False), 2)
     before = len(psutil.Process().net_connections("tcp"))
     assert one.next_generation().port == 0
     assert len(psutil.Process().net_connections("tcp")) == before
@@ -36,7 +36,7 @@ def test_ranks_that_meet_in_a_file_need_no_port() -> None:
 def test_a_store_on_this_host_is_for_this_host() -> None:
     import psutil
 
-    one = Rendezvous(Generation(run_id="id"), 1)
+    one = GenerationRendezvous(Generation(run_id="id"), 1)
     port = one.next_generation().port
     listening = [
         link.laddr.ip
@@ -49,7 +49,7 @@ def test_a_store_on_this_host_is_for_this_host() -> None:
 def test_the_end() -> None:
     import psutil
 
-    one = Rendezvous(Generation(run_id="id"), 1)
+    one = GenerationRendezvous(Generation(run_id="id"), 1)
     port = one.next_generation().port
     one.finish()
     ports = {link.laddr.port for link in psutil.Process().net_connections("tcp")}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
 from lockstep.errors import CheckpointError, RunDirectoryError, WorldError
-from lockstep.launch.agent.restarts import DEFAULT, Kind, Restarts, kind
+from lockstep.launch.agent.failure import Kind, Verdict, kind
+from lockstep.launch.agent.restarts import DEFAULT, Restarts
 from lockstep.state.record.error_report import Report, describe
 
 
@@ -86,12 +88,23 @@ def test_what_an_end_without_exception_comes_from():
     assert kind(told("PeerError"), 1, consequence=True) is Kind.PEER
 
 
-def survived(restarts: Restarts, cause: Kind, *, is_run: bool = True, progress: object = 0) -> int:
-    """Return how many failures in a row are survived, ten at most."""
-    for count in range(10):
-        if not restarts.again(cause, progress, is_run=is_run):
-            return count
-    return 10
+class Progress:
+    """Progress of ranks that have opened a run, or not."""
+
+    def __init__(self, *, opened: bool = True) -> None:
+        self.opened, self.snapshot, self.origin = opened, 0, ", from a snapshot"
+
+
+def policy(limit: int | None, *, is_run: bool = True) -> tuple[Restarts, Progress]:
+    """Return a restart policy, and the progress that it looks at."""
+    progress: Any = Progress(opened=is_run)
+    return Restarts(limit, progress, uses_lockstep=False), progress
+
+
+def failed(cause: Kind) -> Verdict:
+    return Verdict(
+        text="lockstep: rank 1 failed", exit_code=1, name=None, traceback=None, kind=cause
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,23 +127,27 @@ def survived(restarts: Restarts, cause: Kind, *, is_run: bool = True, progress: 
     ],
 )
 def test_how_often_without_progress(limit, cause, is_run, expected):
-    restarts = Restarts(limit)
-    assert survived(restarts, cause, is_run=is_run) == expected
-    assert restarts.count == expected
+    restarts, _ = policy(limit, is_run=is_run)
+    messages = [restarts.decide(failed(cause)) for _ in range(10)]
+    text = "rank 1 failed; restart {}, from a snapshot"
+    again = [text.format(number) for number in range(1, expected + 1)]
+    assert messages == [*again, *[None] * (10 - expected)]
 
 
 def test_progress_begins_the_count_anew():
-    restarts = Restarts(1)
+    restarts, progress = policy(1)
     for step in range(20):
-        assert restarts.again(Kind.SIGNAL, step, is_run=True)
-    assert not restarts.again(Kind.SIGNAL, 19, is_run=True)
-    assert restarts.count == 20
+        progress.snapshot = step
+        assert restarts.decide(failed(Kind.SIGNAL)) is not None
+    assert restarts.decide(failed(Kind.SIGNAL)) is None
 
 
-def test_a_launcher_that_follows_counts_what_others_decide() -> None:
-    restarts = Restarts(2)
-    restarts.follow("snapshot 1")
-    restarts.follow("snapshot 1")
-    assert not restarts.again(Kind.SIGNAL, "snapshot 1", is_run=True)
-    assert restarts.again(Kind.SIGNAL, "snapshot 2", is_run=True)
-    assert restarts.count == 3
+def test_a_launcher_counts_restarts_that_another_decides() -> None:
+    restarts, progress = policy(2)
+    restarts.count_restart()
+    restarts.count_restart()
+    assert restarts.decide(failed(Kind.SIGNAL)) is None
+    progress.snapshot = 2
+    message = restarts.decide(failed(Kind.SIGNAL))
+    assert message is not None
+    assert "restart 3" in message

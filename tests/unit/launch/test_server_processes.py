@@ -13,7 +13,7 @@ from lockstep.launch.agent import failure
 from lockstep.launch.agent.failure import Failure
 from lockstep.launch.agent.forkserver import Exit
 from lockstep.launch.agent.server_processes import count
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.plan import Plan
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world import detect
@@ -21,7 +21,7 @@ from tests.unit.launch import planning
 
 
 def spec(**method: Any) -> LaunchSpec:
-    return LaunchSpec(target="train.py", n=2, settings=Given(**method))
+    return LaunchSpec(target="train.py", n=2, settings=FlagSettings(**method))
 
 
 def plan(servers: int, environ: dict[str, str] | None = None, **generation: Any) -> Plan:
@@ -62,7 +62,7 @@ def test_the_first_rank_s_launcher_has_all_of_them() -> None:
 
 
 def test_a_rank_that_is_alone_meets_its_servers_in_the_launchers_store() -> None:
-    lone = LaunchSpec(target="train.py", n=1, settings=Given(strategy="ps", servers=1))
+    lone = LaunchSpec(target="train.py", n=1, settings=FlagSettings(strategy="ps", servers=1))
     (worker,) = planning.plan(lone).workers
     assert detect({**worker.env, "MASTER_PORT": "4567"}).agent_store
     plain = LaunchSpec(target="train.py", n=1)
@@ -107,11 +107,11 @@ def test_what_cannot_be(method: dict[str, Any], environ: dict[str, str]) -> None
 
 
 def test_the_flags_are_variables() -> None:
-    variables = Given(servers=2, staleness=0).variables()
+    variables = FlagSettings(servers=2, staleness=0).variables()
     assert (variables["LOCKSTEP_SERVERS"], variables["LOCKSTEP_STALENESS"]) == ("2", "0")
     for name in ("servers", "staleness"):
         with pytest.raises(UsageError, match=f"--{name} is -1; expected at least 0"):
-            Given(**{name: -1})
+            FlagSettings(**{name: -1})
 
 
 def test_a_dry_run_shows_them() -> None:

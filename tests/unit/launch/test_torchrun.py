@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cli import parse, run, torchrun, whole_parser
 from lockstep.errors import UsageError
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.nodes.config import Nodes
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.streams import Streams, parse_bits
@@ -90,8 +90,8 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("--module --run-path", {"kind": "module", "start": "fork"}),
     ("--no-python", {"kind": "program", "start": "exec"}),
     ("--no_python --run_path", {"kind": "script", "start": "fork"}),
-    ("--numa-binding exclusive", {"settings": Given(bind="cores")}),
-    ("--numa-binding node --bind none", {"settings": Given(bind="none")}),
+    ("--numa-binding exclusive", {"settings": FlagSettings(bind="cores")}),
+    ("--numa-binding node --bind none", {"settings": FlagSettings(bind="none")}),
     ("-t 3", {"streams": Streams(tee=3)}),
     ("--tee 0:3,1:1", {"streams": Streams(tee={0: 3, 1: 1})}),
     ("-r0:1", {"streams": Streams(redirects={0: 1})}),
@@ -261,7 +261,7 @@ def test_flags_win_over_lockstep_over_pet() -> None:
     assert (spec.n, spec.settings.get("max_restarts")) == (5, 1)
     ours = {**pet, "LOCKSTEP_MAX_RESTARTS": "9"}
     spec, _ = read(env=ours)
-    assert spec.fault_tolerance.restarts(ours) == 9
+    assert spec.settings.value("max_restarts", ours) == 9
     assert torchrun.with_environment(["verify", "x.py"], pet) == ["verify", "x.py"]
 
 
@@ -340,24 +340,19 @@ def test_streams_are_spelled_as_torchrun_spells_them() -> None:
 
 
 def test_the_grace_of_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read()[0].fault_tolerance.grace({}) == 5.0
-    assert read()[0].fault_tolerance.grace({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}) == 7.0
-    assert (
-        read("--shutdown-timeout", "1.5")[0].fault_tolerance.grace(
-            {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
-        )
-        == 1.5
-    )
+    name, environ = "shutdown_timeout", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+    assert read()[0].settings.value_or_default(name, {}) == 5.0
+    assert read()[0].settings.value_or_default(name, environ) == 7.0
+    given = read("--shutdown-timeout", "1.5")[0].settings
+    assert given.value_or_default(name, environ) == 1.5
 
 
 def test_signals_that_are_passed_on() -> None:
     import signal
 
-    fault_tolerance = read("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGUSR2")[
-        0
-    ].fault_tolerance
-    assert fault_tolerance.passed_on == {signal.SIGUSR1, signal.SIGUSR2}
-    assert fault_tolerance.polite({"LOCKSTEP_PREEMPT_SIGNAL": "QUIT"}) == {
-        *fault_tolerance.passed_on,
+    spec = read("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGUSR2")[0]
+    assert spec.signals_passed_on == {signal.SIGUSR1, signal.SIGUSR2}
+    assert spec.save_signals({"LOCKSTEP_PREEMPT_SIGNAL": "QUIT"}) == {
+        *spec.signals_passed_on,
         signal.SIGQUIT,
     }

@@ -53,7 +53,7 @@ def test_a_worker_that_sigkill_does_not_end_at_once_is_waited_for(
 
 
 def test_a_second_signal_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    impatient = Interrupts(first=signal.SIGINT, count=2)
-    killed = one_worker(Server(math.inf), impatient, monkeypatch)
+    repeated = Interrupts(first=signal.SIGINT, count=2)
+    killed = one_worker(Server(math.inf), repeated, monkeypatch)
     with pytest.raises(Interrupted):
         killed.kill()

@@ -14,15 +14,13 @@ from typing import Any
 
 from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch.agent import failure
-from lockstep.launch.agent.failure import Failure, MemoryKills, Verdict, preempted
+from lockstep.launch.agent.failure import Failure, Kind, MemoryKills, Verdict, preempted
 from lockstep.launch.agent.forkserver import Exit, ForkServer
 from lockstep.launch.agent.hang import HangWatch
 from lockstep.launch.agent.interrupts import Interrupted, Interrupts
-from lockstep.launch.agent.rank_progress import RankProgress
-from lockstep.launch.agent.rendezvous import Rendezvous
-from lockstep.launch.agent.restarts import Kind, Restarts
+from lockstep.launch.agent.rendezvous import GenerationRendezvous
+from lockstep.launch.agent.restarts import RankProgress, Restarts
 from lockstep.launch.agent.workers import LAST_GRACE, Workers
-from lockstep.launch.fault_tolerance import FaultTolerance
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.messages import Decision, FailureReport
 from lockstep.launch.output import Output, say
@@ -32,16 +30,16 @@ from lockstep.state.record import events
 
 #: Seconds between two looks at the workers while nothing happens to them.
 _INTERVAL = 0.02
-#: After a first failure, seconds in which others may tell of theirs before the rest is stopped.
+#: After a first failure, seconds in which others may report theirs before the rest is stopped.
 _SETTLE = 0.3
-#: The same while all that is known are consequences: the cause may be slower to end.
+#: The same while all failures that are known are consequences: the cause may be slower to end.
 _SETTLE_CONSEQUENCE = 1.5
 
 Planner = Callable[[Generation], Plan]
 
 
 class _State(enum.Enum):
-    """How the workers of a generation are."""
+    """State of the workers of a generation."""
 
     RUNNING = enum.auto()
     #: They end, and another generation begins.
@@ -55,21 +53,13 @@ class Agent:
 
     Args:
         planner: gives the plan of a generation, once the rendezvous of its workers is known.
-        rendezvous: of the launchers.
-        server: makes the workers.
-        output: takes their output.
-        interrupts: signals that the launcher received.
-        progress: where the ranks of this launcher are.
-        hangs: looks whether they move.
-        restarts: says which failures are followed by a new generation.
-        is_run: whether the script is known to use Lockstep before it has opened a run.
         deadline: moment of `time.monotonic` at which the launch is over; `None` for none.
     """
 
     def __init__(
         self,
         planner: Planner,
-        rendezvous: Rendezvous,
+        rendezvous: GenerationRendezvous,
         *,
         server: ForkServer,
         output: Output,
@@ -77,13 +67,11 @@ class Agent:
         progress: RankProgress,
         hangs: HangWatch,
         restarts: Restarts,
-        is_run: bool = False,
         deadline: float | None = None,
     ) -> None:
         self._planner = planner
         self._kills = MemoryKills()
         self._rendezvous = rendezvous
-        rendezvous.policy, rendezvous.check = self._again, self._check
         self._server = server
         self._processes = Workers(server, output, interrupts, self._await_signal)
         self._interrupts = interrupts
@@ -92,14 +80,13 @@ class Agent:
         self._progress = progress
         self._hangs = hangs
         self._restarts = restarts
-        self._is_run = is_run
         self._leaving = False
-        self._preempted: set[int] = set()  # process ids of ranks that were told
-        #: What is said of the launch, if it did not end well.
+        self._preempted: set[int] = set()  # process ids of ranks that have been sent SIGTERM
+        #: The verdict, if the launch did not end well.
         self.verdict: Verdict | None = None
 
     def run(self) -> None:
-        """Run the workers to their end; tell the other launchers how it went."""
+        """Run the workers to their end; report to the other launchers how it went."""
         try:
             try:
                 self._run_generations()
@@ -112,7 +99,7 @@ class Agent:
                 self._await_decision()
             raise
         except LockstepError as error:
-            self._part(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
+            self._leave(f"lockstep: error on {self._name}: {error.message}", error.exit_code)
             raise
         finally:
             self._rendezvous.finish()
@@ -122,7 +109,7 @@ class Agent:
         self._start_workers()
         while (state := self._look()) is not _State.DONE:
             if state is _State.RESTART:
-                # Without grace: what they hold is in the snapshot, and time is what a restart costs.
+                # Without grace: their state is in the snapshot, and time is what a restart costs.
                 self._processes.kill()
                 self._stop_workers()
                 self._start_workers()
@@ -131,16 +118,16 @@ class Agent:
                 return
 
     def _start_workers(self) -> None:
-        generation = self._rendezvous.next_generation()
+        generation = self._rendezvous.next_generation(self._check)
         self._check()
         self._processes.begin()
         self._progress.begin()
         self.plan = self._planner(generation)
-        if self._generation:
-            self._record("restart", generation=self._generation)
-        for server in self._servers:
+        if generation.number:
+            self._record("restart", generation=generation.number)
+        for server in self.plan.servers:
             self._processes.start(self.plan, server, {})
-        for index, worker in enumerate(self._workers):
+        for index, worker in enumerate(self.plan.workers):
             self._processes.start(self.plan, worker, self._progress.variables(index))
 
     @property
@@ -155,8 +142,14 @@ class Agent:
     def _servers(self) -> tuple[WorkerPlan, ...]:
         return self.plan.servers if self.plan is not None else ()
 
+    @property
+    def _name(self) -> str:
+        return self._rendezvous.membership.names[self._rendezvous.membership.index]
+
+    # --- state of the workers ----------------------------------------------------------------
+
     def _look(self) -> _State:
-        """Wait for news of the workers, a moment at most; return how they are."""
+        """Wait for an event of the workers, a moment at most; return their state."""
         self._server.wait(_INTERVAL)
         self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -164,199 +157,44 @@ class Agent:
         self._processes.look()
         if self._failed():
             self._settle()
-            self._check_gone()
-            return self._report(self._told(self._failures()))
+            # A rank that ended by the signal that was passed on had no run left to save.
+            exits = self._processes.exits.values()
+            if any(e.pid in self._preempted and e.code == -signal.SIGTERM for e in exits):
+                self._stop()
+            return self._report(self._failure())
         if (hang := self._hang()) is not None:
             state = self._report(hang)
             self._processes.kill()  # a worker that hangs has nothing to report
             return state
         if self._coordinator is not None and self._coordinator.decision is not None:
-            return self._follow(self._coordinator.decision)
-        return _State.RUNNING if self._training() else self._finish()
-
-    def _finish(self) -> _State:
-        """Wait until all launchers are done: one of them hosts the store that the others' workers use."""
-        if self._coordinator is not None:
-            self._coordinator.done()
+            return self._apply(self._coordinator.decision)
+        if self._training():
             return _State.RUNNING
-        return self._succeed()
+        if self._coordinator is None:
+            return self._succeed()
+        # Until all launchers are done: one of them hosts the store that the others' workers use.
+        self._coordinator.done()
+        return _State.RUNNING
 
-    def _succeed(self) -> _State:
-        self.verdict = self._preemption()
-        return _State.DONE
+    def _training(self) -> bool:
+        """Whether any worker runs: servers end when the launcher tells them that all workers have."""
+        return any(worker.rank not in self._processes.exits for worker in self._workers)
 
     def _failed(self) -> dict[int, Exit]:
-        """Return the workers that ended badly; to save and leave is no failure of a run."""
+        """Return the exits of workers that failed; a run that is preempted, saves and exits has not."""
         fine = {0, PREEMPTED} if self._progress.opened else {0}
-        return {rank: left for rank, left in self._processes.exits.items() if left.code not in fine}
+        return {rank: e for rank, e in self._processes.exits.items() if e.code not in fine}
 
     def _failures(self) -> list[Failure]:
         found = failure.collect((*self._workers, *self._servers), self._failed())
         if found and all(one.consequence for one in found):
-            return found + failure.collect(self._workers, self._left())
+            # The others may have waited for a rank that ended inside of its run, with exit code 0.
+            inside = [w for index, w in enumerate(self._workers) if self._progress.is_inside(index)]
+            exits = self._processes.exits
+            ended = {w.rank: exits[w.rank] for w in inside if w.rank in exits}
+            left = {rank: e for rank, e in ended.items() if e.code == 0}
+            return found + failure.collect(self._workers, left)
         return found
-
-    def _left(self) -> dict[int, Exit]:
-        """Return the workers that ended inside a run with exit code 0: others may have waited for them."""
-        return {
-            worker.rank: left
-            for index, worker in enumerate(self._workers)
-            if (left := self._processes.exits.get(worker.rank)) is not None
-            and left.code == 0
-            and self._progress.is_inside(index)
-        }
-
-    def _report(self, told: FailureReport) -> _State:
-        """Do what is decided on a failure of this launcher's workers, or of all that it knows."""
-        verdict = told.verdict
-        self._record("failure", generation=self._generation, name=verdict.name, text=verdict.brief)
-        if self._coordinator is None:
-            line = self._again(told.verdict)
-            own = Decision(kind="end", verdict=told.verdict)
-            return self._follow(own if line is None else Decision(kind="restart", text=line))
-        self._coordinator.fail(told)
-        found = self._await_decision()
-        return self._follow(found or Decision(kind="end", verdict=told.verdict))
-
-    def _again(self, verdict: Verdict) -> str | None:
-        """Return what the user is told if workers start again after a failure; `None` if they don't."""
-        progress = self._progress.progress
-        is_run = self._is_run or self._progress.opened
-        if not self._restarts.again(verdict.kind, progress, is_run=is_run):
-            return None
-        return f"{verdict.brief}; restart {self._restarts.count}{self._progress.origin}"
-
-    def _follow(self, decision: Decision) -> _State:
-        """Do what is decided for all launchers."""
-        if decision.kind == "round" and self._interrupts.first is not None:
-            self._leaving = True
-            self._interrupts.check()
-        if decision.kind == "done":
-            return self._succeed()
-        if decision.kind == "end":
-            self.verdict = decision.verdict
-            return _State.FAILED
-        if self._rendezvous.membership.speaks and decision.text:
-            say(f"lockstep: {decision.text}")
-        if decision.kind == "restart" and self._rendezvous.membership.index > 0:
-            self._restarts.follow(self._progress.progress)
-        return _State.RESTART
-
-    def _preemption(self) -> Verdict | None:
-        """Return what is said of a run whose ranks have saved it and left."""
-        if all(left.code != PREEMPTED for left in self._processes.exits.values()):
-            return None
-        assert self.plan is not None, "workers have exited"
-        run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
-        return preempted(self._progress.step, run_dir, self.plan.spec.command)
-
-    def _told(self, failures: list[Failure]) -> FailureReport:
-        """Return what the others are told of this launcher's failures."""
-        cause, size = failure.first(failures), self._rendezvous.membership.size
-        return FailureReport(
-            verdict=failure.verdict(failures, size, killed_for_memory=self._kills.grew()),
-            consequence=cause.consequence,
-            time=failure.wall(cause.time),
-        )
-
-    def _hang(self) -> FailureReport | None:
-        """Return what is told if no rank moves any more."""
-        size = self._rendezvous.membership.size
-        hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
-        if hang is None:
-            return None
-        # Another launcher may know of a failure, or of a rank that is further behind.
-        return FailureReport(verdict=hang.verdict, consequence=True, time=hang.progress)
-
-    def _await_decision(self) -> Decision | None:
-        assert self._coordinator is not None
-        while (decision := self._coordinator.decision) is None:
-            if self._interrupts.impatient:
-                return None
-            time.sleep(_INTERVAL)
-        return decision
-
-    def _exit_code(self, error: BaseException | None) -> int:
-        """Return what the launcher ends with."""
-        if isinstance(error, Interrupted):
-            return 128 + error.signum
-        if error is not None:
-            return error.exit_code if isinstance(error, LockstepError) else 1
-        return self.verdict.exit_code if self.verdict else 0
-
-    @property
-    def _generation(self) -> int:
-        return self._rendezvous.generation
-
-    def _record(self, kind: str, **fields: Any) -> None:
-        """Write down what happened to a run; where the disk fails, the ranks are those to say so."""
-        if self.plan is None or not (self._is_run or self._progress.opened):
-            return
-        run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
-        name = f"launcher-{self._rendezvous.membership.index}"
-        with contextlib.suppress(RunDirectoryError):
-            events.append(run_dir, name, kind=kind, **fields)
-
-    def _check(self) -> None:
-        """Raise `Interrupted` if the launcher has been told to stop; tell the others first.
-
-        A run that is asked for room gets the time to save itself, or the ranks that have opened it do.
-        """
-        if self._coordinator is not None and self._coordinator.saves:
-            self._ask_for_room()
-        if self._interrupts.asks_for_room and self._progress.opened:
-            if self._coordinator is not None and self._rendezvous.may_leave:
-                self._coordinator.leave(f"stopped on {self._name}", saves=True)
-            else:
-                self._ask_for_room()
-            return
-        self._stop()
-
-    def _check_gone(self) -> None:
-        """Stop if a rank ended by the signal that was passed on: its run was over, and none to save."""
-        told = [left for left in self._processes.exits.values() if left.pid in self._preempted]
-        if any(left.code == -signal.SIGTERM for left in told):
-            self._stop()
-
-    def _stop(self) -> None:
-        stop = self._interrupts.first
-        if stop is not None:
-            self._part(f"lockstep: stopped by {stop.name} on {self._name}", 128 + stop)
-        self._interrupts.check()
-
-    def _ask_for_room(self) -> None:
-        news = self._progress.pids - self._preempted
-        if news:
-            self._server.signal(signal.SIGTERM, only=news)
-            self._preempted |= news
-
-    @property
-    def _name(self) -> str:
-        return self._rendezvous.membership.names[self._rendezvous.membership.index]
-
-    def _part(self, text: str, exit_code: int) -> None:
-        """Tell the other launchers, if there are any, what ends this one; some can continue without it."""
-        if self._coordinator is None:
-            return
-        if self._rendezvous.may_leave:
-            self._leaving = True
-            self._coordinator.leave(text.removeprefix("lockstep: "))
-            return
-        verdict = Verdict(
-            text=text, exit_code=exit_code, name=None, traceback=None, kind=Kind.REFUSED
-        )
-        self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
-
-    def _training(self) -> bool:
-        """Whether any worker runs: servers end when they are told that all workers have."""
-        return any(worker.rank not in self._processes.exits for worker in self._workers)
-
-    def _await_signal(self) -> None:
-        """Whoever ends the fork server may mean the launcher too: Slurm signals all processes of a step."""
-        deadline = time.monotonic() + _SETTLE
-        while time.monotonic() < deadline:
-            self._check()
-            time.sleep(_INTERVAL)
 
     def _settle(self) -> None:
         """Give the others a moment to fail by themselves: the cause may be among them."""
@@ -371,6 +209,139 @@ class Agent:
             self._server.wait(_INTERVAL)
             self._processes.look()
 
+    # --- decisions ---------------------------------------------------------------------------
+
+    def _failure(self) -> FailureReport:
+        """Return this launcher's failures as a report to the coordinator."""
+        failures, size = self._failures(), self._rendezvous.membership.size
+        cause = failure.first(failures)
+        return FailureReport(
+            verdict=failure.verdict(failures, size, killed_for_memory=self._kills.grew()),
+            consequence=cause.consequence,
+            time=failure.wall(cause.time),
+        )
+
+    def _hang(self) -> FailureReport | None:
+        """Return the report to the coordinator if no rank moves any more."""
+        size = self._rendezvous.membership.size
+        hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
+        if hang is None:
+            return None
+        # Another launcher may know of a failure, or of a rank that is further behind.
+        return FailureReport(verdict=hang.verdict, consequence=True, time=hang.progress)
+
+    def _report(self, report: FailureReport) -> _State:
+        """Let the coordinator decide on a failure, or the restart policy where there is none; apply it."""
+        verdict, number = report.verdict, self._rendezvous.generation
+        self._record("failure", generation=number, name=verdict.name, text=verdict.brief)
+        decision: Decision | None = None
+        if self._coordinator is not None:
+            self._coordinator.fail(report)
+            decision = self._await_decision()
+        elif (text := self._restarts.decide(verdict)) is not None:
+            decision = Decision(kind="restart", text=text)
+        return self._apply(decision or Decision(kind="end", verdict=verdict))
+
+    def _await_decision(self) -> Decision | None:
+        assert self._coordinator is not None
+        while (decision := self._coordinator.decision) is None:
+            if self._interrupts.is_repeated:
+                return None
+            time.sleep(_INTERVAL)
+        return decision
+
+    def _apply(self, decision: Decision) -> _State:
+        """Apply what is decided for all launchers."""
+        if decision.kind == "round" and self._interrupts.first is not None:
+            self._leaving = True
+            self._interrupts.check()
+        if decision.kind == "done":
+            return self._succeed()
+        if decision.kind == "end":
+            self.verdict = decision.verdict
+            return _State.FAILED
+        if self._rendezvous.membership.speaks and decision.text:
+            say(f"lockstep: {decision.text}")
+        if decision.kind == "restart" and self._rendezvous.membership.index > 0:
+            self._restarts.count_restart()
+        return _State.RESTART
+
+    def _succeed(self) -> _State:
+        if any(left.code == PREEMPTED for left in self._processes.exits.values()):
+            assert self.plan is not None, "workers have exited"
+            run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
+            self.verdict = preempted(self._progress.step, run_dir, self.plan.spec.command)
+        return _State.DONE
+
+    def _exit_code(self, error: BaseException | None) -> int:
+        """Return the exit code of the launcher."""
+        if isinstance(error, Interrupted):
+            return 128 + error.signum
+        if error is not None:
+            return error.exit_code if isinstance(error, LockstepError) else 1
+        return self.verdict.exit_code if self.verdict else 0
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        """Append an event of a run; where the disk fails, the ranks report it."""
+        if self.plan is None or not self._restarts.is_run:
+            return
+        run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
+        name = f"launcher-{self._rendezvous.membership.index}"
+        with contextlib.suppress(RunDirectoryError):
+            events.append(run_dir, name, kind=kind, **fields)
+
+    # --- signals -----------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raise `Interrupted` if a signal has stopped the launcher; report it to the others first.
+
+        A run that is preempted gets the time to save itself, or the ranks that have opened it do.
+        """
+        coordinator = self._coordinator
+        if coordinator is not None and coordinator.saves:
+            self._preempt_ranks()
+        if not (self._interrupts.is_preemption and self._progress.opened):
+            self._stop()
+        elif coordinator is not None and self._rendezvous.may_leave:
+            coordinator.leave(f"stopped on {self._name}", saves=True)
+        else:
+            self._preempt_ranks()
+
+    def _preempt_ranks(self) -> None:
+        """Send SIGTERM to the ranks that have opened a run: they save it and exit."""
+        ranks = self._progress.pids - self._preempted
+        if ranks:
+            self._server.signal(signal.SIGTERM, only=ranks)
+            self._preempted |= ranks
+
+    def _stop(self) -> None:
+        stop = self._interrupts.first
+        if stop is not None:
+            self._leave(f"lockstep: stopped by {stop.name} on {self._name}", 128 + stop)
+        self._interrupts.check()
+
+    def _leave(self, text: str, exit_code: int) -> None:
+        """Report to the other launchers, if any, what ends this one; some can continue without it."""
+        if self._coordinator is None:
+            return
+        if self._rendezvous.may_leave:
+            self._leaving = True
+            self._coordinator.leave(text.removeprefix("lockstep: "))
+            return
+        verdict = Verdict(
+            text=text, exit_code=exit_code, name=None, traceback=None, kind=Kind.REFUSED
+        )
+        self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
+
+    def _await_signal(self) -> None:
+        """Wait for a signal: Slurm sends it to all processes of a step, the fork server among them."""
+        deadline = time.monotonic() + _SETTLE
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(_INTERVAL)
+
+    # --- the end of workers ------------------------------------------------------------------
+
     def _stop_workers(self) -> None:
         if self._progress.opened:
             # SIGTERM asks a run to save itself, and ranks to agree when: some of them are gone.
@@ -378,18 +349,18 @@ class Agent:
         self._shutdown()
 
     def _shutdown(self) -> None:
-        """Ask the workers' sessions to end, and make them after a grace."""
-        death_sig = signal.SIGTERM
+        """Send the workers' sessions SIGTERM, or the signal that ended the launcher, and later SIGKILL."""
+        if self.plan is None:
+            return
+        signum, spec = signal.SIGTERM, self.plan.spec
+        if self._interrupts.first in spec.signals_passed_on:
+            signum = self._interrupts.first
+        grace = spec.settings.value_or_default("shutdown_timeout", os.environ)
         # A launcher that leaves keeps the others waiting, although they have all the state of its workers.
-        fault_tolerance = FaultTolerance() if self.plan is None else self.plan.spec.fault_tolerance
-        if self._interrupts.first in fault_tolerance.passed_on:
-            death_sig = self._interrupts.first
-        if self._leaving or not self._processes.end(death_sig, fault_tolerance.grace(os.environ)):
-            self._kill_last()
-
-    def _kill_last(self) -> None:
-        """Kill the workers at the end of the launch; one that hangs in a driver does not keep it."""
+        if not self._leaving and self._processes.end(signum, grace):
+            return
         seconds = TABLE["shutdown_timeout"].default
         if not self._processes.end(signal.SIGKILL, seconds):
+            # One that hangs in a driver does not keep the launcher.
             self._processes.name_living(seconds, "the system ends them when it can")
             self._processes.forget_living()

@@ -24,7 +24,7 @@ def main() -> None:
     if is_seeded:
         seeding.seed_generators(os.environ)
     code = worker.run_target(kind, name, args)
-    worker.hurry(code)
+    worker.limit_end(code)
     sys.exit(code)
 
 

@@ -10,23 +10,22 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from lockstep.launch.agent import processes
 
-_CHUNK = 1 << 16
-
 
 class LostError(Exception):
-    """What was asked for did not come; the text says why."""
+    """The result did not come; the text has the reason."""
 
 
 class Child:
-    """A forked process that waits for an argument, calls a function with it, and tells the result.
+    """A forked process that waits for an argument, calls a function with it, and sends the result.
 
     Args:
         work: takes and returns values of JSON's types.
@@ -34,7 +33,7 @@ class Child:
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         parent = os.getpid()
-        self._line, end = socket.socketpair()
+        self._line, end = Pipe()
         self._ended: int | None = None
         self.pid = processes.fork()
         if self.pid == 0:
@@ -43,29 +42,36 @@ class Child:
         end.close()
 
     def give(self, argument: Any) -> Child:
-        """Let it begin; return this child."""
+        """Send the argument; return this child."""
         with contextlib.suppress(OSError):  # it has crashed: `result` says so
-            self._line.sendall(json.dumps(argument).encode() + b"\n")
+            self._line.send_bytes(json.dumps(argument).encode())
         return self
 
     def result(self, seconds: float) -> Any:
-        """Return what the function returned; the process is gone afterwards.
+        """Return the function's value; the process is gone afterwards.
 
         Raises:
             LostError: if it did not within `seconds`, raised, or crashed.
         """
+        text = b""
         try:
-            text = _read_line(self._line, seconds)
-        except TimeoutError:
-            raise LostError(f"no answer within {seconds:g} s") from None
+            if not self._line.poll(seconds):
+                raise LostError(f"no answer within {seconds:g} s")
+            text = self._line.recv_bytes()
+        except (EOFError, ConnectionError):  # it has crashed
+            pass
         finally:
             self.close()
         if not text:
-            raise LostError(f"the process that looked at it was ended by {self._how()}")
-        told = json.loads(text)
-        if "error" in told:
-            raise LostError(told["error"])
-        return told["value"]
+            code = self._ended
+            how = f"exit code {code}"
+            if code is not None and code < 0:
+                how = signal.Signals(-code).name
+            raise LostError(f"the process that looked at it was ended by {how}")
+        answer = json.loads(text)
+        if "error" in answer:
+            raise LostError(answer["error"])
+        return answer["value"]
 
     def close(self) -> None:
         """Kill it, and all that it has started."""
@@ -73,66 +79,41 @@ class Child:
         if self._ended is None:
             self._ended = processes.end(self.pid)
 
-    def _how(self) -> str:
-        code = self._ended
-        return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
-
-def _serve(parent: int, line: socket.socket, work: Callable[[Any], Any]) -> NoReturn:
+def _serve(parent: int, line: Connection, work: Callable[[Any], Any]) -> NoReturn:
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         processes.make_clean(parent, (nothing, os.dup(nothing), os.dup(nothing)))
-        text = _read_line(line, None)
-        if text:
-            try:
-                told = {"value": work(json.loads(text))}
-            except Exception as error:
-                why = str(error).partition("\n")[0]
-                told = {"error": f"{type(error).__name__}: {why}"}
-            line.sendall(json.dumps(told).encode() + b"\n")
+        argument = json.loads(line.recv_bytes())
+        try:
+            answer = {"value": work(argument)}
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            answer = {"error": f"{type(error).__name__}: {why}"}
+        line.send_bytes(json.dumps(answer).encode())
     finally:
         os._exit(0)
 
 
-def _read_line(line: socket.socket, seconds: float | None) -> bytes:
-    """Return what comes until the end of a line; nothing where the other end closes before."""
-    deadline = None if seconds is None else time.monotonic() + seconds
-    text = b""
-    while not text.endswith(b"\n"):
-        if deadline is not None:
-            line.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            part = line.recv(_CHUNK)
-        except ConnectionError:
-            return b""
-        if not part:
-            return b""
-        text += part
-    return text
-
-
 def bounded(work: Callable[[], Any], seconds: float) -> Any:
-    """Return what `work` returns, called in a thread that is given up on after `seconds`.
+    """Call `work` in a thread and return its value; abandon the thread after `seconds`.
 
     A store of torch whose host is out of reach keeps its caller for as long as TCP does.
 
     Raises:
         LostError: if it does not return in time.
     """
-    done: list[tuple[Any, BaseException | None]] = []
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            done.append((work(), None))
+            result.set_result(work())
         except BaseException as error:
-            done.append((None, error))
+            result.set_exception(error)
 
     thread = threading.Thread(target=run, name="lockstep-bounded", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not done:
+    if not result.done():
         raise LostError(f"no answer within {seconds:g} s")
-    value, error = done[0]
-    if error is not None:
-        raise error
-    return value
+    return result.result()

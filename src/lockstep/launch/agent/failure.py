@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
+from lockstep import errors
 from lockstep.errors import PREEMPTED
 from lockstep.launch.agent.forkserver import Exit
-from lockstep.launch.agent.restarts import Kind, kind
 from lockstep.launch.plan import WorkerPlan
 from lockstep.state.files.directory import short
 from lockstep.state.record import error_report
@@ -39,15 +42,89 @@ _CAUSES: dict[int, str] = {
 }
 
 
+class Kind(StrEnum):
+    """Origin of a failure."""
+
+    SIGNAL = "signal"
+    PEER = "peer"  # another rank's end, whose own cause is not known
+    HANG = "hang"
+    LOST = "lost"  # a node
+    ENVIRONMENT = "environment"
+    SCRIPT = "script"
+    REFUSED = "refused"  # by Lockstep itself, which would refuse again
+
+
+def _names(kind: type[BaseException]) -> Iterator[str]:
+    yield kind.__name__
+    for one in kind.__subclasses__():
+        yield from _names(one)
+
+
+#: Errors of a disk, a file server, a network or a limit that need not come again. All other errors of the
+#: system are about a path or a call, and would come again.
+_TRANSIENT = frozenset(
+    {
+        # a device, or a file server that restarts or fails over
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOLCK),
+        # room that other processes use, and may give back
+        *(errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
+        *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EADDRINUSE),
+        # the way to another machine
+        *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+        *(errno.ENETRESET, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
+        *(errno.ENOTCONN, errno.ESHUTDOWN),
+    }
+)
+#: Errors of the system, which may come without its number.
+_SYSTEM = {*_names(ConnectionError), "BlockingIOError", "InterruptedError", "TimeoutError"}
+#: Of torch (memory, devices, stores and process groups) and of the standard library.
+_ENVIRONMENT = {
+    *("MemoryError", "OutOfMemoryError", "AcceleratorError"),
+    *("DistBackendError", "DistNetworkError", "DistStoreError"),
+    *("HTTPError", "IncompleteRead", "SSLError", "URLError"),
+}
+#: Texts of torch's plain `RuntimeError`, when it is the machine that failed.
+_PHRASES = re.compile(
+    r"DataLoader worker .*(killed|exited)|can't allocate memory|cannot allocate memory"
+    r"|too many open files|no space left on device|unable to (open|mmap|write).*shared memory"
+    r"|CUDA error|HIP error|NCCL error|CUBLAS_STATUS|CUDNN_STATUS",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
+    """Return the kind of a failure; `code` is an exit code, or minus the signal that ended the rank."""
+    if report is not None and report.exception == errors.EarlyExitError.__name__:
+        return Kind.REFUSED  # a consequence of what the script does, and would do again
+    if consequence:
+        return Kind.PEER
+    if report is None:
+        return Kind.SIGNAL if code < 0 else Kind.SCRIPT
+    if _is_transient(report):
+        return Kind.ENVIRONMENT
+    is_own = report.exception in set(_names(errors.LockstepError))
+    return Kind.REFUSED if is_own else Kind.SCRIPT
+
+
+def _is_transient(report: Report) -> bool:
+    """Whether an exception comes from the machine, and need not come again."""
+    if report.exception in set(_names(errors.UsageError)):
+        return False
+    if _TRANSIENT.intersection(report.errnos) or report.exception in _ENVIRONMENT:
+        return True
+    if report.exception in _SYSTEM:
+        return not report.errnos
+    # A plain OSError without a number is a library's, which read a damaged file, and would do so again.
+    return report.exception == "RuntimeError" and bool(_PHRASES.search(report.message))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank failed.
+    """A rank's exception, or the end of its process.
 
     Attributes:
-        worker: its plan.
         time: when it failed, by this machine's `time.monotonic`.
         report: its exception, where it could describe it.
-        exit: how its process ended, where it has ended.
     """
 
     worker: WorkerPlan
@@ -60,21 +137,23 @@ class Failure:
         """Whether another rank's failure explains this one."""
         if self.report is not None:
             return self.report.consequence
-        # A script started by exec describes nothing; what it printed last says as much.
-        ended_itself = self.exit is not None and self.exit.code > 0
-        return ended_itself and error_report.blames_peer("\n".join(last_lines(self.worker.log)))
+        # A script started by exec describes nothing; its last lines of output show as much.
+        return self.code > 0 and error_report.blames_peer("\n".join(last_lines(self.worker.log)))
+
+    @property
+    def code(self) -> int:
+        """Exit code of its process, or minus the signal that ended it; 1 while it lives."""
+        return 1 if self.exit is None else self.exit.code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is said about a failed launch.
+    """The message about a failed launch.
 
     Attributes:
         text: the lines for the user.
-        exit_code: what the launcher ends with.
         name: of the rank or server that failed first; `None` where it was neither.
         traceback: its Python traceback, where there was one.
-        kind: what the failure comes from.
         brief: one line, for a failure that is not the end; by default the first of `text`.
     """
 
@@ -95,11 +174,10 @@ def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Fa
     """Return the failures known so far: workers in `exits`, and those that described an exception."""
     failures = []
     for worker in workers:
-        left, told = exits.get(worker.rank), error_report.read(worker.error_file)
-        if told is None and left is None:
-            continue
-        moment = told.time if told else left.time if left else 0.0
-        failures.append(Failure(worker=worker, time=moment, report=told, exit=left))
+        left, report = exits.get(worker.rank), error_report.read(worker.error_file)
+        first = report or left
+        if first is not None:
+            failures.append(Failure(worker=worker, time=first.time, report=report, exit=left))
     return failures
 
 
@@ -111,21 +189,16 @@ def first(failures: Iterable[Failure]) -> Failure:
 def verdict(
     failures: list[Failure], size: int, *, killed_for_memory: bool | None = None
 ) -> Verdict:
-    """Return the verdict over `failures`.
+    """Return the verdict over failures in a launch of `size` ranks.
 
-    Args:
-        failures: what `collect` found; at least one.
-        size: number of ranks in the launch.
-        killed_for_memory: whether the kernel killed a process of this group for memory meanwhile;
-            `None` where it doesn't say.
+    `killed_for_memory` is whether the kernel killed a process of this group for memory meanwhile; `None`
+    where it doesn't say.
     """
     cause = first(failures)
     name = cause.worker.name
     place = f"{name} of {size}" if cause.worker.rank >= 0 else name
-    lines = [
-        f"lockstep: {place} failed on {socket.gethostname()}: " + _what(cause, killed_for_memory)
-    ]
-    lines += _details(cause)
+    what = _what(cause, killed_for_memory)
+    lines = [f"lockstep: {place} failed on {socket.gethostname()}: {what}", *_details(cause)]
     if killed_for_memory and cause.report is not None:
         lines.append("  the kernel has killed a process of this control group for memory meanwhile")
     lines.append(f"  log: {short(cause.worker.log)}")
@@ -134,25 +207,20 @@ def verdict(
         exit_code=cause.report.exit_code if cause.report else 1,
         name=name,
         traceback=cause.report.traceback if cause.report else None,
-        kind=kind(
-            cause.report, cause.exit.code if cause.exit else 1, consequence=cause.consequence
-        ),
-        brief=f"{name} {_briefly(cause, killed_for_memory)}",
+        kind=kind(cause.report, cause.code, consequence=cause.consequence),
+        brief=f"{name} {_briefly(cause, what, killed_for_memory)}",
     )
 
 
 def wall(moment: float) -> float:
-    """Return what clocks show at a moment of `time.monotonic`: other machines have their own."""
+    """Return the time of day at a moment of `time.monotonic`: other machines have their own."""
     return time.time() - (time.monotonic() - moment)
 
 
 def preempted(step: int, run_dir: Path, command: Sequence[str]) -> Verdict:
-    """Return what is said of a run that has saved its state and left: the command that continues it.
+    """Return the verdict over a run that has saved its state and left: the command that continues it.
 
-    Args:
-        step: the step after which it left.
-        run_dir: its directory.
-        command: what started it, without its directory; empty for a function.
+    `command` is what started it, without its directory; empty for a function.
     """
     place = str(short(run_dir))
     how = shlex.join(["lockstep", "run", "--run-dir", place, *command])
@@ -169,30 +237,33 @@ class MemoryKills:
         self._before = oom_kills()
 
     def grew(self) -> bool | None:
-        """Return whether it has since the last time this was asked; `None` where it doesn't say."""
+        """Return whether it has since the last call; `None` where the kernel doesn't count."""
         before, self._before = self._before, oom_kills()
         return None if before is None or self._before is None else self._before > before
 
 
 def _what(failure: Failure, killed_for_memory: bool | None) -> str:
-    if failure.report is not None:
-        told = failure.report
-        return f"{told.exception}: {told.message}" if told.message else told.exception
-    code = failure.exit.code if failure.exit is not None else 1
+    report, code = failure.report, failure.code
+    if report is not None:
+        return f"{report.exception}: {report.message}" if report.message else report.exception
     if code == 0:
         return "ended inside the run, with exit code 0, and the other ranks waited for it"
     if code > 0:
         return f"exit code {code}"
-    return f"killed by signal {-code} ({_signal_name(-code)}): {_likely(-code, killed_for_memory)}"
+    cause = _CAUSES.get(-code, "no usual cause")
+    if code == -signal.SIGKILL and killed_for_memory is not None:
+        cause = "kill -9 by a user (the kernel counted no kill for memory in this control group)"
+        if killed_for_memory:
+            cause = "out of memory, says the kernel"
+    return f"killed by signal {-code} ({_signal_name(-code)}): {cause}"
 
 
-def _briefly(failure: Failure, killed_for_memory: bool | None) -> str:
-    """Return what has happened to a rank, in a few words."""
-    told, code = failure.report, failure.exit.code if failure.exit is not None else 1
-    if told is not None:
-        text = _what(failure, killed_for_memory).partition("\n")[0]
-        place = f" ({short(Path(told.file))}:{told.line})" if told.file else ""
-        return f"failed: {text}{place}"
+def _briefly(failure: Failure, what: str, killed_for_memory: bool | None) -> str:
+    """Return the end of a rank in a few words; `what` is the long form."""
+    report, code = failure.report, failure.code
+    if report is not None:
+        place = f" ({short(Path(report.file))}:{report.line})" if report.file else ""
+        return "failed: " + what.partition("\n")[0] + place
     if code >= 0:
         return f"ended with exit code {code}"
     if -code == signal.SIGKILL and killed_for_memory:
@@ -207,25 +278,17 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def _likely(number: int, killed_for_memory: bool | None) -> str:
-    if number != signal.SIGKILL or killed_for_memory is None:
-        return _CAUSES.get(number, "no usual cause")
-    if killed_for_memory:
-        return "out of memory, says the kernel"
-    return "kill -9 by a user (the kernel counted no kill for memory in this control group)"
-
-
 def _details(failure: Failure) -> list[str]:
-    told = failure.report
-    if told is None:
+    report = failure.report
+    if report is None:
         lines = [f"  | {line}" for line in last_lines(failure.worker.log)]
-        return [*lines, _LEFT_HINT] if failure.exit is not None and not failure.exit.code else lines
+        return lines if failure.code else [*lines, _LEFT_HINT]
     lines = []
-    if told.file:
-        where = f"  at {short(Path(told.file))}:{told.line}"
-        lines.append(f"{where} in {told.function}" if told.function else where)
-    if told.hint:
-        lines.append(f"  hint: {told.hint}")
+    if report.file:
+        where = f"  at {short(Path(report.file))}:{report.line}"
+        lines.append(f"{where} in {report.function}" if report.function else where)
+    if report.hint:
+        lines.append(f"  hint: {report.hint}")
     return lines
 
 

@@ -1,8 +1,8 @@
-"""The fork server: a single-threaded child that makes, watches and ends the workers.
+"""The fork server: a single-threaded child that forks, watches and ends the workers.
 
 It is forked before the launcher starts any thread or store, so that its own forks can never copy a
-lock that some thread holds. Launcher and server talk in small JSON messages over one socket; the
-socket's end of file is what tells the server that the launcher is gone, however it went.
+lock of another thread. Launcher and server exchange small JSON messages over one socket. Its end of
+file shows the server that the launcher is gone, for whatever reason.
 
     launcher ── socket ── server ── fork ── worker (session of its own)
 """
@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,8 +36,8 @@ _CHECK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What one worker is to be."""
+class ForkRequest:
+    """Request to the fork server to start one worker."""
 
     rank: int
     local_rank: int
@@ -46,11 +46,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How one worker ended.
+    """Exit of one worker process.
 
     Attributes:
-        rank: its rank.
-        pid: its process id.
         code: exit code, or minus the signal that killed it.
         time: when it was reaped, by `time.monotonic`.
     """
@@ -62,25 +60,25 @@ class Exit:
 
 
 #: Runs in the worker's clean process and never returns.
-Job = Callable[[Request], NoReturn]
+Job = Callable[[ForkRequest], NoReturn]
 #: Imports what workers share, without some packages; returns one that cannot be shared.
 Preload = Callable[[Collection[str]], str | None]
 
 
 class ForkServer:
-    """The launcher's end: starts workers, hears of their ends, and ends them.
+    """The launcher's side of the fork server: starts workers, receives their ends, and ends them.
 
     Args:
-        job: what a worker does; the server keeps it in memory, so it need not be importable.
-        unheard: signals that are meant for launcher and workers alone, whichever process gets them.
-        preload: what the server does before it makes workers.
+        job: runs in each worker; the server keeps it in memory, so it need not be importable.
+        ignored: signals that are meant for launcher and workers alone, whichever process gets them.
+        preload: runs in the server before it forks workers.
         check: called while it does; where it raises, the server is ended.
     """
 
     def __init__(
         self,
         job: Job,
-        unheard: Iterable[signal.Signals] = (),
+        ignored: Iterable[signal.Signals] = (),
         preload: Preload | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -88,9 +86,9 @@ class ForkServer:
         # Which import does not go with forks is known when it has been done.
         skipped: list[str] = []
         while preload is not None and len(skipped) < _TRIES:
-            self._start_server(job, unheard, partial(preload, skipped))
+            self._start_server(job, ignored, partial(preload, skipped))
             try:
-                problem = self._await(check)["problem"]
+                problem = self._preload_result(check)["problem"]
             except RunError:  # an import has ended the server: workers import by themselves
                 self.close()
                 break
@@ -98,36 +96,33 @@ class ForkServer:
                 return
             self.close()
             skipped.append(problem)
-        self._start_server(job, unheard, None)
+        self._start_server(job, ignored, None)
 
     def _start_server(
         self,
         job: Job,
-        unheard: Iterable[signal.Signals],
+        ignored: Iterable[signal.Signals],
         preload: Callable[[], str | None] | None,
     ) -> None:
         launcher = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pid, self._socket = processes.fork(), ours
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = processes.fork()
         if self._pid == 0:
-            ours.close()
-            _silence(unheard)
+            self._socket.close()
+            # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
+            for number in {signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *ignored}:
+                signal.signal(number, lambda *_: None)
             _serve_and_exit(theirs, job, launcher, preload)
         theirs.close()
 
-    def start(self, request: Request, streams: Sequence[int]) -> int:
-        """Start a worker; return its process id.
-
-        Args:
-            request: what it is to be.
-            streams: descriptors of its standard input, output and error.
+    def start(self, request: ForkRequest, streams: Sequence[int]) -> int:
+        """Start a worker with these descriptors of its standard streams; return its process id.
 
         Raises:
             RunError: if the server is gone or could not fork.
         """
-        message = {"rank": request.rank, "local_rank": request.local_rank, "env": dict(request.env)}
         try:
-            socket.send_fds(self._socket, [json.dumps(message).encode()], streams)
+            socket.send_fds(self._socket, [json.dumps(asdict(request)).encode()], streams)
         except OSError as error:
             raise self._gone() from error
         while True:
@@ -149,30 +144,25 @@ class ForkServer:
     def wait(self, seconds: float) -> None:
         """Wait until there is something to poll, `seconds` at most."""
         if not self._exits:
-            self._has_news(seconds)
+            self._has_message(seconds)
 
     def signal(self, signum: int, only: Collection[int] | None = None) -> None:
-        """Send `signum` to the sessions of all living workers, or to some workers alone.
-
-        Args:
-            signum: the signal.
-            only: process ids of the workers that get it, and nothing that they have started.
-        """
+        """Send `signum` to the sessions of all living workers, or `only` to the workers with these ids."""
         message = {"signal": int(signum), "only": None if only is None else sorted(only)}
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Kill what is left of the workers and wait for the server's end, as long as that can take."""
+        """Kill the workers that are left and wait for the server's end, as long as that can take."""
         self._socket.close()
         with contextlib.suppress(ChildProcessError):  # closed before
             if processes.reap(self._pid, 2 * _KILL_SECONDS) is None:
                 processes.end(self._pid)
 
-    def _await(self, check: Callable[[], None]) -> dict[str, Any]:
-        """Return what the server says when it has imported; it does not listen meanwhile."""
+    def _preload_result(self, check: Callable[[], None]) -> dict[str, Any]:
+        """Return the server's message after its imports; it does not listen meanwhile."""
         try:
-            while not self._has_news(_CHECK_SECONDS):
+            while not self._has_message(_CHECK_SECONDS):
                 check()
         except BaseException:
             processes.signal_session(self._pid, signal.SIGKILL)
@@ -180,7 +170,7 @@ class ForkServer:
             raise
         return self._receive()
 
-    def _has_news(self, seconds: float) -> bool:
+    def _has_message(self, seconds: float) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
@@ -203,19 +193,13 @@ class ForkServer:
         )
 
 
-def _silence(unheard: Iterable[signal.Signals]) -> None:
-    # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
-    for number in {signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *unheard}:
-        signal.signal(number, lambda *_: None)
-
-
 def _serve_and_exit(
     connection: socket.socket,
     job: Job,
     launcher: int,
     preload: Callable[[], str | None] | None,
 ) -> NoReturn:
-    """Be the server until the launcher closes the socket or dies."""
+    """Run the server until the launcher closes the socket or dies."""
     try:
         os.setsid()
         # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
@@ -248,53 +232,47 @@ class _Server:
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, *_: object) -> None:
-        # Slurm signals every process of a step: as long as the launcher lives, it is asked, not we.
+        # Slurm signals every process of a step: as long as the launcher lives, it ends this server.
         self._ending = os.getppid() != self._launcher
 
     def serve(self) -> None:
-        while not self._ending:
-            readable = self._await_news()
-            if self._wake in readable:
-                self._drain_wake()
-                self._reap()
-            if self._connection.fileno() in readable and not self._answer():
-                break
-        self._kill_all()
-
-    def _await_news(self) -> set[int]:
         poll = select.poll()
         for descriptor in (self._connection.fileno(), self._wake):
             poll.register(descriptor, select.POLLIN)
-        return {descriptor for descriptor, _ in poll.poll()}
+        while not self._ending:
+            readable = {descriptor for descriptor, _ in poll.poll()}
+            if self._wake in readable:
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(self._wake, 512):
+                        pass
+                self._reap()
+            if self._connection.fileno() in readable and not self._handle():
+                break
+        self._signal_all(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_SECONDS
+        for pid in self._ranks:  # one that hangs in a driver is left: the launcher has named it
+            processes.reap(pid, deadline - time.monotonic())
 
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, 512):
-                pass
-
-    def _answer(self) -> bool:
-        """Serve one message; return whether the launcher is still there."""
+    def _handle(self) -> bool:
+        """Handle one message; return whether the launcher is still there."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 3)
         except ConnectionError:
             return False
         if not data:
             return False
-        self._handle(data, descriptors)
-        return True
-
-    def _handle(self, data: bytes, descriptors: list[int]) -> None:
         message = json.loads(data)
         if "signal" not in message:
-            self._start(Request(**message), descriptors)
+            self._start(ForkRequest(**message), descriptors)
         elif message["only"] is None:
             self._signal_all(message["signal"])
         else:
             # Those are not reaped, so each id is still the worker's.
             for pid in self._ranks.keys() & message["only"]:
                 os.kill(pid, message["signal"])
+        return True
 
-    def _start(self, request: Request, streams: list[int]) -> None:
+    def _start(self, request: ForkRequest, streams: list[int]) -> None:
         server = os.getpid()
         # A signal that reaches the child before it has reset its handlers waits until it has.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -311,7 +289,7 @@ class _Server:
             for descriptor in streams:
                 os.close(descriptor)
 
-    def _become_worker(self, request: Request, streams: list[int], server: int) -> NoReturn:
+    def _become_worker(self, request: ForkRequest, streams: list[int], server: int) -> NoReturn:
         try:
             processes.make_clean(server, streams)
             processes.bind(request.env.get(PROCESSORS))
@@ -324,39 +302,23 @@ class _Server:
         os._exit(127)
 
     def _reap(self) -> None:
+        """Report the workers that have ended; kill what a failed one has left in its session."""
         for pid in list(self._ranks):
             # Seen but not reaped yet: the process id, which names the session, is still ours.
             seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if seen is not None:
-                self._bury(pid)
-
-    def _bury(self, pid: int) -> None:
-        status = os.waitstatus_to_exitcode(_wait_status(pid))
-        self._send(
-            {"rank": self._ranks.pop(pid), "pid": pid, "code": status, "time": time.monotonic()}
-        )
+            if seen is None:
+                continue
+            if seen.si_code != os.CLD_EXITED or seen.si_status != 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            left = Exit(rank=self._ranks.pop(pid), pid=pid, code=code, time=time.monotonic())
+            self._send(asdict(left))
 
     def _signal_all(self, signum: int) -> None:
         for pid in self._ranks:
             processes.signal_session(pid, signum)
 
-    def _kill_all(self) -> None:
-        self._signal_all(signal.SIGKILL)
-        deadline = time.monotonic() + _KILL_SECONDS
-        for pid in list(
-            self._ranks
-        ):  # one that hangs in a driver is left: the launcher has named it
-            processes.reap(pid, deadline - time.monotonic())
-
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a launcher that is gone is noticed by the next read
             self._connection.send(json.dumps(message).encode())
-
-
-def _wait_status(pid: int) -> int:
-    """Kill what a failed worker left in its session, then reap it."""
-    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    if seen is not None and not (seen.si_code == os.CLD_EXITED and seen.si_status == 0):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1]

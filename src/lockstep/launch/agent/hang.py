@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.agent.restarts import Kind
+from lockstep.launch.agent.failure import Kind, Verdict
 from lockstep.launch.plan import WorkerPlan
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.state.files.directory import short
@@ -32,25 +31,20 @@ _LOOKS, _LOOK_SECONDS = 10, 1.0
 _START = "the start of the run"
 #: Seconds that ranks have to write their stacks.
 _DUMP_SECONDS = 2.0
-#: How much longer a launcher waits all of whose ranks wait for those of another: that one knows more.
+#: How much longer a launcher waits if all of its ranks wait for another's, which knows more.
 _OTHERS_SECONDS = 5.0
-#: The most ranks of which a verdict tells one by one: it fits on a screen.
+#: The most ranks that a verdict lists one by one: it fits on a screen.
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stand:
-    """Where one rank stands while no rank moves.
+class Position:
+    """Position of one rank while no rank moves.
 
     Attributes:
-        worker: its plan.
-        opened: whether it has come to its first run.
         entered: number of collective calls that it has entered.
-        waiting: at which of `COLLECTIVES` it is; 0 for none.
-        step: how many steps it has done.
-        stopped: whether its process is stopped.
+        waiting: index in `COLLECTIVES` of the call that it is in; 0 for none.
         frames: its main thread's stack, innermost first; empty where it wrote none.
-        stacks: the file of its stacks, if there is one.
     """
 
     worker: WorkerPlan
@@ -64,7 +58,7 @@ class Stand:
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """What sorts the rank that the others wait for before them."""
+        """Sort key: the rank that the others wait for comes first."""
         return not self.stopped, self.progress, self.worker.rank
 
     @property
@@ -76,18 +70,17 @@ class Stand:
 
     @property
     def place(self) -> str:
-        """The line of the user's at which it is."""
+        """Its line in the user's code."""
         frame = stacks.users(list(self.frames))
         return f" at {frame}" if frame is not None else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Nobody moves.
+    """A hang: no rank of this launcher moves.
 
     Attributes:
-        verdict: what is said of it.
-        progress: how far the rank has come that is behind: less is a likelier cause, over all launchers.
+        progress: of the rank that is behind: less is a likelier cause, over all launchers.
     """
 
     verdict: Verdict
@@ -95,10 +88,9 @@ class Hang:
 
 
 class HangWatch:
-    """Looks whether the ranks of this launcher move.
+    """Watches whether the ranks of this launcher move.
 
     Args:
-        slots: where they stand.
         timeout: seconds without a sign of life from any of them; 0 for never.
     """
 
@@ -107,8 +99,8 @@ class HangWatch:
         self._timeout = timeout
         self._interval = min(_LOOK_SECONDS, timeout / _LOOKS)
         self._looked = time.monotonic()
-        self._signs: list[tuple[int, int]] = []
-        self._still = 0.0
+        self._beats: list[tuple[int, int]] = []
+        self._still = 0.0  # seconds without a change
 
     def look(
         self,
@@ -117,35 +109,31 @@ class HangWatch:
         size: int,
         servers: Sequence[WorkerPlan] = (),
     ) -> Hang | None:
-        """Return the hang, if there is one; often called, and seldom looks.
+        """Return the hang, if there is one; to be called often.
 
         Args:
             workers: all workers of this launcher, in the order of their slots.
             pids: process ids of those, and of servers, that have not ended, by rank.
             size: number of ranks in the launch.
-            servers: its parameter servers, which give no sign of life: they wait for workers.
+            servers: its parameter servers, which have no slots: they wait for workers.
         """
         now = time.monotonic()
         passed = now - self._looked
         if not self._timeout or passed < self._interval:
             return None
         self._looked = now
-        signs = self._read()
-        if signs != self._signs or not self._expected(signs):
-            self._signs, self._still = signs, 0.0
+        beats = self._read()
+        is_open = any(beat and waiting != AFTER_RUN for beat, waiting in beats)
+        if beats != self._beats or not is_open:
+            self._beats, self._still = beats, 0.0
             return None
         self._still += min(passed, _LONGEST_LOOK)
         if self._still < self._timeout:
             return None
         stopped = [one for one in servers if one.rank in pids and is_stopped(pids[one.rank])]
         if stopped:
-            return Hang(verdict=_of_server(stopped[0], self._timeout), progress=-2.0)
+            return Hang(verdict=_server_verdict(stopped[0], self._timeout), progress=-2.0)
         return self._examine(workers, pids, size)
-
-    @staticmethod
-    def _expected(signs: list[tuple[int, int]]) -> bool:
-        """Whether any rank has a run open, and so owes signs of life."""
-        return any(beat and waiting != AFTER_RUN for beat, waiting in signs)
 
     def _read(self) -> list[tuple[int, int]]:
         return [(slot.beat, slot.waiting) for slot in self._slots]
@@ -164,21 +152,21 @@ class HangWatch:
         if all_wait and len(living) < size and self._still < self._timeout + _OTHERS_SECONDS:
             return None
         dump([(worker, pid) for worker, _, pid in living])
-        if self._signs != self._read():
+        if self._beats != self._read():
             self._still = 0.0
             return None  # it continued at the last moment
-        stands = [_stand(worker, slot, pid) for worker, slot, pid in living]
-        behind = min(stands, key=lambda stand: stand.order)
+        positions = [_position(worker, slot, pid) for worker, slot, pid in living]
+        behind = min(positions, key=lambda position: position.order)
         return Hang(
-            verdict=verdict(stands, size, self._timeout),
+            verdict=verdict(positions, size, self._timeout),
             # A stopped rank is the cause wherever it is.
             progress=-2.0 if behind.stopped else behind.progress,
         )
 
 
-def verdict(stands: Sequence[Stand], size: int, timeout: float) -> Verdict:
-    """Return what is said of ranks that stand still."""
-    cause, *others = sorted(stands, key=lambda stand: stand.order)
+def verdict(positions: Sequence[Position], size: int, timeout: float) -> Verdict:
+    """Return the verdict over ranks that stand still."""
+    cause, *others = sorted(positions, key=lambda position: position.order)
     rank = cause.worker.rank
     what = "is stopped (SIGSTOP)" if cause.stopped else "hangs"
     place = f"rank {rank} of {size} on {socket.gethostname()}"
@@ -189,56 +177,37 @@ def verdict(stands: Sequence[Stand], size: int, timeout: float) -> Verdict:
     ]
     if len(others) >= _SHOWN:
         lines.append(f"  and {len(others) - _SHOWN + 1} more")
-    lines += _files(cause, stands)
-    return Verdict(
-        text="\n".join(lines),
-        exit_code=1,
-        name=cause.worker.name,
-        traceback=None,
-        kind=Kind.HANG,
-        brief=f"rank {rank} {what}{cause.place}",
-    )
-
-
-def _of_server(server: WorkerPlan, timeout: float) -> Verdict:
-    """Return what is said of ranks that wait for a server that is stopped."""
-    what = f"{server.name} is stopped (SIGSTOP)"
-    lines = [
-        f"lockstep: {what} on {socket.gethostname()}: no rank has moved for {timeout:g} s",
-        f"  log: {short(server.log)}",
-    ]
-    return Verdict(
-        text="\n".join(lines),
-        exit_code=1,
-        name=server.name,
-        traceback=None,
-        kind=Kind.HANG,
-        brief=what,
-    )
-
-
-def _doing(stand: Stand) -> str:
-    if not stand.opened:
-        return f"has not opened the run yet{stand.place}"
-    if stand.waiting:
-        kind = COLLECTIVES[stand.waiting] if stand.waiting < len(COLLECTIVES) else COLLECTIVES[1]
-        step = f" in step {stand.step + 1}" if kind != _START else ""
-        return f"waits in {kind}{step}{stand.place}"
-    return f"is in step {stand.step + 1}{stand.place}"
-
-
-def _files(cause: Stand, stands: Sequence[Stand]) -> list[str]:
-    written = [stand.stacks for stand in stands if stand.stacks is not None]
-    lines = []
+    written = [one.stacks for one in (cause, *others) if one.stacks is not None]
     if written:
-        first = cause.stacks or written[0]
-        name = "rank-*.stacks" if len(written) > 1 else first.name
-        lines.append(f"  stacks: {short(first.parent / name)}")
-    lines.append(f"  log: {short(cause.worker.log)}")
-    return [*lines, f"  hint: {_hint(cause)}"]
+        name = "rank-*.stacks" if len(written) > 1 else written[0].name
+        lines.append(f"  stacks: {short(written[0].parent / name)}")
+    lines += [f"  log: {short(cause.worker.log)}", f"  hint: {_hint(cause)}"]
+    return _hang_verdict(lines, cause.worker.name, f"rank {rank} {what}{cause.place}")
 
 
-def _hint(cause: Stand) -> str:
+def _server_verdict(server: WorkerPlan, timeout: float) -> Verdict:
+    """Return the verdict over ranks that wait for a server that is stopped."""
+    what = f"{server.name} is stopped (SIGSTOP)"
+    line = f"lockstep: {what} on {socket.gethostname()}: no rank has moved for {timeout:g} s"
+    return _hang_verdict([line, f"  log: {short(server.log)}"], server.name, what)
+
+
+def _hang_verdict(lines: Sequence[str], name: str, brief: str) -> Verdict:
+    text, kind = "\n".join(lines), Kind.HANG
+    return Verdict(text=text, exit_code=1, name=name, traceback=None, kind=kind, brief=brief)
+
+
+def _doing(position: Position) -> str:
+    if not position.opened:
+        return f"has not opened the run yet{position.place}"
+    if position.waiting:
+        kind = COLLECTIVES[position.waiting if position.waiting < len(COLLECTIVES) else 1]
+        step = f" in step {position.step + 1}" if kind != _START else ""
+        return f"waits in {kind}{step}{position.place}"
+    return f"is in step {position.step + 1}{position.place}"
+
+
+def _hint(cause: Position) -> str:
     if cause.stopped:
         return "a debugger, kill -STOP or a scheduler that suspends jobs stops a process"
     if cause.waiting:
@@ -251,34 +220,31 @@ def _hint(cause: Stand) -> str:
 
 def dump(workers: Sequence[tuple[WorkerPlan, int]]) -> None:
     """Let workers, given with their process ids, write their stacks; copy them beside their logs."""
-    asked = []
+    writing = []
     for worker, pid in workers:
-        if not is_stopped(pid) and _expects_signal(pid):
+        if not is_stopped(pid) and _handles_signal(pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, stacks.SIGNAL)
-                asked.append(worker)
+                writing.append(worker)
     deadline = time.monotonic() + _DUMP_SECONDS
-    while not all(map(_is_written, asked)) and time.monotonic() < deadline:
+    while not all(map(_frames, writing)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for worker in asked:
+    for worker in writing:
         with contextlib.suppress(OSError):  # a full disk: the verdict has the lines that matter
             shutil.copyfile(stacks.beside(worker.error_file), worker.log.with_suffix(".stacks"))
 
 
-def _is_written(worker: WorkerPlan) -> bool:
-    return bool(stacks.main_thread(_text(worker)))
-
-
-def _text(worker: WorkerPlan) -> str:
+def _frames(worker: WorkerPlan) -> list[Frame]:
+    """Return the stack of a worker's main thread, innermost first; empty where it wrote none."""
     with contextlib.suppress(OSError):
-        return stacks.beside(worker.error_file).read_text(errors="replace")
-    return ""
+        return stacks.main_thread(stacks.beside(worker.error_file).read_text(errors="replace"))
+    return []
 
 
-def _stand(worker: WorkerPlan, slot: Slot, pid: int) -> Stand:
-    frames = stacks.main_thread(_text(worker))
+def _position(worker: WorkerPlan, slot: Slot, pid: int) -> Position:
+    frames = _frames(worker)
     copy = worker.log.with_suffix(".stacks")
-    return Stand(
+    return Position(
         worker=worker,
         opened=slot.beat != 0,
         entered=slot.entered,
@@ -291,12 +257,12 @@ def _stand(worker: WorkerPlan, slot: Slot, pid: int) -> Stand:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal or a debugger."""
+    """Whether a process was stopped by a signal or a debugger."""
     return host.process_fields(pid)[:1] in (["T"], ["t"])
 
 
-def _expects_signal(pid: int) -> bool:
-    """Return whether a process handles the signal, which would end it otherwise."""
+def _handles_signal(pid: int) -> bool:
+    """Whether a process handles the signal, which would end it otherwise."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")

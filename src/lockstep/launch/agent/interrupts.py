@@ -1,4 +1,4 @@
-"""Signals to the launcher, noted as flags: no exception at an arbitrary line."""
+"""Signals to the launcher, recorded as flags: no exception at an arbitrary line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-#: Slurm preempts with SIGTERM, SIGCONT, SIGTERM: seconds within which it says the same again.
+#: Slurm preempts with SIGTERM, SIGCONT, SIGTERM: seconds in which a second signal repeats the first.
 _SAME_REQUEST = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """The launcher was told to stop.
-
-    Args:
-        signum: the signal that said so.
-    """
+    """A signal has stopped the launcher."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(signum)
@@ -30,22 +26,20 @@ class Interrupted(BaseException):
 
 @dataclass(slots=True)
 class Interrupts:
-    """What has been received so far.
+    """Signals received so far.
 
     Attributes:
-        polite: signals that ask for room: a run saves its state first.
-        first: the first signal.
-        count: how many have come.
+        preempting: signals on which a run saves its state first.
     """
 
-    polite: frozenset[signal.Signals] = frozenset({signal.SIGTERM})
+    preempting: frozenset[signal.Signals] = frozenset({signal.SIGTERM})
     first: signal.Signals | None = None
     count: int = 0
     _until: float = 0.0  # when a repetition begins to count
 
     def receive(self, signum: int, frame: FrameType | None = None) -> None:
-        """Note a signal: the handler."""
-        if self.asks_for_room and signum in self.polite and time.monotonic() < self._until:
+        """Handle a signal: record it."""
+        if self.is_preemption and signum in self.preempting and time.monotonic() < self._until:
             return
         self.first = self.first or signal.Signals(signum)
         self.count += 1
@@ -58,12 +52,12 @@ class Interrupts:
             raise Interrupted(self.first)
 
     @property
-    def asks_for_room(self) -> bool:
-        """Whether one signal has come, and a polite one."""
-        return self.first in self.polite and self.count == 1
+    def is_preemption(self) -> bool:
+        """Whether one signal has come, on which a run saves its state first."""
+        return self.first in self.preempting and self.count == 1
 
     @property
-    def impatient(self) -> bool:
+    def is_repeated(self) -> bool:
         """Whether a second signal has come: no more waiting."""
         return self.count > 1
 
@@ -73,9 +67,9 @@ def listening(more: Collection[signal.Signals] = ()) -> Iterator[Interrupts]:
     """Handle signals as flags while the block runs; outside the main thread there are none.
 
     Args:
-        more: signals that ask for room, as SIGTERM does.
+        more: signals on which a run saves its state first, as on SIGTERM.
     """
-    interrupts = Interrupts(polite=frozenset({signal.SIGTERM, *more}))
+    interrupts = Interrupts(preempting=frozenset({signal.SIGTERM, *more}))
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return

@@ -17,7 +17,6 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from lockstep.world.cores import parse_list
 
@@ -35,7 +34,7 @@ def signal_session(pid: int, signum: int) -> None:
 
 
 def reap(pid: int, seconds: float) -> int | None:
-    """Wait for a child at most so many seconds; return its exit code, or minus the signal that ended it.
+    """Wait for a child, `seconds` at most; return its exit code, or minus the signal that ended it.
 
     Raises:
         ChildProcessError: if it has been waited for.
@@ -89,12 +88,7 @@ def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Ask the kernel to send `signum` to this process when its parent dies.
-
-    Args:
-        parent: process id of the parent, known before the fork: it may be dead already.
-        signum: the signal to receive.
-    """
+    """Let the kernel send `signum` to this process when its parent, which may be dead already, dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -103,7 +97,7 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 
 def fork() -> int:
-    """Fork without Python 3.12's warning about threads: callers have made sure of them."""
+    """Fork without Python 3.12's warning about threads: callers have checked that there are none."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -111,23 +105,24 @@ def fork() -> int:
         return os.fork()
 
 
-def task_count() -> int:
-    """Return how many threads the kernel sees in this process."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def make_clean(parent: int, streams: Sequence[int]) -> None:
-    """Turn a freshly forked child into a worker of its own session.
+    """Turn a freshly forked child of `parent` into a worker of its own session.
 
-    Args:
-        parent: process id of the parent.
-        streams: descriptors that become standard input, output and error.
+    The descriptors `streams` become standard input, output and error.
     """
     die_with_parent(parent, signal.SIGKILL)
     os.setsid()
     reset_signals()
-    _connect_streams(*streams)
-    _reseed()
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    for descriptor in set(streams):
+        os.close(descriptor)
+    # A fresh interpreter seeds these from the system; children of one parent would all be equal.
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # not torch.seed(): that would reach for devices, too
 
 
 def bind(cpus: str | None) -> None:
@@ -137,31 +132,13 @@ def bind(cpus: str | None) -> None:
 
 
 def reset_signals() -> None:
-    """Give up the handlers and the mask of the parent."""
+    """Reset the signal handlers and the mask of the parent."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def _connect_streams(*streams: int) -> None:
-    for number, descriptor in enumerate(streams):
-        os.dup2(descriptor, number)
-    for descriptor in set(streams):
-        os.close(descriptor)
-
-
-def _reseed() -> None:
-    # A fresh interpreter seeds these from the system; children of one parent would all be equal.
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.seed()  # not torch.seed(): that would reach for devices, too
 
 
 def renew_streams() -> None:
@@ -179,7 +156,7 @@ def _encoding(stream: object) -> str | None:
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Let this process end in so many seconds, whatever threads and `atexit` functions wait for then."""
+    """End this process after `seconds` at most, whatever threads and `atexit` functions wait for."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -194,22 +171,16 @@ def finalize(code: int) -> None:
     The frames below belong to the launcher and must not be unwound here, so `sys.exit` will not do;
     `os._exit` would lose files that the script left open for the teardown to flush.
     """
-    if _counts_objects():
+    # nanobind, with which some extensions of torch are made from 2.15 on, reports each of its objects that
+    # is left when Python has ended. Frozen ones are, although nothing has leaked. To collect them takes a
+    # quarter of a second.
+    if any(str(name).startswith("__nb_internals") for name in extensions_state()):
         gc.unfreeze()
     ctypes.pythonapi.Py_Exit(code & 0xFF)
 
 
-def _counts_objects() -> bool:
-    """Return whether an extension was made with nanobind, as some of torch are from 2.15 on.
-
-    nanobind writes of each of its objects that is there when Python has ended. Those that the collector was
-    kept off are, although nothing has leaked. To collect them takes a quarter of a second.
-    """
-    return any(str(name).startswith("__nb_internals") for name in extensions_state())
-
-
 def extensions_state() -> dict[object, object]:
-    """Return what extensions keep for the interpreter."""
+    """Return the interpreter's dictionary of extensions' state."""
     interpreter = ctypes.pythonapi.PyInterpreterState_Get
     interpreter.restype = ctypes.c_void_p
     state = ctypes.pythonapi.PyInterpreterState_GetDict

@@ -29,18 +29,13 @@ _HOST_HINT = (
 )
 
 
-class Rendezvous:
-    """A rendezvous of launchers that have gathered, or of one that is alone.
+class GenerationRendezvous:
+    """Brings this launcher, alone or with others, from one generation to the next.
 
     Args:
-        common: what all generations of the launch have in common.
-        ranks: number of ranks of this launcher.
         rounds: of the launchers' rendezvous; `None` for a single launcher.
         port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
-        check: called again and again while others are waited for.
-
-    Attributes:
-        policy: which failures are followed by new workers, where this launcher decides for all.
+        policy: which failures are followed by new workers, if this launcher decides for several.
     """
 
     def __init__(
@@ -48,19 +43,16 @@ class Rendezvous:
         common: Generation,
         ranks: int,
         rounds: Rounds | None = None,
-        *,
         port: int = 0,
-        check: Check = go_on,
+        policy: Policy = lambda _: None,
     ) -> None:
         self._common = common
         self._port = port
         self._rounds = rounds
         self._alone = Membership.alone(ranks)
+        self._policy = policy
         #: Of this generation, where this launcher hosts it.
         self._store: TCPStore | None = None
-        #: The agent, which starts the workers, knows better.
-        self.policy: Policy = lambda _: None
-        self.check = check
         #: The other launchers, while a round continues; `None` for a launcher that is alone.
         self.coordinator: CoordinatorClient | None = None
         #: Number of this generation; -1 before the first.
@@ -72,36 +64,36 @@ class Rendezvous:
         return self._alone if self._rounds is None else self._rounds.membership
 
     @property
-    def replicas(self) -> int | None:
-        """How many replicas a run has that names no number; `None` leaves its number of ranks."""
-        return None if self._rounds is None else self._rounds.replicas
-
-    @property
     def may_leave(self) -> bool:
         """Whether the others continue without this launcher."""
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
-    def next_generation(self) -> Generation:
+    def next_generation(self, check: Check = go_on) -> Generation:
         """Open the store of the next generation, with which the one before ends.
+
+        Args:
+            check: called again and again while others are waited for.
 
         Raises:
             RoundOverError: if the launch ends instead.
             WorldError: if another rendezvous fails.
         """
         self._store = None
-        port = self._open() if self._rounds is None else self._enter()
+        if self._rounds is None:
+            self.generation += 1
+            port = self._open_store()
+        else:
+            port = self._enter(self._rounds, check)
         return replace(
             self._common,
             number=self.generation,
             membership=self.membership,
             port=port,
-            replicas=self.replicas,
+            replicas=None if self._rounds is None else self._rounds.replicas,
         )
 
-    def _open(self) -> int:
+    def _open_store(self) -> int:
         """Open a store; return its port, 0 if workers do not need one."""
-        if self._rounds is None:
-            self.generation += 1
         if not self._common.listens:
             return 0
         try:
@@ -112,27 +104,20 @@ class Rendezvous:
             raise port_taken(self._port, network.reason(error)) from error
         return int(self._store.port)
 
-    def _enter(self) -> int:
+    def _enter(self, rounds: Rounds, check: Check) -> int:
         """Begin a generation with the others; return the port of its store."""
         while True:
-            client = self.coordinator = self._of_this_round()
-            self.generation = self._next
+            client = self.coordinator = self._client(rounds)
+            self.generation = max(rounds.generation, self.generation + 1)
             try:
-                return client.enter(self.generation, self._open, self.check)
+                return client.enter(self.generation, self._open_store, check)
             except RoundOverError as over:
                 if over.decision.kind != "round":
                     raise
 
-    @property
-    def _next(self) -> int:
-        """Number of the next generation."""
-        first = 0 if self._rounds is None else self._rounds.generation
-        return max(first, self.generation + 1)
-
-    def _of_this_round(self) -> CoordinatorClient:
-        """Return what watches the others, after another round if this one is over."""
-        rounds, client = self._rounds, self.coordinator
-        assert rounds is not None
+    def _client(self, rounds: Rounds) -> CoordinatorClient:
+        """Return the coordinator's client, of the next round if this one is over."""
+        client = self.coordinator
         if client is not None:
             decision, lost_coordinator = client.decision, client.has_lost_coordinator
             if decision is None or decision.kind != "round":
@@ -144,7 +129,7 @@ class Rendezvous:
             rounds.launcher_0,
             number=rounds.number,
             generation=max(rounds.generation, self.generation),
-            policy=self.policy,
+            policy=self._policy,
             least=rounds.least,
             hint=None if rounds.fixed or rounds.survives_host else _HOST_HINT,
         )

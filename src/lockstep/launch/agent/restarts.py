@@ -1,4 +1,4 @@
-"""Restart policy: kinds of failures that start a new generation, and how often. Pure.
+"""Restart policy: which failures start a new generation, and how often; and the progress of ranks.
 
 A failure that came from outside the script (a signal, a lost node, a full disk) need not come again. An
 exception of the script's own would: the run is a function of its script, so the same step fails the same
@@ -7,157 +7,136 @@ way. Failures are counted in a row, and begin at one again when the run has move
 
 from __future__ import annotations
 
-import errno
-import re
-from collections.abc import Iterator
-from enum import StrEnum
+import os
 
-from lockstep import errors
-from lockstep.state.record.error_report import Report
+from lockstep.launch.agent.failure import Kind, Verdict
+from lockstep.state.checkpoint.shared_memory import (
+    AFTER_RUN,
+    SLOTS,
+    VARIABLE,
+    Descriptors,
+    Slot,
+    StatusPage,
+    progress,
+    run_of,
+)
+from lockstep.state.files.lock import LAUNCHER_VARIABLE
 
-#: How many failures in a row without progress a run survives, unless the user says otherwise.
+#: How many failures in a row without progress a run survives, unless the user gives a number.
 DEFAULT = 3
 
 
-class Kind(StrEnum):
-    """What a failure comes from."""
-
-    SIGNAL = "signal"
-    PEER = "peer"  # another rank's end, whose own cause is not known
-    HANG = "hang"
-    LOST = "lost"  # a node
-    ENVIRONMENT = "environment"
-    SCRIPT = "script"
-    REFUSED = "refused"  # by Lockstep itself, which would refuse again
-
-
-def _names(kind: type[BaseException]) -> Iterator[str]:
-    yield kind.__name__
-    for one in kind.__subclasses__():
-        yield from _names(one)
-
-
-#: What the system says of a disk, a file server, a network or a limit, and may not say a moment later. All
-#: other errors of the system are about a path or a call, and would come again.
-_TRANSIENT = frozenset(
-    {
-        # a device, or a file server that restarts or fails over
-        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOLCK),
-        # room that other processes use, and may give back
-        *(errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
-        *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EADDRINUSE),
-        # the way to another machine
-        *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
-        *(errno.ENETRESET, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
-        *(errno.ENOTCONN, errno.ESHUTDOWN),
-    }
-)
-#: Errors of the system, which may come without its number.
-_SYSTEM = frozenset(_names(ConnectionError)) | {
-    "BlockingIOError",
-    "InterruptedError",
-    "TimeoutError",
-}
-#: Of torch (memory, devices, stores and process groups) and of the standard library.
-_ENVIRONMENT = {
-    "MemoryError",
-    "AcceleratorError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "HTTPError",
-    "IncompleteRead",
-    "OutOfMemoryError",
-    "SSLError",
-    "URLError",
-}
-#: What torch says in a plain `RuntimeError`, when it is the machine that failed.
-_PHRASES = re.compile(
-    r"DataLoader worker .*(killed|exited)|can't allocate memory|cannot allocate memory"
-    r"|too many open files|no space left on device|unable to (open|mmap|write).*shared memory"
-    r"|CUDA error|HIP error|NCCL error|CUBLAS_STATUS|CUDNN_STATUS",
-    re.IGNORECASE | re.DOTALL,
-)
-
-
-def kind(told: Report | None, code: int, *, consequence: bool) -> Kind:
-    """Return what the failure of a rank comes from.
+class RankProgress:
+    """Progress of the runs of this launcher's ranks.
 
     Args:
-        told: its exception, where it could describe it.
-        code: how its process ended: an exit code, or minus a signal.
-        consequence: whether another rank's failure explains it.
+        memory: made before the fork server, from which the workers inherit it.
     """
-    if told is not None and told.exception == errors.EarlyExitError.__name__:
-        return Kind.REFUSED  # a consequence of what the script does, and would do again
-    if consequence:
-        return Kind.PEER
-    if told is None:
-        return Kind.SIGNAL if code < 0 else Kind.SCRIPT
-    if _is_transient(told):
-        return Kind.ENVIRONMENT
-    is_own = told.exception in set(_names(errors.LockstepError))
-    return Kind.REFUSED if is_own else Kind.SCRIPT
 
+    def __init__(self, memory: Descriptors, ranks: int) -> None:
+        self._memory = memory
+        self._ranks = ranks
+        self._page = StatusPage(memory.page)
+        self.slots: tuple[Slot, ...] = tuple(
+            self._page.slot(index) for index in range(min(ranks, SLOTS))
+        )
+        self._opened = False
 
-def _is_transient(told: Report) -> bool:
-    """Return whether an exception comes from the machine, and need not come again."""
-    if told.exception in set(_names(errors.UsageError)):
-        return False
-    if _TRANSIENT.intersection(told.errnos) or told.exception in _ENVIRONMENT:
-        return True
-    if told.exception in _SYSTEM:
-        return not told.errnos
-    # A plain OSError without a number is a library's, which read a damaged file, and would do so again.
-    return told.exception == "RuntimeError" and bool(_PHRASES.search(told.message))
+    def begin(self) -> None:
+        """Begin a generation, after the last worker of the one before has ended."""
+        self._opened = self.opened
+        self._page.clear()
+
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of the ranks of this generation that have opened a run."""
+        return {slot.pid for slot in self.slots} - {0}
+
+    @property
+    def opened(self) -> bool:
+        """Whether any rank of any generation has opened a run."""
+        return self._opened or bool(self.pids)
+
+    def is_inside(self, index: int) -> bool:
+        """Whether the `index`-th rank of this launcher has opened a run, and not come to its end."""
+        slot = self.slots[index] if index < len(self.slots) else None
+        return slot is not None and slot.pid != 0 and slot.waiting != AFTER_RUN
+
+    @property
+    def step(self) -> int:
+        """Steps that the run has done."""
+        return max(slot.step for slot in self.slots)
+
+    @property
+    def snapshot(self) -> tuple[bytes, int]:
+        """The newest snapshot: its run and its number."""
+        return progress(self._memory)
+
+    @property
+    def origin(self) -> str:
+        """Where the next generation continues from, in the message of a restart; empty for nowhere."""
+        tag, number = self.snapshot
+        if not number:
+            return ""
+        run = run_of(tag)
+        return f", from the newest snapshot{f' of run {run + 1} in the script' if run else ''}"
+
+    def variables(self, index: int) -> dict[str, str]:
+        """Return the variables by which the `index`-th rank of this launcher finds the memory."""
+        return {
+            VARIABLE: self._memory.variable(),
+            "LOCKSTEP_SLOT": f"{index}/{self._ranks}",
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
 
 
 class Restarts:
-    """How often workers have been started again, and whether they may be once more.
+    """The restart policy of a launch. With several launchers, that of launcher 0 decides for all.
 
     Args:
         limit: failures in a row without progress after which workers are started again; `None` for the
             default of a run, and none for a script without one.
+        uses_lockstep: whether the script is known to use Lockstep before it has opened a run.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, progress: RankProgress, *, uses_lockstep: bool) -> None:
         self._limit = limit
+        self._progress = progress
+        self._uses_lockstep = uses_lockstep
         self._in_a_row = 0
         self._last: object = None
-        #: Generations after the first.
-        self.count = 0
+        self._count = 0  # generations after the first
 
     @property
     def limit(self) -> int:
-        """What scripts that ask for it are told: how many restarts there may be."""
+        """The number of restarts that scripts read as `TORCHELASTIC_MAX_RESTARTS`."""
         return self._limit or 0
 
-    def again(self, cause: Kind, progress: object, *, is_run: bool) -> bool:
-        """Return whether workers are to be started again after a failure; counts that they are.
+    @property
+    def is_run(self) -> bool:
+        """Whether the script has a run of Lockstep's, whose state is kept."""
+        return self._uses_lockstep or self._progress.opened
 
-        Args:
-            cause: what the failure comes from.
-            progress: how far the run is, in any form that can be compared.
-            is_run: whether the script has a run of Lockstep's, whose state is kept.
+    def decide(self, verdict: Verdict) -> str | None:
+        """Return the user's message if workers start again after a failure; `None` if they don't.
+
+        The coordinator calls it in a thread of its own, on launcher 0; a launcher without others, itself.
         """
-        self._fail(progress)
-        if not self._survives(cause, is_run=is_run):
-            return False
-        self.count += 1
-        return True
+        self._count_failure()
+        limit = self._limit
+        if limit is None:
+            limit = DEFAULT if self.is_run and verdict.kind is not Kind.SCRIPT else 0
+        if verdict.kind is Kind.REFUSED or self._in_a_row > limit:
+            return None
+        self._count += 1
+        return f"{verdict.brief}; restart {self._count}{self._progress.origin}"
 
-    def follow(self, progress: object) -> None:
+    def count_restart(self) -> None:
         """Count a restart that another launcher has decided: this one may have to decide the next."""
-        self._fail(progress)
-        self.count += 1
+        self._count_failure()
+        self._count += 1
 
-    def _fail(self, progress: object) -> None:
-        self._in_a_row = self._in_a_row + 1 if progress == self._last else 1
-        self._last = progress
-
-    def _survives(self, cause: Kind, *, is_run: bool) -> bool:
-        if self._limit is None:
-            limit = DEFAULT if is_run and cause is not Kind.SCRIPT else 0
-        else:
-            limit = self._limit
-        return cause is not Kind.REFUSED and self._in_a_row <= limit
+    def _count_failure(self) -> None:
+        newest = self._progress.snapshot
+        self._in_a_row = self._in_a_row + 1 if newest == self._last else 1
+        self._last = newest

@@ -27,13 +27,10 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
 
 
 def variables(index: int, spec: LaunchSpec) -> dict[str, str]:
-    """Return what a server's environment has that the workers' has not."""
-    # It computes on the CPU, whatever the workers do.
-    return {SERVER: str(index), SERVER_ROOT: _root(spec), **HIDDEN}
-
-
-def _root(spec: LaunchSpec) -> str:
-    """Return where a worker finds modules of the script's: nothing that a worker says adds to it."""
+    """Return the variables that a server has, and workers have not."""
+    # Where a worker finds modules of the script's; no message from a worker adds to it.
+    root = Path(sys.path[0] if spec.kind == "function" and sys.path else "")
     if spec.kind == "script":
-        return str(Path(spec.target).resolve().parent)
-    return str(Path(sys.path[0] if spec.kind == "function" and sys.path else "").resolve())
+        root = Path(spec.target).resolve().parent
+    # It computes on the CPU, whatever the workers do.
+    return {SERVER: str(index), SERVER_ROOT: str(root.resolve()), **HIDDEN}

@@ -17,14 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.launch import stdin, unfinished
+from lockstep.launch import earlier_runs, stdin
 from lockstep.launch.agent import worker
 from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.agent.forkserver import ForkServer, Job, Preload
 from lockstep.launch.agent.hang import HangWatch
 from lockstep.launch.agent.interrupts import Interrupts
-from lockstep.launch.agent.rank_progress import RankProgress
-from lockstep.launch.agent.restarts import Restarts
+from lockstep.launch.agent.restarts import RankProgress, Restarts
 from lockstep.launch.devices.gpus import visible
 from lockstep.launch.dry_run import placement
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig
@@ -39,13 +38,12 @@ from lockstep.launch.plan import (
     share_of_threads,
 )
 from lockstep.launch.run_directory import RunDirectory, remove_left
-from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target.old_scripts import kept_port
 from lockstep.launch.target.preload import import_shared
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.world import host
 
-#: How long a launcher waits for others before it says that it does.
+#: How long a launcher waits for others before it prints so.
 _SILENCE_SECONDS = 3.0
 #: Names of a launcher's own directory, and of the lock in it.
 _PREFIX, _LOCK = "lockstep-", "launcher.lock"
@@ -64,28 +62,22 @@ def supervise(
 ) -> Verdict | None:
     """Run the workers of `launch` to their end; return the verdict if they failed.
 
-    Args:
-        launch: the launch, on this machine.
-        job: what each worker does.
-        place: makes the run's directories, after the rendezvous of all launchers.
-        private: a directory for this launch's own files.
-        interrupts: signals to the launcher.
-        deadline: moment of `time.monotonic` at which it must be over.
+    `private` is a directory for this launch's own files; `deadline` a moment of `time.monotonic`.
 
     Raises:
-        Interrupted: if the launcher was told to stop.
+        Interrupted: if a signal stopped the launcher.
         NotNeeded: if the launch ended before there was a place for this launcher.
         TimeoutError: if `deadline` passed.
         WorldError: if the rendezvous with other launchers fails.
     """
-    spec, environ = launch.spec, launch.environ
     has_locks = (private / _LOCK).exists()
     listens = _listens(launch, has_locks=has_locks)
-    only_port, store_port = _ports(spec.nodes, is_only=not listens)
+    only_port, store_port = _ports(launch.spec.nodes, is_only=not listens)
+    job, preload = worker.or_server(launch.spec, job), _preload(launch)
     with (
         stdin.restored(),
         closing(Descriptors.create()) as memory,  # before the server is forked: workers inherit it
-        closing(_fork_server(launch, job, interrupts)) as server,
+        closing(ForkServer(job, interrupts.preempting, preload, interrupts.check)) as server,
         closing(Output()) as output,
         _joined(launch, place.name, interrupts) as rounds,
         kept_port(only_port) as port,  # after the fork, so that no worker inherits what keeps it
@@ -93,45 +85,43 @@ def supervise(
         closing(server),
     ):
         from lockstep.launch.agent.agent import Agent
-        from lockstep.launch.agent.rendezvous import Rendezvous
+        from lockstep.launch.agent.rendezvous import GenerationRendezvous
 
-        restarts = Restarts(spec.fault_tolerance.restarts(environ))
-        shared = None if rounds is None else rounds.common
-        common, listens = shared or Common.new(launch.ranks), listens or rounds is not None
-        generation = _generation(common, max_restarts=restarts.limit, listens=listens)
-        files = private if has_locks else None
-        planner = partial(_plan, launch, place, shared, private, port, files)
         progress = RankProgress(memory, launch.ranks)
+        hangs, restarts = _policies(launch, progress)
+        shared = None if rounds is None else rounds.common
+        common = shared or Common.new(launch.ranks)
+        generation = Generation(
+            run_id=common.run_id,
+            token=common.token,
+            max_restarts=restarts.limit,
+            listens=listens or rounds is not None,
+        )
         agent = Agent(
-            planner,
-            Rendezvous(generation, launch.ranks, rounds, port=store_port),
+            partial(_plan, launch, place, shared, private, port, private if has_locks else None),
+            GenerationRendezvous(generation, launch.ranks, rounds, store_port, restarts.decide),
             server=server,
             output=output,
             interrupts=interrupts,
             progress=progress,
-            hangs=HangWatch(progress.slots, spec.fault_tolerance.patience(environ)),
+            hangs=hangs,
             restarts=restarts,
-            is_run=launch.sources.uses_lockstep,
             deadline=deadline,
         )
         agent.run()
     return agent.verdict
 
 
-def _generation(common: Common, *, max_restarts: int, listens: bool) -> Generation:
-    """Return what all generations of a launch have in common."""
-    return Generation(
-        run_id=common.run_id, token=common.token, max_restarts=max_restarts, listens=listens
-    )
-
-
-def _fork_server(launch: Launch, job: Job, interrupts: Interrupts) -> ForkServer:
-    job = worker.or_server(launch.spec, job)
-    return ForkServer(job, interrupts.polite, _preload(launch), interrupts.check)
+def _policies(launch: Launch, progress: RankProgress) -> tuple[HangWatch, Restarts]:
+    """Return the watch over hangs and the restart policy, from the settings of the launch."""
+    settings, environ = launch.spec.settings, launch.environ
+    hangs = HangWatch(progress.slots, settings.value_or_default("hang_timeout", environ))
+    limit, uses_lockstep = settings.value("max_restarts", environ), launch.sources.uses_lockstep
+    return hangs, Restarts(limit, progress, uses_lockstep=uses_lockstep)
 
 
 def _listens(launch: Launch, *, has_locks: bool) -> bool:
-    """Return whether the ranks' store is at a port: files do where they can be locked."""
+    """Whether the ranks' store listens at a port; otherwise it is a file, which needs locks."""
     sources = launch.sources
     if has_locks and sources.uses_lockstep and sources.leaves_groups_alone:
         return False
@@ -158,30 +148,28 @@ def _plan(
     files: Path | None,
     generation: Generation,
 ) -> Plan:
-    """Return the plan of a generation, and say where the ranks of the first one are.
+    """Return the plan of a generation; before the first, make the run's directory and print placements.
 
-    Args:
-        launch: the launch.
-        place: makes the run's directories, for the first generation.
-        common: what all launchers know, if there are several.
-        private: a directory for the launch's own files.
-        port: of a rank that is alone: it may host a store there, if the script wants one.
-        files: stores of ranks that one launcher starts, a file for each generation, which torch locks;
-            `None` on a file system without locks, where the store is at the launcher's port.
-        generation: the generation.
+    A rank that is alone may host a store at `port`, if the script wants one. Ranks that one launcher starts
+    have a store in `files`, a file for each generation, which torch locks; `files` is `None` on a file
+    system without locks, where the store is at the launcher's port.
     """
+    members = generation.membership
+    assert members is not None, "known after the rendezvous"
     if launch.nodes is None:
         store = None if files is None else files / f"store-{generation.number}"
         generation = dataclasses.replace(generation, store=store, port=generation.port or port)
-    elif (
-        generation.membership is not None and generation.membership.size == 1 and not launch.servers
-    ):
+    elif members.size == 1 and not launch.servers:
         generation = dataclasses.replace(generation, port=port)
     run_dir = place.path
     if run_dir is None:
-        if generation.membership is not None:  # before anything is made
-            check_replicas(launch, generation.membership.size)
-        run_dir = _directory(launch.spec, place, common, private, generation)
+        check_replicas(launch, members.size)  # before anything is made
+        if common is not None:
+            earlier_runs.check(launch.spec, place.name, common)
+        line = None if members.index else earlier_runs.note(launch.spec, place.name)
+        if line is not None:
+            say(line)
+        run_dir = place.make(None if common is None else common.stamp, private)
     plan = make_plan(launch, generation, run_dir=run_dir, log_dir=place.logs, error_dir=private)
     if generation.number == 0:
         for line in placement(plan):
@@ -189,25 +177,9 @@ def _plan(
     return plan
 
 
-def _directory(
-    spec: LaunchSpec,
-    place: RunDirectory,
-    common: Common | None,
-    private: Path,
-    generation: Generation,
-) -> Path:
-    """Make the run's directory; name an unfinished run where a new one begins."""
-    if common is not None:
-        unfinished.check(spec, place.name, common)
-    is_first = generation.membership is None or generation.membership.index == 0
-    if is_first and (line := unfinished.note(spec, place.name)) is not None:
-        say(line)
-    return place.make(None if common is None else common.stamp, private)
-
-
 @contextlib.contextmanager
 def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Rounds | None]:
-    """Meet the launchers of the other nodes, if there are any."""
+    """Join the rendezvous with the launchers of the other nodes, if there are any."""
     nodes, config = launch.spec.nodes, launch.nodes
     if config is None:
         with kept_port(nodes.main_port or 0):
@@ -225,44 +197,41 @@ def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Round
     if not config.fixed:  # now, and not when a node comes that is one too many
         for count in (config.needed, config.count):
             check_replicas(launch, count * launch.ranks)
+    machine = launch.machine
+    hidden = launch.environ.get(machine.visible_variable, "")
+    gpus = tuple(gpu.uuid for gpu in visible(machine.cards, launch.environ).gpus if gpu.uuid)
+    own = Launcher(
+        ranks=launch.ranks,
+        name=socket.gethostname(),
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        gpus=gpus or tuple(filter(None, hidden.split(","))),
+    )
     rounds = Rounds(
         config,
-        _describe(launch),
+        own,
         interface=nodes.interface or chosen_interface(),
-        check=_patience(config, interrupts),
+        check=_waiting_check(config, interrupts),
         say=say,
-        stamp=unfinished.stamp(launch.spec, name),
+        stamp=earlier_runs.stamp(launch.spec, name),
     )
     with closing(rounds):
         yield rounds
 
 
-def _describe(launch: Launch) -> Launcher:
-    here, environ = launch.machine, launch.environ
-    hidden = environ.get(here.visible_variable, "")
-    known = tuple(gpu.uuid for gpu in visible(here.cards, environ).gpus if gpu.uuid)
-    return Launcher(
-        ranks=launch.ranks,
-        name=socket.gethostname(),
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
-        gpus=known or tuple(filter(None, hidden.split(","))),
-    )
-
-
-def _patience(config: RendezvousConfig, interrupts: Interrupts) -> Callable[[], None]:
-    """Return what is called while other launchers are waited for: says so, after a moment."""
+def _waiting_check(config: RendezvousConfig, interrupts: Interrupts) -> Callable[[], None]:
+    """Return a function to call while other launchers are waited for: after a moment it prints so."""
     began = last = time.monotonic()
-    told = False
+    is_printed = False
 
     def check() -> None:
-        nonlocal began, last, told
+        nonlocal began, last, is_printed
         interrupts.check()
         now = time.monotonic()
         if now - last > _SILENCE_SECONDS:  # a rendezvous passed meanwhile, and another follows
-            began, told = now, False
+            began, is_printed = now, False
         last = now
-        if not told and now - began > _SILENCE_SECONDS:
-            told = True
+        if not is_printed and now - began > _SILENCE_SECONDS:
+            is_printed = True
             wait = f"{config.seconds:g} s at most"
             say(f"lockstep: waiting for the other nodes at {config.place}, {wait}")
 
@@ -273,7 +242,7 @@ def _patience(config: RendezvousConfig, interrupts: Interrupts) -> Callable[[], 
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can read, and remove it at the end.
 
-    What launchers that were killed have left is removed, too: a lock tells whether one lives.
+    Directories that killed launchers have left are removed, too: a launcher that lives holds a lock.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         _remove_left(left)
@@ -306,9 +275,9 @@ def _remove_left(file: Path) -> None:
 
 
 def _preload(launch: Launch) -> Preload | None:
-    """Return what imports, before workers are forked, what they share besides what the launcher has."""
+    """Return the function that imports the script's packages in the fork server, if there are any."""
     spec = launch.spec
-    # A function's parent is the user's interpreter: it imports what the user says.
+    # A function's parent is the user's interpreter, which has the imports already.
     wanted = launch.environ.get("LOCKSTEP_PRELOAD", "1") != "0"
     if not (wanted and launch.sources.uses_lockstep and spec.start == "fork"):
         return None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from lockstep.errors import RunError
 from lockstep.launch import stdin
-from lockstep.launch.agent.forkserver import Exit, ForkServer, Request
+from lockstep.launch.agent.forkserver import Exit, ForkRequest, ForkServer
 from lockstep.launch.agent.interrupts import Interrupts
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Plan, WorkerPlan
@@ -24,14 +24,11 @@ class Workers:
     """The workers and servers of one generation after the other.
 
     Args:
-        server: makes them.
-        output: takes their output.
-        interrupts: signals that the launcher received.
         lost: called when the fork server is gone, before the error is raised.
 
     Attributes:
         started: process ids, by rank.
-        exits: how those that have ended did, by rank.
+        exits: ends of those that have ended, by rank.
     """
 
     def __init__(
@@ -52,8 +49,8 @@ class Workers:
         self.exits.clear()
         self.started.clear()
 
-    def start(self, plan: Plan, worker: WorkerPlan, more: Mapping[str, str]) -> int:
-        """Start a worker or server of `plan`, with `more` variables; return its process id."""
+    def start(self, plan: Plan, worker: WorkerPlan, more: Mapping[str, str]) -> None:
+        """Start a worker or server of `plan`, with `more` variables."""
         shown = plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
         streams = (
             stdin.descriptor(worker.rank, plan.size, plan.spec.kind),
@@ -61,16 +58,15 @@ class Workers:
         )
         try:
             env = {**worker.env, **more}
-            request = Request(rank=worker.rank, local_rank=worker.local_rank, env=env)
-            pid = self._server.start(request, streams)
+            request = ForkRequest(rank=worker.rank, local_rank=worker.local_rank, env=env)
+            self.started[worker.rank] = self._server.start(request, streams)
         finally:
             for descriptor in streams:
                 os.close(descriptor)
-        self.started[worker.rank], self._names[worker.rank] = pid, worker.name
-        return pid
+        self._names[worker.rank] = worker.name
 
     def look(self) -> None:
-        """Take note of those that have ended."""
+        """Record those that have ended."""
         try:
             for left in self._server.poll():
                 if self.started.get(left.rank) == left.pid:
@@ -91,8 +87,8 @@ class Workers:
             self._server.signal(END_SERVER, only=[pid for rank, pid in living.items() if rank < 0])
         deadline = time.monotonic() + seconds
         while self.living:
-            hurry = self._interrupts.impatient and signum != signal.SIGKILL
-            if hurry or time.monotonic() > deadline:
+            is_cut_short = self._interrupts.is_repeated and signum != signal.SIGKILL
+            if is_cut_short or time.monotonic() > deadline:
                 return False
             self._server.wait(_INTERVAL)
             self.look()
@@ -106,21 +102,21 @@ class Workers:
         generation reads.
 
         Raises:
-            Interrupted: if the launcher was told twice to stop.
+            Interrupted: if a second signal to the launcher comes meanwhile.
         """
-        told = False
+        is_named = False
         while not self.end(signal.SIGKILL, LAST_GRACE):
-            if self._interrupts.impatient:
+            if self._interrupts.is_repeated:
                 self._interrupts.check()
-            if not told:
+            if not is_named:
                 self.name_living(LAST_GRACE, "the next generation starts when they have ended")
-                told = True
+                is_named = True
 
     def forget_living(self) -> None:
         """Wait no more for those that have not ended."""
         self.started = {rank: pid for rank, pid in self.started.items() if rank in self.exits}
 
     def name_living(self, seconds: float, then: str) -> None:
-        """Tell the user which processes SIGKILL has not ended within so many seconds, and what follows."""
+        """Print which processes SIGKILL has not ended within so many seconds, and what follows."""
         names = [f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()]
         say(f"lockstep: SIGKILL has not ended {', '.join(names)} within {seconds:.0f} s; {then}")

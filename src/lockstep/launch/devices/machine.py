@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.launch.agent.child import Child, LostError
 from lockstep.launch.devices.gpus import Gpu, Listing, list_gpus, parts, visible
-from lockstep.launch.devices.openmp import untied
+from lockstep.launch.devices.openmp import loaded_unbound
 from lockstep.world.cores import Topology, topology, usable_cores
 
 _TIMEOUT = 60.0  # seconds; for a driver that hangs
@@ -33,7 +33,7 @@ class Machine:
 
 def look(*, gpus: bool = True) -> Machine:
     """Return the facts of this machine; imports torch, and does not initialise CUDA."""
-    with untied():
+    with loaded_unbound():
         import torch  # noqa: F401
 
         from lockstep.world import accelerator

@@ -22,10 +22,10 @@ class RankDevice:
 
 
 def asked(spec: LaunchSpec, environ: Mapping[str, str]) -> Word | Ids:
-    """Return what `spec`, or else the environment, asks for.
+    """Return the devices that `--devices`, or else the environment, asks for.
 
     Raises:
-        UsageError: if they contradict each other.
+        UsageError: if they contradict `-n`.
     """
     origin, text = _asked(spec, environ)
     wanted = parse(text, origin)
@@ -103,10 +103,10 @@ def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[RankDevice, ...]:
 
 
 def choose(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that `spec`, or else the environment, names.
+    """Return the GPUs that `--devices`, or else the environment, names.
 
     Raises:
-        DeviceError: if one is not there, is hidden, is named twice or cannot be told.
+        DeviceError: if one is not there, is hidden, is named twice or is not known.
     """
     origin, text = _asked(spec, environ)
     ids = parse(text, origin)
@@ -145,7 +145,7 @@ class _Search:
         return self._by_index(int(wanted)) if wanted.isdecimal() else self._by_id(wanted)
 
     def _without_facts(self, wanted: str) -> Gpu:
-        """Return the GPU of an index where only their number is known, as on ROCm."""
+        """Return the GPU of an index where only the number of GPUs is known, as on ROCm."""
         if not wanted.isdecimal():
             raise self._error(f"{wanted} cannot be looked up: {self._machine.problem}")
         index = int(wanted)

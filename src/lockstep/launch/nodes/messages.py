@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.agent.restarts import Kind
+from lockstep.launch.agent.failure import Kind, Verdict
 
 #: The longest message, in bytes.
 LINE = 1 << 20

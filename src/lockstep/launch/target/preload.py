@@ -1,9 +1,9 @@
-"""Imports that the fork server does once, before workers are forked.
+"""Imports that the launcher and the fork server do once, before workers are forked.
 
 The launcher imports torch, and what Lockstep itself needs. The fork server imports what the script has
 at its top (`imports.py`): it is a process that can be thrown away. If an import leaves a thread, a child, a
-connection, a temporary directory or a device in it, prints something, draws random numbers or reads what
-each rank has a value of its own for, it ends, and another one does without that package.
+connection, a temporary directory or a device in it, prints something, draws random numbers or reads a
+variable that differs between ranks, it ends, and another one leaves that package out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep.launch.agent import processes
-from lockstep.launch.devices.openmp import untied
+from lockstep.launch.devices.openmp import loaded_unbound
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target.imports import Import, Sources
 from lockstep.registry import STRATEGIES
@@ -33,36 +32,23 @@ from lockstep.world.device_types import HIDDEN
 from lockstep.world.network import INTERFACES
 
 #: Modules that workers are likely to import and that start neither threads nor CUDA.
-MODULES = (
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.utils.data",
-)
+MODULES = ("torch.distributed", "torch.nn.parallel", "torch.utils.data")
 #: What `lockstep.Run` brings in, and the exchange that ranks of one host choose by themselves.
 _RUN = ("lockstep.run", "lockstep.engine.exchange.shared_memory")
 #: A second of imports, which the first optimizer of a process brings in, and the first DDP wrapper.
 _DYNAMO = "torch._dynamo"
 #: Packages whose import reaches out of the process, or that keep what they find in the environment.
 _NEVER = ("mpi4py", "horovod", "ray", "tensorflow", "jax", "cupy")
-
-
 #: Variables that workers get from the launcher, which has none or those of an outer launch.
 _OF_WORKERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "LOCKSTEP_",
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "LOCKSTEP_"),
     *HIDDEN,
     *INTERFACES,
 )
 
 
 def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the workers of `spec` will import besides, as far as its sources and flags tell."""
+    """Return the modules that the workers of `spec` will import besides, from its sources and flags."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     dynamo = () if sources.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.hold, str):
@@ -73,38 +59,28 @@ def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[
 
 
 def preload(more: Sequence[str] = ()) -> str | None:
-    """Import what workers will need; return why this process should not be forked afterwards, if so.
-
-    Args:
-        more: modules besides those that all workers need.
-    """
+    """Import torch, `MODULES` and `more`; return why forks are not safe afterwards, if they are not."""
     if threading.active_count() > 1:
         return "Python threads run in the launcher already"
     with gc_off():
-        return _import_all(more)
-
-
-def _import_all(more: Sequence[str]) -> str | None:
-    with untied():
-        importlib.import_module("torch")
-    # OpenBLAS starts its threads when it is loaded, and takes them through forks by itself.
-    threads = processes.task_count()
-    for name in MODULES:
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
-    if processes.task_count() > threads:
-        return "an import started threads in the launcher"
-    with contextlib.suppress(Exception):  # a worker that needs it raises the same error
-        for name in more:
-            importlib.import_module(name)
-    if processes.task_count() > threads:
-        return f"the import of {', '.join(more)} started threads in the launcher"
+        with loaded_unbound():
+            importlib.import_module("torch")
+        # OpenBLAS starts its threads when it is loaded, and takes them through forks by itself.
+        threads = _task_count()
+        for name in MODULES:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+        with contextlib.suppress(Exception):  # a worker that needs it raises the same error
+            for name in more:
+                importlib.import_module(name)
+    if _task_count() > threads:
+        return f"the import of {', '.join((*MODULES, *more))} started threads in the launcher"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process has that a fork of it would miss, or share with it.
+    """State of a process that a fork of it would miss, or share with it.
 
     Attributes:
         tasks: number of its threads.
@@ -128,12 +104,12 @@ class Footprint:
 
     @staticmethod
     def look() -> Footprint:
-        """Look at this process."""
-        tasks = list(Path("/proc/self/task").iterdir())
+        """Return the state of this process."""
         maps = Path("/proc/self/maps").read_text().splitlines()
+        children = (_read(file) for file in Path("/proc/self/task").glob("*/children"))
         return Footprint(
-            tasks=len(tasks),
-            children=frozenset(pid for task in tasks for pid in _read(task / "children").split()),
+            tasks=_task_count(),
+            children=frozenset(pid for text in children for pid in text.split()),
             files=frozenset(filter(_is_special, map(_target, os.listdir("/proc/self/fd")))),  # noqa: PTH208
             pools=frozenset(line.split()[-1] for line in maps if "openblas" in line),
             unforkable=frozenset(name for name in _NEVER if name in sys.modules) | _devices(),
@@ -143,7 +119,7 @@ class Footprint:
         )
 
     def allows(self, later: Footprint) -> bool:
-        """Return whether nothing has come since that forks don't go with."""
+        """Return whether this process can still be forked: nothing has come that forks don't go with."""
         threads = later.tasks > self.tasks and later.pools <= self.pools
         return (
             not threads
@@ -161,27 +137,19 @@ def import_shared(
 ) -> str | None:
     """Import what a script has at its top; return a package after which this process is not to be forked.
 
-    What cannot be imported here is left to the workers, and so is what prints: it prints there.
-
-    Args:
-        imports: of the script.
-        threads: what workers have as `OMP_NUM_THREADS`, which some packages read when they are imported.
-        skipped: packages to leave out.
+    What cannot be imported here is left to the workers, and so is what prints: it prints there. `threads`
+    is the workers' `OMP_NUM_THREADS`, which some packages read when they are imported.
     """
+    without = {*skipped, *_NEVER}
     with (
         gc_off(),
-        threads_shared(threads),
-        untied(),
-        _printing() as has_printed,
-        _noting() as noted,
+        loaded_unbound(threads),
+        _output_captured() as has_printed,
+        _accesses_recorded() as accesses,
     ):
         before = Footprint.look()
         for one in imports:
-            if (
-                one.package in skipped
-                or one.package in _NEVER
-                or not _is_the_same(one.package, one.origin)
-            ):
+            if one.package in without or not _is_the_same(one.package, one.origin):
                 continue
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(one.module)
@@ -190,31 +158,16 @@ def import_shared(
                 for name in one.names:
                     getattr(sys.modules[one.module], name, None)
             now = Footprint.look()
-            if not before.allows(now) or has_printed() or noted:
-                _end_children(now.children - before.children)
-                for directory in filter(os.path.isabs, noted):
+            if not before.allows(now) or has_printed() or accesses:
+                for pid in now.children - before.children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                for directory in filter(os.path.isabs, accesses):
                     with contextlib.suppress(OSError):  # what lies in it may be the user's
                         Path(directory).rmdir()
                 return one.package
             before = now
     return None
-
-
-@contextlib.contextmanager
-def threads_shared(threads: str | None) -> Iterator[None]:
-    """Let packages read the workers' `OMP_NUM_THREADS` while they are imported."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    if threads is None:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = threads
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 @contextlib.contextmanager
@@ -227,14 +180,8 @@ def gc_off() -> Iterator[None]:
         gc.enable()
 
 
-def _end_children(children: frozenset[str]) -> None:
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-
-
 def _is_the_same(package: str, origin: str) -> bool:
-    """Return whether `package` means here what it means to the script, whose search path may differ."""
+    """Whether `package` comes from the file that the script would import, whose search path may differ."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -243,8 +190,8 @@ def _is_the_same(package: str, origin: str) -> bool:
 
 
 @contextlib.contextmanager
-def _printing() -> Iterator[Callable[[], bool]]:
-    """Send what is printed to a file; yield what says whether that was anything."""
+def _output_captured() -> Iterator[Callable[[], bool]]:
+    """Redirect standard output and error to a file; yield a function that returns whether it has any."""
     kept = [(os.dup(number), number) for number in (1, 2)]
     with tempfile.TemporaryFile() as file:
 
@@ -264,31 +211,35 @@ def _printing() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _noting() -> Iterator[list[str]]:
+def _accesses_recorded() -> Iterator[list[str]]:
     """Yield a list of the variables of workers that are read, and of the temporary directories made."""
-    noted: list[str] = []
+    accesses: list[str] = []
     kind, make = type(os.environ), tempfile.mkdtemp
 
-    class Noting(kind):  # type: ignore[misc, valid-type]
+    class Recording(kind):  # type: ignore[misc, valid-type]
         def __getitem__(self, name: str) -> str:
             if name.startswith(_OF_WORKERS):
-                noted.append(name)
+                accesses.append(name)
             return cast("str", super().__getitem__(name))
 
         def __iter__(self) -> Iterator[str]:
-            noted.append("all")
+            accesses.append("all")
             return cast("Iterator[str]", super().__iter__())
 
     def mkdtemp(*args: Any, **kwargs: Any) -> Any:
         directory = make(*args, **kwargs)
-        noted.append(directory)
+        accesses.append(directory)
         return directory
 
-    os.environ.__class__, tempfile.mkdtemp = Noting, mkdtemp
+    os.environ.__class__, tempfile.mkdtemp = Recording, mkdtemp
     try:
-        yield noted
+        yield accesses
     finally:
         os.environ.__class__, tempfile.mkdtemp = kind, make
+
+
+def _task_count() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
 def _flush() -> None:

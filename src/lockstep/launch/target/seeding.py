@@ -12,7 +12,7 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -23,9 +23,9 @@ _Seed = Callable[[ModuleType], object]
 
 
 def seed_generators(environ: Mapping[str, str]) -> None:
-    """Start Python's, NumPy's and torch's generators where those of all ranks start.
+    """Seed Python's, NumPy's and torch's generators, the same on all ranks.
 
-    Those of a package that is not imported yet start there when it is.
+    Those of a package that is not imported yet are seeded when it is.
     """
     seed = environ.get("LOCKSTEP_SEED", "0")
     key = keys.derive(0, keys.SCRIPT, zlib.crc32(seed.encode()))
@@ -41,7 +41,7 @@ def seed_generators(environ: Mapping[str, str]) -> None:
 
 
 class _SeededWhenImported(MetaPathFinder):
-    """Finds modules as Python does, and seeds them when they have been imported."""
+    """Finds modules as Python does, and seeds their generators when they have been imported."""
 
     def __init__(self, seeds: dict[str, _Seed]) -> None:
         self._seeds = seeds
@@ -51,28 +51,20 @@ class _SeededWhenImported(MetaPathFinder):
     ) -> ModuleSpec | None:
         seed = self._seeds.pop(name, None)
         spec = None if seed is None else importlib.util.find_spec(name)
-        if seed is not None and spec is not None and spec.loader is not None:
-            spec.loader = _SeedingLoader(spec.loader, seed)
+        if seed is None or spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_and_seed(module: ModuleType) -> None:
+            execute(module)
+            seed(module)
+
+        spec.loader.exec_module = exec_and_seed  # type: ignore[method-assign]
         return spec
 
 
-class _SeedingLoader(Loader):
-    def __init__(self, loader: Loader, seed: _Seed) -> None:
-        self._loader, self._seed = loader, seed
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # as the module and what inspects it expect
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._seed(module)
-
-
 def names_run(function: object) -> bool:
-    """Return whether a function, or one of its module's that it calls, names `lockstep` or `Run`."""
+    """Whether a function, or one of its module's that it calls, names `lockstep` or `Run`."""
     todo, seen = [function], set[int]()
     while todo:
         one = todo.pop()

@@ -13,26 +13,28 @@ from pathlib import Path
 
 from lockstep.launch.spec import LaunchSpec
 
+#: What an attempt to find a module may raise, beside not finding it.
+_NOT_FOUND = (OSError, ImportError, ValueError)
+
 
 def parse(spec: LaunchSpec) -> ast.Module:
     """Return the tree of what `spec` runs; an empty one where it cannot be found or parsed."""
-    return _parse(_read(spec) or b"")
+    return _parse_script(_read(_file(spec)))
 
 
 def parse_file(file: Path) -> ast.Module:
     """Return the tree of a file; an empty one where it cannot be read or parsed."""
+    return _parse(_read(file))
+
+
+def _read(file: Path | None) -> bytes:
     try:
-        return _tree(file.read_bytes())
-    except OSError:
-        return _tree(b"")
+        return file.read_bytes() if file is not None else b""
+    except _NOT_FOUND:
+        return b""
 
 
-@functools.lru_cache(maxsize=1)  # a launch asks several times
 def _parse(text: bytes) -> ast.Module:
-    return _tree(text)
-
-
-def _tree(text: bytes) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the worker compiles it again, and warns
@@ -41,21 +43,21 @@ def _tree(text: bytes) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
+_parse_script = functools.lru_cache(maxsize=1)(_parse)  # a launch asks several times
+
+
 def package(spec: LaunchSpec) -> str:
     """Return the package whose module `spec` runs, which is imported first; `""` where there is none."""
     if spec.kind != "module":
         return ""
     parent, _, last = spec.target.rpartition(".")
-    try:
-        file = _module_file(spec.target, search_path(spec))
-    except (OSError, ImportError, ValueError):
-        file = None
+    file = _file(spec)
     is_package = last != "__main__" and file is not None and file.name == "__main__.py"
     return spec.target if is_package else parent
 
 
-def said(node: ast.AST) -> list[str]:
-    """Return the names that a node itself says."""
+def names(node: ast.AST) -> list[str]:
+    """Return the names in a node itself, without its children."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):
@@ -65,27 +67,21 @@ def said(node: ast.AST) -> list[str]:
     return (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
 
 
-def _read(spec: LaunchSpec) -> bytes | None:
-    if spec.kind in ("function", "program"):
+def _file(spec: LaunchSpec) -> Path | None:
+    """Return the file that `spec` runs, without importing the packages that hold it."""
+    if spec.kind == "script":
+        return Path(spec.target)
+    if spec.kind != "module":
         return None
-    try:
-        file = (
-            Path(spec.target)
-            if spec.kind == "script"
-            else _module_file(spec.target, search_path(spec))
-        )
-        return None if file is None else file.read_bytes()
-    except (OSError, ImportError, ValueError):
-        return None
-
-
-def _module_file(name: str, path: Sequence[str]) -> Path | None:
-    """Return the file that `python -m name` runs, without importing the packages that hold it."""
     found: ModuleSpec | None = None
-    for number, part in enumerate(name.split(".")):
-        # The part alone is asked for, even inside a package: a dotted name would need its parents imported.
-        found = find(part, path) or (importlib.util.find_spec(part) if number == 0 else None)
-        path = places(found)
+    path: Sequence[str] = search_path(spec)
+    try:
+        for number, part in enumerate(spec.target.split(".")):
+            # The part alone is searched, even inside a package: a dotted name would import its parents.
+            found = find(part, path) or (importlib.util.find_spec(part) if number == 0 else None)
+            path = places(found)
+    except _NOT_FOUND:
+        return None
     if found is not None and found.submodule_search_locations is not None:
         found = find("__main__", path)
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
@@ -95,7 +91,7 @@ def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
     """Return where `path` has a module, by the last part of its name: nothing is imported."""
     try:
         return PathFinder.find_spec(part, list(path))
-    except (ImportError, ValueError, OSError):
+    except _NOT_FOUND:
         return None
 
 

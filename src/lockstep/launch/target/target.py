@@ -13,7 +13,7 @@ from lockstep.errors import ScriptNotFoundError
 
 
 def check(kind: str, target: str) -> None:
-    """Refuse a script that is no file, and a program that cannot be found; a module shows itself.
+    """Refuse a script that is no file, and a program that cannot be found; modules are found by workers.
 
     Raises:
         ScriptNotFoundError: if it is not there.
@@ -28,11 +28,7 @@ def check(kind: str, target: str) -> None:
 
 
 def check_script(target: str) -> None:
-    """Refuse a script that is no file.
-
-    Raises:
-        ScriptNotFoundError: if it is not there, or a directory.
-    """
+    """Raise `ScriptNotFoundError` for a script that is not there, or is a directory."""
     path = Path(target)
     if path.is_file():
         return
@@ -55,7 +51,11 @@ def run_script(path: str, args: list[str]) -> None:
     module = _fresh_main()
     module.__file__ = absolute
     module.__loader__ = SourceFileLoader("__main__", absolute)
-    _execute(compile(_source(path), absolute, "exec", dont_inherit=True), module)
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ScriptNotFoundError(f"{path} cannot be read: {error.strerror}") from None
+    _execute(compile(text, absolute, "exec", dont_inherit=True), module)
 
 
 def run_module(name: str, args: list[str]) -> None:
@@ -67,6 +67,8 @@ def run_module(name: str, args: list[str]) -> None:
     _set_path(str(Path.cwd()))
     sys.argv[:] = ["-m", *args]
     spec = _find(name)
+    if spec.submodule_search_locations is not None:
+        spec = _find(f"{name}.__main__")
     code = spec.loader.get_code(spec.name) if isinstance(spec.loader, SourceFileLoader) else None
     if code is None:
         raise ScriptNotFoundError(f"module {name!r} has no source that could be run")
@@ -83,21 +85,11 @@ def _execute(code: CodeType, module: ModuleType) -> None:
     exec(code, module.__dict__)  # noqa: S102 - running the user's code is what a launcher is for
 
 
-def _source(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ScriptNotFoundError(f"{path} cannot be read: {error.strerror}") from None
-
-
 def _set_path(directory: str) -> None:
     # `python -P` and PYTHONSAFEPATH: the interpreter put no directory in front, so none is replaced.
     if sys.flags.safe_path:
         return
-    if sys.path:
-        sys.path[0] = directory
-    else:
-        sys.path.append(directory)
+    sys.path[:1] = [directory]
 
 
 def _fresh_main() -> ModuleType:
@@ -111,13 +103,6 @@ def _fresh_main() -> ModuleType:
 
 
 def _find(name: str) -> ModuleSpec:
-    spec = _spec(name)
-    if spec.submodule_search_locations is not None:
-        spec = _spec(f"{name}.__main__")
-    return spec
-
-
-def _spec(name: str) -> ModuleSpec:
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.agent.restarts import Kind
+from lockstep.launch.agent.failure import Kind, Verdict
 from lockstep.launch.nodes.coordinator import Coordinator
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.messages import (

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, WorldError
-from lockstep.launch.agent.rendezvous import Rendezvous
+from lockstep.launch.agent.failure import Verdict
+from lockstep.launch.agent.rendezvous import GenerationRendezvous
 from lockstep.launch.nodes import (
     coordinator,
     join,
@@ -62,7 +63,13 @@ class Node:
             check=self._check,
             say=self.said.append,
         )
-        self.place = Rendezvous(Generation(run_id="id"), 1, self.rounds, check=self._check)
+        self.restart: str | None = None
+        self.place = GenerationRendezvous(
+            Generation(run_id="id"), 1, self.rounds, policy=self._policy
+        )
+
+    def _policy(self, _: Verdict) -> str | None:
+        return self.restart
 
     def _check(self) -> None:
         if self._stop.is_set():
@@ -70,7 +77,7 @@ class Node:
 
     def next(self) -> list[str]:
         """Begin the next generation; return who is in it, in order."""
-        port = self.place.next_generation().port
+        port = self.place.next_generation(self._check).port
         membership = self.place.membership
         store = connect_store(membership.address, port)
         store.set(f"here/{membership.index}", self.name)
@@ -169,7 +176,7 @@ def test_those_who_stay_keep_their_order(cards: list[Card], most: int) -> None:
 def test_a_launch_of_one_that_grows_and_shrinks(site: Callable[..., Any]) -> None:
     (a,) = site("a", ranks=2)
     assert generation([a]) == ["a"]
-    assert (a.rounds.number, a.place.generation, a.place.replicas) == (1, 0, 6)
+    assert (a.rounds.number, a.place.generation, a.rounds.replicas) == (1, 0, 6)
     assert not a.place.may_leave
 
     joining = threads.Party(partial(site, "b"))
@@ -177,7 +184,7 @@ def test_a_launch_of_one_that_grows_and_shrinks(site: Callable[..., Any]) -> Non
     again = threads.Party(a.next)
     (b,) = joining.end(10)
     assert b.next() == again.end() == ["a", "b"]
-    assert (b.rounds.number, b.place.generation, b.place.replicas) == (2, 1, 6)
+    assert (b.rounds.number, b.place.generation, b.rounds.replicas) == (2, 1, 6)
     assert b.place.may_leave
     assert "lockstep: round 2: 3 ranks by 2 launchers" in a.said[1]
     assert b.said == []
@@ -474,7 +481,7 @@ def check_met(told: list[Any]) -> list[Rounds]:
         == 1
     )
     assert [one.common for one in launchers] == [launchers[0].common] * len(told)
-    places = [Rendezvous(Generation(run_id="id"), 1, one) for one in launchers]
+    places = [GenerationRendezvous(Generation(run_id="id"), 1, one) for one in launchers]
     for generation in range(2):
         told = together(*(place.next_generation for place in places))
         assert [one.number for one in told] == [generation] * len(places)
@@ -552,7 +559,7 @@ def test_a_launch_that_has_begun_does_not_need_the_store_where_it_met(
 ) -> None:
     met = join_all(at_endpoint(2, launch_id, f"file://{tmp_path}"))
     met.sort(key=lambda one: one.membership.index)
-    places = [Rendezvous(Generation(run_id="id"), 1, one) for one in met]
+    places = [GenerationRendezvous(Generation(run_id="id"), 1, one) for one in met]
     together(*(place.next_generation for place in places))
     gone: Any = Gone()
     for one in met:

@@ -1,14 +1,11 @@
-"""What the user says of failures, in flags and in variables."""
+"""Settings of a launch, from flags and from variables."""
 
 from __future__ import annotations
-
-import signal
 
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch.fault_tolerance import FaultTolerance
-from lockstep.launch.given import Given
+from lockstep.launch.flag_settings import FlagSettings
 
 
 @pytest.mark.parametrize(
@@ -24,7 +21,7 @@ from lockstep.launch.given import Given
 )
 def test_values_that_cannot_work(wrong, said):
     with pytest.raises(UsageError, match=said):
-        Given(**wrong)
+        FlagSettings(**wrong)
 
 
 def test_flags_win_over_variables_and_those_over_defaults():
@@ -33,18 +30,14 @@ def test_flags_win_over_variables_and_those_over_defaults():
         "LOCKSTEP_PREEMPT_SIGNAL": "SIGUSR2",
         "LOCKSTEP_HANG_TIMEOUT": "2.5",
     }
-    flags = FaultTolerance(Given(max_restarts=0, preempt_signal="usr1", hang_timeout=0))
-    for said, environ, expected in (
-        (FaultTolerance(), {}, (None, None, 1800)),
-        (FaultTolerance(), variables, (7, signal.SIGUSR2, 2.5)),
-        (flags, variables, (0, signal.SIGUSR1, 0)),
+    flags = FlagSettings(max_restarts=0, preempt_signal="usr1", hang_timeout=0)
+    for given, environ, expected in (
+        (FlagSettings(), {}, [None, None, 1800]),
+        (FlagSettings(), variables, [7, "SIGUSR2", 2.5]),
+        (flags, variables, [0, "usr1", 0]),
     ):
-        found = (
-            said.restarts(environ),
-            said.preemption(environ),
-            said.patience(environ),
-        )
-        assert found == expected
+        names = ("max_restarts", "preempt_signal", "hang_timeout")
+        assert [given.value_or_default(name, environ) for name in names] == expected
 
 
 @pytest.mark.parametrize(
@@ -52,11 +45,11 @@ def test_flags_win_over_variables_and_those_over_defaults():
 )
 def test_variables_that_cannot_work(name, value):
     with pytest.raises(UsageError, match=name):
-        FaultTolerance().restarts({name: value})
+        FlagSettings().value("max_restarts", {name: value})
 
 
 def test_workers_get_what_concerns_them():
-    given = Given(preempt_signal="SIGUSR1", checkpoint_every=5, keep=2, max_restarts=1)
+    given = FlagSettings(preempt_signal="SIGUSR1", checkpoint_every=5, keep=2, max_restarts=1)
     assert given.variables() == {
         "LOCKSTEP_PREEMPT_SIGNAL": "SIGUSR1",
         "LOCKSTEP_CHECKPOINT_EVERY": "5",
