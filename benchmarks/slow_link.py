@@ -30,27 +30,26 @@ from tests.hosts import Host, Hosts, missing
 SCRIPT = Path(__file__).parent / "contestants" / "over_link.py"
 PLAIN = "plain DDP (tree)"
 LOCAL = "local-sgd, every 16 steps"
-#: Name, exchange and what else it is told, learning rate.
+#: Name, flags, learning rate.
 CONTESTANTS = {
-    PLAIN: (("tree",), "0.1"),
-    "bf16": (("bf16",), "0.1"),
-    "powersgd, rank 4": (("powersgd",), "0.1"),
-    LOCAL: (("local-sgd", "--sync-every", "16"), "0.1"),
-    "diloco, every 50 steps": (("diloco", "--sync-every", "50"), "0.03"),
+    PLAIN: (("--exchange", "tree"), "0.1"),
+    "bf16": (("--exchange", "bf16"), "0.1"),
+    "powersgd, rank 4": (("--exchange", "powersgd"), "0.1"),
+    LOCAL: (("--strategy", "local-sgd", "--sync-every", "16"), "0.1"),
+    "diloco, every 50 steps": (("--strategy", "diloco", "--sync-every", "50"), "0.03"),
 }
 _TOLD = "told: "
 
 
-def train(hosts: Hosts, made: list[Host], exchange: tuple[str, ...], lr: str) -> dict[str, Any]:
+def train(hosts: Hosts, made: list[Host], flags: tuple[str, ...], lr: str) -> dict[str, Any]:
     """Train over the link, and return what the main rank tells."""
-    flags = ("--no-exact", "--exchange", *exchange)
     script = (str(SCRIPT), "--lr", lr, "--interface", "eth0")
     with tempfile.TemporaryDirectory() as directory:
         place = ("--nnodes", "2", "-n", "1", "--master-addr", made[0].name)
         started = [
             host.start(
                 *(sys.executable, "-m", "lockstep", "run", *place, "--node-rank", str(rank)),
-                *(*flags, *script),
+                *("--no-exact", *flags, *script),
                 cwd=Path(directory),
                 env=one_thread(),
             )
@@ -103,7 +102,7 @@ def main() -> None:
         ]
         for name, ours in told.items()
     ]
-    columns = ["exchange", "MB sent per step and rank", "steps", "accuracy at the end"]
+    columns = ["exchange or strategy", "MB sent per step and rank", "steps", "accuracy at the end"]
     report.table("what it took", columns, rows)
     report.close()
 

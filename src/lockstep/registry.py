@@ -1,9 +1,9 @@
 """Registry of strategies and exchanges: those of Lockstep, and those of other packages.
 
-A strategy distributes models, an exchange sums gradients. An entry says what one needs and
-promises; `hold`, `build` and `check` name functions as `module:function`, which are imported where they are
-used. So names are known without importing torch. Other packages publish an entry by an entry point in the
-group `lockstep.strategies` or `lockstep.exchanges`, under the name that users will choose it by.
+A strategy distributes models, an exchange sums gradients. An entry says what its strategy or exchange needs
+and promises; `wrap`, `build` and `check` name functions as `module:function`, which are imported where they
+are used. So names are known without importing torch. Other packages publish an entry by an entry point in
+the group `lockstep.strategies` or `lockstep.exchanges`, under the name that users will choose it by.
 
 Classes of exactness. `exact`: the bits of the result do not depend on the layout. `close`: the same
 mathematics, rounded in another order. `approximate`: other mathematics, to the same end.
@@ -15,7 +15,7 @@ import importlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from lockstep.errors import UsageError, did_you_mean
 
@@ -35,8 +35,7 @@ class ExchangeEntry:
         is_exact: for an exchange of class `close`: takes a `Forest`, returns whether its sums have the bits
             of the tree there all the same.
         check: refuses where it cannot work: takes a `Forest`, and `one_host` and `device` by keyword.
-        hold: for an exchange whose ranks train by themselves for some steps at a time: holds a model so,
-            in the place of `build`.
+        keywords: of `run.model` that are its own; they have no effect with other exchanges.
         strategy: the only strategy that takes it; `None` for each that takes exchanges of this class.
         no_loss_scale: why it cannot go with the loss scale of fp16, if so.
         compares_batches: whether it refuses gradients of different batches; where not, `ddp` does, on CPUs.
@@ -48,7 +47,7 @@ class ExchangeEntry:
     exactness: Exactness = "exact"
     is_exact: Function = ""
     check: Function = ""
-    hold: Function = ""
+    keywords: tuple[str, ...] = ()
     strategy: str | None = None
     no_loss_scale: str = ""
     compares_batches: bool = False
@@ -57,12 +56,14 @@ class ExchangeEntry:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StrategyEntry:
-    """How models may be held.
+    """A strategy: how a model is distributed over ranks.
 
     Attributes:
         name: what users choose it by; of an entry point, that one's name.
-        hold: holds a model: takes the module, a `ModelContext` and the keywords of `run.model`; returns a
-            `WrappedModel`.
+        wrap: function from the module, a `ModelContext` and the keywords of `run.model` to a `WrappedModel`
+            (`lockstep.engine.strategies.wrapped_model`).
+        fallback: the strategy that wraps in its place where there is nothing to distribute: on a rank
+            without a process group, or, if it spreads models, where each rank has a whole one.
         exactness: its class, where the exchange adds nothing to it.
         check: checks the module and the keywords of `run.model`, also on one rank.
         exchanges: those that it goes with; `None` for all that ask for no strategy of their own.
@@ -70,19 +71,22 @@ class StrategyEntry:
         one_rank: whether a run has one rank with it.
         needs_group: whether a single rank has a process group, too.
         meshed: whether it needs torch's mesh of the ranks.
-        spreads: whether it holds one model over several ranks.
-        places: whether it puts the parts of a model that it spreads onto devices itself.
+        spreads: whether it distributes the parts of one model over several ranks.
+        places: whether it puts these parts onto devices itself.
+        averages: whether each rank updates its own parameters, which are averaged every some steps.
         has_servers: whether parameter servers beside the ranks are part of it.
         scatters: whether one rank computes on several devices.
         shards: whether each rank has, and saves, its own part of every parameter.
         cuts_batches: whether it may compute on a replica's samples in parts.
+        no_loss_scale: why it cannot go with the loss scale of fp16, if so.
         keywords: of `run.model` that are its own; they have no effect with other strategies.
         ddp_keywords: keywords of DistributedDataParallel that it takes; `None` for all.
         slow_import: whether its module takes so long to import that a launcher does it beforehand.
     """
 
     name: str = ""
-    hold: Function = ""
+    wrap: Function = ""
+    fallback: str = ""
     exactness: Exactness = "exact"
     check: Function = "lockstep.engine.strategies.checks:check_settings"
     exchanges: tuple[str, ...] | None = None
@@ -92,10 +96,12 @@ class StrategyEntry:
     meshed: bool = False
     spreads: bool = False
     places: bool = False
+    averages: bool = False
     has_servers: bool = False
     scatters: bool = False
     shards: bool = False
     cuts_batches: bool = False
+    no_loss_scale: str = ""
     keywords: tuple[str, ...] = ()
     ddp_keywords: tuple[str, ...] | None = None
     slow_import: bool = False
@@ -124,42 +130,46 @@ class Registry(Generic[EntryT]):
     """The entries of one kind by their names.
 
     Args:
-        what: what an entry is.
-        group: that of the entry points of other packages.
-        entries: those of Lockstep.
+        what: the kind, as messages name it.
+        group: of the entry points of other packages.
+        entries: of Lockstep.
     """
 
     def __init__(self, what: str, group: str, entries: Sequence[EntryT]) -> None:
         self._what, self._group = what, group
         self._kind: type = type(entries[0])
-        self._entries: dict[str, EntryT] = {one.name: one for one in entries}
+        self._entries: dict[str, EntryT] = {entry.name: entry for entry in entries}
         self.own: tuple[str, ...] = tuple(self._entries)
 
     def names(self) -> tuple[str, ...]:
         """Return all names: those of Lockstep, then those of other packages."""
         from importlib import metadata
 
-        published = {one.name for one in metadata.entry_points(group=self._group)}
+        published = {point.name for point in metadata.entry_points(group=self._group)}
         return (*self.own, *sorted(published - set(self.own)))
 
-    def require(self, name: Any, said: str) -> None:
-        """Refuse what is no name of an entry.
+    def keywords(self) -> frozenset[str]:
+        """Return the keywords of `run.model` of all entries; of other packages' those that are in use."""
+        return frozenset(word for entry in self._entries.values() for word in entry.keywords)
+
+    def require(self, name: Any, origin: str) -> None:
+        """Refuse a name that no entry has.
 
         Args:
             name: what was given.
-            said: what it was given as.
+            origin: the flag, variable or argument that it was given by.
 
         Raises:
             UsageError: listing the names that there are.
         """
         if name not in self._entries and name not in self.names():
             raise UsageError(
-                f"{said} is {name!r}; expected one of {', '.join(self.names())}",
+                f"{origin} is {name!r}; expected one of {', '.join(self.names())}",
                 hint=did_you_mean(str(name), self.names()),
             )
 
     def find(self, name: str) -> EntryT:
-        """Return the entry of a name; that of another package is imported when it is first asked for.
+        """Return the entry of a name; an entry of another package is imported at the first call.
 
         Raises:
             UsageError: if there is none, if two packages publish it, or if it cannot be imported.
@@ -169,9 +179,9 @@ class Registry(Generic[EntryT]):
             self._entries[name] = self._load(name)
         return self._entries[name]
 
-    def where(self, is_so: Callable[[EntryT], object]) -> tuple[str, ...]:
-        """Return the names of Lockstep's entries of which `is_so` is true."""
-        return tuple(name for name in self.own if is_so(self._entries[name]))
+    def where(self, matches: Callable[[EntryT], object]) -> tuple[str, ...]:
+        """Return the names of Lockstep's entries of which `matches` is true."""
+        return tuple(name for name in self.own if matches(self._entries[name]))
 
     def _load(self, name: str) -> EntryT:
         from importlib import metadata
@@ -185,20 +195,19 @@ class Registry(Generic[EntryT]):
                 hint="uninstall all but one of them",
             )
         (point,) = points
-        told = f"the {self._what} {name} of {', '.join(packages)} ({point.value})"
+        source = f"the {self._what} {name} of {', '.join(packages)} ({point.value})"
         try:
             entry = point.load()
         except Exception as error:  # another package's, at its import
             raise UsageError(
-                f"{told} cannot be imported: {type(error).__name__}: {error}"
+                f"{source} cannot be imported: {type(error).__name__}: {error}"
             ) from error
         if not issubclass(type(entry), self._kind):
             raise UsageError(
-                f"{told} is of type {type(entry).__name__}; expected a {self._kind.__qualname__} of "
+                f"{source} is of type {type(entry).__name__}; expected a {self._kind.__qualname__} of "
                 "lockstep.registry"
             )
-        named: EntryT = replace(entry, name=name)
-        return named
+        return cast("EntryT", replace(entry, name=name))
 
 
 def resolve(function: Function) -> Callable[..., Any]:
@@ -206,26 +215,33 @@ def resolve(function: Function) -> Callable[..., Any]:
     if callable(function):
         return function
     module, _, name = function.partition(":")
-    found: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module))
-    return found
+    return cast("Callable[..., Any]", operator.attrgetter(name)(importlib.import_module(module)))
 
 
 #: What `fsdp` passes on to torch's `fully_shard`.
 OF_FULLY_SHARD = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
-#: What gradients of one part of a model go over, apart from those of other parts.
-_OF_ROWS = ("shared-memory", "tree", "native")
-_ALONE = "ranks that train by themselves do not agree on the steps that a loss scale leaves out"
+#: Exchanges between the ranks that hold the same part of a model.
+_OF_COLUMNS = ("shared-memory", "tree", "native")
+_NO_AGREEMENT = (
+    "ranks that train by themselves do not agree on the steps that a loss scale leaves out"
+)
+#: Keywords of PyTorch's PowerSGDState.
+_OF_POWERSGD = (
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate"),
+    *("use_error_feedback", "warm_start", "orthogonalization_epsilon", "random_seed"),
+    *("compression_stats_logging_frequency", "batch_tensors_with_same_shape"),
+)
 
 STRATEGIES = Registry(
     "strategy",
     "lockstep.strategies",
     [
-        StrategyEntry(name="auto", hold="lockstep.engine.strategies.ddp:hold"),
-        StrategyEntry(name="single", hold="lockstep.engine.strategies.ddp:hold", one_rank=True),
-        StrategyEntry(name="ddp", hold="lockstep.engine.strategies.ddp:hold"),
+        StrategyEntry(name="auto", wrap="lockstep.engine.strategies.ddp:wrap", fallback="single"),
+        StrategyEntry(name="single", wrap="lockstep.engine.strategies.single:wrap", one_rank=True),
+        StrategyEntry(name="ddp", wrap="lockstep.engine.strategies.ddp:wrap", fallback="single"),
         StrategyEntry(
             name="dp",
-            hold="lockstep.engine.strategies.dp:scatter",
+            wrap="lockstep.engine.strategies.dp:wrap",
             check="lockstep.engine.strategies.dp:check_settings",
             one_rank=True,
             scatters=True,
@@ -233,7 +249,7 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="ps",
-            hold="lockstep.engine.parameter_server.strategy:hold",
+            wrap="lockstep.engine.parameter_server.strategy:wrap",
             exchanges=("server",),
             why="whose gradients meet in the servers",
             needs_group=True,
@@ -241,7 +257,7 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="fsdp",
-            hold="lockstep.engine.strategies.sharded.model:hold_sharded",
+            wrap="lockstep.engine.strategies.sharded.model:wrap",
             check="lockstep.engine.strategies.sharded.wrap_policy:check_sharding",
             exchanges=("tree",),
             why="where each rank takes its own part of the sums",
@@ -254,8 +270,9 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="pipeline",
-            hold="lockstep.engine.strategies.pipeline.model:hold_pipelined",
-            exchanges=_OF_ROWS,
+            wrap="lockstep.engine.strategies.pipeline.model:wrap",
+            fallback="ddp",
+            exchanges=_OF_COLUMNS,
             why="whose ranks hold parts of one model",
             needs_group=True,
             meshed=True,
@@ -267,9 +284,10 @@ STRATEGIES = Registry(
         ),
         StrategyEntry(
             name="tensor",
-            hold="lockstep.engine.strategies.tensor:hold_tensors",
+            wrap="lockstep.engine.strategies.tensor:wrap",
+            fallback="ddp",
             exactness="close",
-            exchanges=_OF_ROWS,
+            exchanges=_OF_COLUMNS,
             why="whose ranks hold parts of one model",
             needs_group=True,
             meshed=True,
@@ -277,10 +295,30 @@ STRATEGIES = Registry(
             keywords=("plan",),
             slow_import=True,
         ),
+        StrategyEntry(
+            name="local-sgd",
+            wrap="lockstep.engine.strategies.local_sgd.model:wrap_local_sgd",
+            fallback="single",
+            exactness="approximate",
+            exchanges=("tree",),
+            why="whose ranks average parameters in tree order",
+            averages=True,
+            no_loss_scale=_NO_AGREEMENT,
+        ),
+        StrategyEntry(
+            name="diloco",
+            wrap="lockstep.engine.strategies.local_sgd.model:wrap_diloco",
+            fallback="single",
+            exactness="approximate",
+            exchanges=("tree",),
+            why="whose ranks average parameters in tree order",
+            averages=True,
+            no_loss_scale=_NO_AGREEMENT,
+        ),
     ],
 )
 #: The strategy that has parameter servers, by which their flags and messages name it.
-(WITH_SERVERS,) = STRATEGIES.where(lambda one: one.has_servers)
+(WITH_SERVERS,) = STRATEGIES.where(lambda entry: entry.has_servers)
 
 EXCHANGES = Registry(
     "exchange",
@@ -316,20 +354,23 @@ EXCHANGES = Registry(
             name="powersgd",
             build="lockstep.engine.exchange.powersgd:build",
             exactness="approximate",
+            keywords=_OF_POWERSGD,
             no_loss_scale="ranks add what they left out of one step to the next, and would keep the "
             "infinite gradients of an overflow for ever",
         ),
-        ExchangeEntry(
-            name="local-sgd",
-            hold="lockstep.engine.strategies.local_sgd.model:hold_local",
-            exactness="approximate",
-            no_loss_scale=_ALONE,
-        ),
-        ExchangeEntry(
-            name="diloco",
-            hold="lockstep.engine.strategies.local_sgd.model:hold_local",
-            exactness="approximate",
-            no_loss_scale=_ALONE,
-        ),
     ],
 )
+
+
+def choose_strategy(name: str, *, has_group: bool, is_spread: bool) -> StrategyEntry:
+    """Return the strategy that wraps the models of a run.
+
+    Args:
+        name: of the strategy that the run asks for.
+        has_group: whether its ranks have a process group.
+        is_spread: whether its mesh distributes one model over several ranks.
+    """
+    entry = STRATEGIES.find(name)
+    while entry.fallback and not (is_spread if entry.spreads else has_group):
+        entry = STRATEGIES.find(entry.fallback)
+    return entry

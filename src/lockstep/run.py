@@ -41,10 +41,11 @@ class Run(RunMetrics):
         replicas: number of logical data-parallel workers, at least as many as ranks; by default as many.
         exact: refuse settings and calls that make the result depend on the layout.
         strategy: distribution of models: `auto`, `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`.
+            With `exact=False` also `local-sgd` and `diloco`, which average parameters every `sync_every`
+            steps.
         exchange: how gradients are summed: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
             exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
-            `fp16` and `powersgd`, which compress gradients, and `local-sgd` and `diloco`, which average
-            parameters every `sync_every` steps.
+            `fp16` and `powersgd`, which compress gradients.
         sync_every: steps between two averages with `local-sgd` (default 16) and `diloco` (default 50).
         mesh: `DATAxMODEL`, such as `2x2`: number of copies of the model, and of ranks that hold one copy.
         staleness: compute gradients with parameters that are exactly so many updates old, on every

@@ -16,8 +16,8 @@ ENTRIES = """
 from lockstep import World
 from lockstep.registry import EnvironmentEntry, ExchangeEntry, StrategyEntry
 
-all_gather = ExchangeEntry(build="gathering_sums:build")
-told = StrategyEntry(hold="gathering_sums:hold")
+all_gather = ExchangeEntry(build="gathering_sums:build", keywords=("piece_bytes",))
+told = StrategyEntry(wrap="gathering_sums:wrap", fallback="single")
 
 
 def detect(environ):
@@ -62,12 +62,14 @@ class AllGather:
 
 
 def build(context):
+    if context.settings:
+        print("theirs:", dict(context.settings))
     return AllGather(context.group, context.forest)
 
 
-def hold(module, context, settings):
+def wrap(module, context, settings):
     context.say(f"theirs: {type(module).__name__} on {context.forest.size} rank(s)")
-    return ddp.hold(module, context, settings)
+    return ddp.wrap(module, context, settings)
 """
 SCRIPT = """
 import torch, lockstep
@@ -123,12 +125,25 @@ def test_they_train_like_those_of_lockstep(lockstep: Lockstep, site: dict[str, s
     assert digest(done) == expected
 
 
+@pytest.mark.ranks(2)
+def test_their_exchange_takes_its_keywords(lockstep: Lockstep, site: dict[str, str]) -> None:
+    net = "torch.nn.Linear(8, 2))"
+    lockstep.script(
+        SCRIPT.replace(f"{net})", f"{net}, piece_bytes=64, matrix_approximation_rank=2)")
+    )
+    done = lockstep("run", "--exchange", "all-gather", "-n", "2", "train.py", env=site)
+    assert digest(done)
+    assert "theirs: {'piece_bytes': 64}\n" in done.out
+    refused = lockstep("run", "--exchange", "tree", "-n", "2", "train.py", env=site)
+    assert "ModelError: DistributedDataParallel has no setting piece_bytes" in refused.err
+
+
 def test_a_name_that_nothing_has_lists_theirs(lockstep: Lockstep, site: dict[str, str]) -> None:
     lockstep.script(SCRIPT)
     done = lockstep("run", "--exchange", "ring", "train.py", env=site)
     assert done.code == 2
     assert "--exchange is 'ring'; expected one of auto, shared-memory, tree" in done.err
-    assert "diloco, all-gather\n" in done.err
+    assert "powersgd, all-gather\n" in done.err
     missing = lockstep("run", "--strategy", "told", "train.py")
     assert missing.code == 2
     assert "--strategy is 'told'; expected one of auto, single, ddp" in missing.err

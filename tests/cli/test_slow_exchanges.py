@@ -1,4 +1,4 @@
-"""`lockstep run` with exchanges for slow links, and in fp16."""
+"""`lockstep run` with exchanges and strategies for slow links, and in fp16."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ with lockstep.Run("slow") as run:
 @pytest.mark.ranks(2)
 def test_flags(lockstep: Lockstep) -> None:
     lockstep.script(SCRIPT)
-    words = ("--no-exact", "--exchange", "diloco", "--sync-every", "2", "--precision", "bf16")
+    words = ("--no-exact", "--strategy", "diloco", "--sync-every", "2", "--precision", "bf16")
     done = lockstep("run", "-n", "2", *words, "train.py")
     assert done.code == 0, done.err
-    assert "diloco approximate 1.0\n" in done.out
-    assert "lockstep: slow: approximate, 2 replicas on 2 ranks, cpu, exchange diloco" in done.err
+    assert "tree approximate 1.0\n" in done.out
+    assert "lockstep: slow: approximate, 2 replicas on 2 ranks, cpu, exchange tree" in done.err
+    assert "lockstep: strategy diloco: parameters are averaged every 2 steps\n" in done.err
     assert "finished steps=4 " in done.out
 
 
@@ -41,11 +42,9 @@ def test_keywords_without_effect_are_named(lockstep: Lockstep) -> None:
         "torch.nn.Linear(3, 2), bucket_cap_mb=1, matrix_approximation_rank=2, static_graph=True"
     )
     lockstep.script(SCRIPT.replace("torch.nn.Linear(3, 2)", keywords))
-    done = lockstep("run", "-n", "2", "--no-exact", "--exchange", "diloco", "train.py")
+    done = lockstep("run", "-n", "2", "--no-exact", "--strategy", "diloco", "train.py")
     assert done.code == 0, done.err
-    told = (
-        "lockstep: exchange diloco: no effect of bucket_cap_mb, static_graph: no gradients meet\n"
-    )
+    told = "lockstep: strategy diloco: no effect of bucket_cap_mb, static_graph: no gradients are summed\n"
     assert done.err.count(told) == 1
 
 
@@ -61,14 +60,14 @@ def test_fp16(lockstep: Lockstep) -> None:
     ("words", "code", "message"),
     [
         (
-            ("--exchange", "local-sgd"),
+            ("--strategy", "local-sgd"),
             1,
-            "exchange=local-sgd trains by other sums than one process",
+            "strategy=local-sgd trains by other mathematics than one process",
         ),
         (
-            ("--exchange", "local-sgd", "--no-exact", "--precision", "fp16"),
+            ("--strategy", "local-sgd", "--no-exact", "--precision", "fp16"),
             2,
-            "precision=fp16 with exchange=local-sgd",
+            "precision=fp16 with strategy=local-sgd",
         ),
         (
             ("--exchange", "powersgd", "--no-exact", "--precision", "fp16"),
@@ -76,9 +75,9 @@ def test_fp16(lockstep: Lockstep) -> None:
             "precision=fp16 with exchange=powersgd",
         ),
         (
-            ("--exchange", "tree", "--sync-every", "8"),
+            ("--strategy", "ddp", "--sync-every", "8"),
             2,
-            "sync_every is 8 with exchange=tree, whose ranks synchronize in every step",
+            "sync_every is 8 with strategy=ddp, whose ranks synchronize in every step",
         ),
         (("--sync-every", "0"), 2, "--sync-every is 0; expected at least 1"),
         (("--sync-every", "often"), 2, "argument --sync-every: invalid int value: 'often'"),

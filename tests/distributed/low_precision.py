@@ -1,4 +1,4 @@
-"""Jobs in reduced precision, and with exchanges that ship less than all."""
+"""Jobs in reduced precision, with compressed exchanges, and with averages of parameters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train_half(settings: dict[str, Any]) -> str:
 def train_local(
     settings: dict[str, Any], keywords: dict[str, Any] | None = None, epochs: int = 3
 ) -> tuple[Any, ...]:
-    """Train with an exchange that is not exact: digest, exactness, and whether ranks agreed on the way.
+    """Train with an approximate exchange or strategy: digest, exactness, and when ranks had one model.
 
     67 samples in batches of 16: the last has 3, and with 4 replicas or more some have none.
     """
@@ -79,15 +79,15 @@ def train_local(
                 optimizer.step()
                 optimizer.zero_grad()
                 if run._loop.acts_now():
-                    told.append(run._session.state.models[0].is_whole)
+                    told.append(run._session.state.models[0].is_synchronized)
         return run.digest(), run.exactness, told
 
 
-def train_and_stop(directory: str, exchange: str, slow: float = 0.0) -> str:
+def train_and_stop(directory: str, strategy: str, slow: float = 0.0) -> str:
     """Train with AdamW; return the digest, or `preempted`."""
     try:
         with lockstep.Run(
-            "local", run_dir=directory, progress=False, exact=False, exchange=exchange, sync_every=4
+            "local", run_dir=directory, progress=False, exact=False, strategy=strategy, sync_every=4
         ) as run:
             model = run.model(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
             optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -112,7 +112,7 @@ def out_of_phase(directory: str, slow: float = 0.0) -> tuple[str, list[int]]:
             run_dir=directory,
             progress=False,
             exact=False,
-            exchange="local-sgd",
+            strategy="local-sgd",
             sync_every=4,
         ) as run:
             models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
@@ -139,9 +139,9 @@ def by_samples(settings: dict[str, Any]) -> list[float]:
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 
 
-def with_keywords(exchange: str, keywords: dict[str, Any]) -> None:
+def with_keywords(strategy: str, keywords: dict[str, Any]) -> None:
     """Keywords of DistributedDataParallel."""
-    with quiet_run(exact=False, exchange=exchange) as run:
+    with quiet_run(exact=False, strategy=strategy) as run:
         run.model(conv_net(), **keywords)
 
 
@@ -154,8 +154,8 @@ def differing_memory(rounds: int) -> list[list[Any]]:
         assert group is not None
         means, told = Averaging(group, torch.device("cpu")), []
         for _ in range(rounds):
-            told.append(means.all_of([run.world.rank, 5], {"same": [1, None, "é"]}))
-            told.append(means.all_of([7], ["x"] * (3 * run.world.rank)))
+            told.append(means.gather([run.world.rank, 5], {"same": [1, None, "é"]}))
+            told.append(means.gather([7], ["x"] * (3 * run.world.rank)))
         return told
 
 
@@ -196,9 +196,9 @@ def accuracy(settings: dict[str, Any], lr: float = 0.1, epochs: int = 8) -> tupl
         return right, run.digest()
 
 
-def leave_alone(exchange: str) -> None:
+def leave_alone(strategy: str) -> None:
     """The second rank leaves a loop by itself."""
-    with quiet_run(exact=False, exchange=exchange, sync_every=4) as run:
+    with quiet_run(exact=False, strategy=strategy, sync_every=4) as run:
         model = run.model(nn.Linear(6, 4))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for number, (x, y) in enumerate(run.loader(classes(80, (6,)), batch_size=10)):
@@ -211,7 +211,7 @@ def leave_alone(exchange: str) -> None:
 
 def two_optimizers() -> None:
     """One for each layer of a model."""
-    with quiet_run(exact=False, exchange="local-sgd") as run:
+    with quiet_run(exact=False, strategy="local-sgd") as run:
         model = run.model(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)))
         for layer in model:
             run.optimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
@@ -219,7 +219,7 @@ def two_optimizers() -> None:
 
 def one_optimizer_for_two_models() -> None:
     """Whose steps would be counted twice."""
-    with quiet_run(exact=False, exchange="diloco") as run:
+    with quiet_run(exact=False, strategy="diloco") as run:
         models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
         both = [p for model in models for p in model.parameters()]
         run.optimizer(torch.optim.SGD(both, lr=0.1))

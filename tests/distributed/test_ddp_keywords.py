@@ -80,7 +80,7 @@ def test_buffers_of_each_ranks_own_without_trainable_parameters() -> None:
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(4, {"strategy": "pipeline", "mesh": "2x2"}), (2, {"exchange": "local-sgd"})],
+    [(4, {"strategy": "pipeline", "mesh": "2x2"}), (2, {"strategy": "local-sgd"})],
     ids=["pipeline", "local-sgd"],
 )
 def test_frozen_models_where_those_in_training_must_share(

@@ -85,7 +85,11 @@ WAYS = [
     Way("approximate", (2,), loose(replicas=4), norm="synced"),
     *(
         Way("approximate", (2,), loose(exchange=name), wide=name != "bf16")
-        for name in EXCHANGES.where(lambda one: one.exactness == "approximate")
+        for name in EXCHANGES.where(lambda entry: entry.exactness == "approximate")
+    ),
+    *(
+        Way("approximate", (2,), loose(strategy=name), wide=True)
+        for name in STRATEGIES.where(lambda entry: entry.averages)
     ),
 ]
 

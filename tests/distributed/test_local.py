@@ -15,10 +15,10 @@ pytestmark = pytest.mark.ranks(3)
 
 
 @pytest.mark.wide(beyond=2)
-@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (3, 7)])
-def test_ranks_end_as_one_and_twice_alike(exchange: str, ranks: int, replicas: int) -> None:
-    settings = {"exchange": exchange, "sync_every": 4, "replicas": replicas}
+def test_ranks_end_as_one_and_twice_alike(strategy: str, ranks: int, replicas: int) -> None:
+    settings = {"strategy": strategy, "sync_every": 4, "replicas": replicas}
     first, second = (run_ranks(jobs.train_local, ranks, settings) for _ in range(2))
     assert first == second
     assert all(one == first[0] for one in first)
@@ -29,18 +29,18 @@ def test_ranks_end_as_one_and_twice_alike(exchange: str, ranks: int, replicas: i
 
 
 @pytest.mark.wide(beyond=1)
-@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
-def test_a_run_goes_on_as_if_nothing_had_been(exchange: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_run_goes_on_as_if_nothing_had_been(strategy: str, tmp_path: Path) -> None:
     """States are taken when ranks are one only; outer and inner momentum come back."""
     environ = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_THREADS": "1"}
     place = str(tmp_path / "run")
     faults = {**environ, "LOCKSTEP_FAULTS": "term@10"}
-    first = run_ranks(jobs.train_and_stop, 2, place, exchange, 0.02, environ=faults)
+    first = run_ranks(jobs.train_and_stop, 2, place, strategy, 0.02, environ=faults)
     assert first == ["preempted"] * 2
     step = json.loads((tmp_path / "run/run.json").read_text())["step"]
     assert step % 6 in (0, 4), "six batches an epoch: ranks are one in the fourth, and at its end"
-    second = run_ranks(jobs.train_and_stop, 2, place, exchange, environ=environ)
-    whole = run_ranks(jobs.train_and_stop, 2, str(tmp_path / "whole"), exchange, environ=environ)
+    second = run_ranks(jobs.train_and_stop, 2, place, strategy, environ=environ)
+    whole = run_ranks(jobs.train_and_stop, 2, str(tmp_path / "whole"), strategy, environ=environ)
     assert second == whole
     assert len(set(whole)) == 1
 
@@ -66,9 +66,9 @@ def test_where_one_model_meets_all_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide(beyond=1)
-@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
-def test_a_barrier_is_no_meeting(exchange: str) -> None:
-    settings = {"exchange": exchange, "sync_every": 4}
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_barrier_is_no_meeting(strategy: str) -> None:
+    settings = {"strategy": strategy, "sync_every": 4}
     seldom, often = (run_ranks(jobs.with_barriers, 2, settings, one) for one in (False, True))
     assert seldom == often
 
@@ -79,16 +79,16 @@ def test_ranks_weigh_their_samples(ranks: int, replicas: int) -> None:
     """Plain SGD that meets in every step is SGD on all samples, however they are split over ranks."""
     settings = {"exact": False, "replicas": replicas}
     expected = run_ranks(jobs.by_samples, 1, settings)[0]
-    local = {**settings, "exchange": "local-sgd", "sync_every": 1}
+    local = {**settings, "strategy": "local-sgd", "sync_every": 1}
     for reached in run_ranks(jobs.by_samples, ranks, local):
         assert reached == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.wide(beyond=1)
-@pytest.mark.parametrize("exchange", ["local-sgd", "diloco"])
-def test_weights_that_nobody_has_moved_keep_their_bits(exchange: str) -> None:
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_weights_that_nobody_has_moved_keep_their_bits(strategy: str) -> None:
     """Whatever ranks weigh: a weighted mean of equal numbers may be another one."""
-    settings = {"exchange": exchange, "sync_every": 3, "replicas": 7}
+    settings = {"strategy": strategy, "sync_every": 3, "replicas": 7}
     for _digest, same in run_ranks(jobs.train_unused, 3, settings, 10):
         assert same
 
@@ -102,7 +102,7 @@ def test_what_ranks_tell_each_other() -> None:
 @pytest.mark.wide(beyond=1)
 @pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
 def test_keywords_that_ask_for_other_results(name: str) -> None:
-    with pytest.raises(RankError, match=f"ModelError: {name}=False with exchange=local-sgd"):
+    with pytest.raises(RankError, match=f"ModelError: {name}=False with strategy=local-sgd"):
         run_ranks(jobs.with_keywords, 2, "local-sgd", {name: False})
 
 
@@ -114,8 +114,8 @@ def test_optimizers_whose_steps_cannot_be_counted() -> None:
 
 
 def test_fp16_is_refused() -> None:
-    with pytest.raises(RankError, match="UsageError: precision=fp16 with exchange=diloco"):
-        run_ranks(jobs.overflow, 2, {"exchange": "diloco", "exact": False})
+    with pytest.raises(RankError, match="UsageError: precision=fp16 with strategy=diloco"):
+        run_ranks(jobs.overflow, 2, {"strategy": "diloco", "exact": False})
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +126,21 @@ def expected() -> float:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("exchange", "training"),
+    ("asked", "training"),
     [
-        ("bf16", ()),
-        ("fp16", ()),
-        ("powersgd", ()),
-        ("local-sgd", ()),
+        ({"exchange": "bf16"}, ()),
+        ({"exchange": "fp16"}, ()),
+        ({"exchange": "powersgd"}, ()),
+        ({"strategy": "local-sgd"}, ()),
         # Its outer momentum makes large steps of small ones: it wants a smaller rate, and more epochs.
-        ("diloco", (0.03, 12)),
+        ({"strategy": "diloco"}, (0.03, 12)),
     ],
 )
 def test_the_digits_are_learnt_as_well(
-    exchange: str, training: tuple[Any, ...], expected: float
+    asked: dict[str, str], training: tuple[Any, ...], expected: float
 ) -> None:
     """Within 3 percentage points of the exact exchange, which gets more than 90 % of the scans right."""
-    settings = {"exchange": exchange, "exact": False}
+    settings = {**asked, "exact": False}
     (reached, digest), other = run_ranks(jobs.accuracy, 2, settings, *training)
     assert other == (reached, digest)
     assert expected > 0.9

@@ -31,7 +31,14 @@ def test_an_overflow_on_one_of_two_devices() -> None:
 
 
 @two_devices
-@pytest.mark.parametrize("exchange", ["bf16", "fp16", "powersgd", "local-sgd", "diloco"])
-def test_ranks_end_alike(exchange: str) -> None:
-    first, second = run_ranks(jobs.train_local, 2, {"exchange": exchange, "replicas": 2})
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"exchange": name} for name in ("bf16", "fp16", "powersgd")),
+        *({"strategy": name} for name in ("local-sgd", "diloco")),
+    ],
+    ids=str,
+)
+def test_ranks_end_alike(asked: dict[str, str]) -> None:
+    first, second = run_ranks(jobs.train_local, 2, {**asked, "replicas": 2})
     assert first == second

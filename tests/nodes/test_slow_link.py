@@ -64,8 +64,8 @@ def megabytes(hosts: Hosts, directory: Path, *flags: str) -> tuple[float, float]
         # Ten steps as they are, then products of rank 4; here an all-reduce sends as much as the tree.
         (("--exchange", "powersgd"), STEPS / 2, STEPS * 0.7),
         # Meetings after 8 and 16 steps and at the end, and the weights that all begin with.
-        (("--exchange", "local-sgd", "--sync-every", "8"), 3, 6),
-        (("--exchange", "diloco"), 1, 3.5),
+        (("--strategy", "local-sgd", "--sync-every", "8"), 3, 6),
+        (("--strategy", "diloco"), 1, 3.5),
     ],
     ids=["tree", "bf16", "powersgd", "local-sgd", "diloco"],
 )

@@ -36,7 +36,7 @@ def exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 def test_each_entry_names_functions_that_are_there(registry: Registry) -> None:
     for name in registry.own:
         entry = registry.find(name)
-        functions = [getattr(entry, field, "") for field in ("build", "hold", "check", "is_exact")]
+        functions = [getattr(entry, field, "") for field in ("build", "wrap", "check", "is_exact")]
         for function in filter(None, functions):
             assert callable(resolve(function)), (name, function)
 

@@ -32,7 +32,7 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """What a loader is asked to do; see `Run.loader`.
+    """Settings of a loader; see `Run.loader`.
 
     Raises:
         LoaderError: if a setting makes no sense by itself.
@@ -68,7 +68,7 @@ class LoaderSettings:
 
     @property
     def any_sampler(self) -> Any:
-        """What the script has given to draw an order, or batches; `None` for the loader's own."""
+        """The script's sampler or batch sampler; `None` for the loader's own order."""
         return self.batch_sampler if self.sampler is None else self.sampler
 
     def _check_alone(self) -> None:
@@ -83,18 +83,10 @@ class LoaderSettings:
 
 
 #: What goes to the DataLoader as it is.
-_WORKER_SETTINGS = frozenset(
-    {
-        "in_order",
-        "multiprocessing_context",
-        "persistent_workers",
-        "pin_memory",
-        "pin_memory_device",
-        "prefetch_factor",
-        "timeout",
-        "worker_init_fn",
-    }
-)
+_WORKER_SETTINGS = {
+    *("in_order", "multiprocessing_context", "persistent_workers", "pin_memory"),
+    *("pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn"),
+}
 
 
 def check_nothing_beside(asked: dict[str, Any]) -> None:
@@ -154,19 +146,15 @@ def _build_map(dataset: Any, settings: LoaderSettings, split: Split, seed: int) 
 
 
 def _batches(dataset: Sized, settings: LoaderSettings, seed: int) -> Batches:
-    if settings.batch_size is not None:
-        orders = _order_source(dataset, settings, seed)
-        return FixedSize(orders, settings.batch_size, settings.drop_last)
-    check_sampler(settings.batch_sampler, "batch sampler")
-    _check_whole(getattr(settings.batch_sampler, "sampler", None))
-    return SampledBatches(settings.batch_sampler, seed)
-
-
-def _order_source(dataset: Sized, settings: LoaderSettings, seed: int) -> OrderSource:
+    if settings.batch_size is None:
+        check_sampler(settings.batch_sampler, "batch sampler")
+        _check_whole(getattr(settings.batch_sampler, "sampler", None))
+        return SampledBatches(settings.batch_sampler, seed)
+    orders: OrderSource = DatasetOrder(len(dataset), settings.shuffle, seed)
     if settings.sampler is not None:
         check_sampler(settings.sampler)
-        return SamplerOrder(settings.sampler, seed)
-    return DatasetOrder(len(dataset), settings.shuffle, seed)
+        orders = SamplerOrder(settings.sampler, seed)
+    return FixedSize(orders, settings.batch_size, settings.drop_last)
 
 
 def _build_stream(
@@ -223,7 +211,8 @@ def _order_of(sampler: Any, dataset: Any) -> dict[str, Any]:
     kind = type(sampler)
     if kind is SequentialSampler and sampler.data_source is dataset:
         return {"shuffle": False}
-    if kind is RandomSampler and sampler.data_source is dataset and _shuffles(sampler):
+    is_random = kind is RandomSampler and sampler.data_source is dataset
+    if is_random and not sampler.replacement and sampler._num_samples is None:
         return {"shuffle": True}
     if kind is DistributedSampler and sampler.dataset is dataset:
         return {"shuffle": sampler.shuffle}  # the split over ranks is this loader's own work
@@ -245,14 +234,7 @@ def _check_whole(sampler: Any) -> None:
         )
 
 
-def _shuffles(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and sampler._num_samples is None
-
-
 def _workers_of(loader: DataLoader[Any]) -> Workers:
-    if loader.num_workers == 0:
-        return Workers(pin_memory=loader.pin_memory)
     names = ("prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context")
-    settings = {name: getattr(loader, name) for name in names}
-    settings["persistent_workers"] = loader.persistent_workers
-    return Workers(loader.num_workers, loader.pin_memory, settings)
+    settings = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
+    return Workers(loader.num_workers, loader.pin_memory, settings if loader.num_workers else {})

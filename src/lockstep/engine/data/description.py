@@ -26,10 +26,9 @@ _INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A dataset and its sampler, to be described as they are when they are asked for.
+    """A dataset and its sampler, described as they are at the time of a call.
 
     Attributes:
-        dataset: of the user's.
         sampler: of the user's; `None` for the loader's own order.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -20,35 +20,25 @@ from lockstep.engine.layout.permutation import Indices
 Collate = Callable[[list[Any]], Any]
 
 
-class Request(NamedTuple):
-    """One microbatch to fetch: the samples, and the numbers that name it among all."""
+class FetchRequest(NamedTuple):
+    """One microbatch to fetch: indices of its samples, and the numbers that identify it."""
 
     indices: Indices
     numbers: tuple[int, int, int, int, int]
 
 
-class Look(Request):
-    """Samples that are to be compared with those of other ranks, and not collated."""
-
-
-class Fetch(Protocol):
-    """How a dataset turns a request into a batch."""
-
-    def __call__(self, request: Request) -> Any:
-        """Return the collated samples of `request`."""
-
-    def samples(self, request: Request) -> Any:
-        """Return them as the dataset gives them."""
+class CheckRequest(FetchRequest):
+    """Samples to compare with those of other ranks; they are not collated."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchTensors:
-    """Whole batches by indexing: nothing is random and nothing needs collating."""
+    """Fetches whole batches by indexing tensors: no randomness, no collating."""
 
     tensors: tuple[torch.Tensor, ...]
     subset: torch.Tensor | None
 
-    def samples(self, request: Request) -> list[torch.Tensor]:
+    def samples(self, request: FetchRequest) -> list[torch.Tensor]:
         """Return one tensor per tensor of the dataset, each of shape `(samples, …)`."""
         index = torch.from_numpy(request.indices)
         if self.subset is not None:
@@ -61,48 +51,51 @@ class FetchTensors:
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """Whole batches by the dataset's own `__getitems__`, under one key per microbatch."""
+    """Fetches whole batches by the dataset's `__getitems__`, under one key per microbatch."""
 
     dataset: Any
     collate: Collate
     seed: int
 
-    def __call__(self, request: Request) -> Any:
+    def __call__(self, request: FetchRequest) -> Any:
         """Return the collated samples of `request`."""
         return self.collate(self.samples(request))
 
-    def samples(self, request: Request) -> Any:
-        """Return them as the dataset gives them."""
+    def samples(self, request: FetchRequest) -> Any:
+        """Return the samples as the dataset gives them."""
         set_key(keys.derive(self.seed, keys.BATCH, *request.numbers))
         return self.dataset.__getitems__(request.indices.tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSamples:
-    """One sample after the other, each under a key of its own."""
+    """Fetches one sample after the other, each under a key of its own."""
 
     dataset: Any
     collate: Collate
     seed: int
 
-    def __call__(self, request: Request) -> Any:
+    def __call__(self, request: FetchRequest) -> Any:
         """Return the collated samples of `request`."""
         samples = self.samples(request)
         set_key(keys.derive(self.seed, keys.BATCH, *request.numbers))
         return self.collate(samples)
 
-    def samples(self, request: Request) -> list[Any]:
-        """Return them as the dataset gives them."""
-        return [self._sample(index, request) for index in request.indices.tolist()]
-
-    def _sample(self, index: int, request: Request) -> Any:
+    def samples(self, request: FetchRequest) -> list[Any]:
+        """Return the samples as the dataset gives them."""
         loader, epoch, round_, _, _ = request.numbers
-        set_key(keys.derive(self.seed, keys.SAMPLE, loader, epoch, round_, index))
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            error.add_note(f"sample {index} of {type(self.dataset).__name__}")
-            raise
+        samples = []
+        for index in request.indices.tolist():
+            set_key(keys.derive(self.seed, keys.SAMPLE, loader, epoch, round_, index))
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                error.add_note(f"sample {index} of {type(self.dataset).__name__}")
+                raise
+        return samples
+
+
+Fetch = FetchTensors | FetchBatch | FetchSamples
 
 
 def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
@@ -118,7 +111,7 @@ def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
 
 
 def _tensors_behind(dataset: Any) -> FetchTensors | None:
-    """Look through subsets to a plain TensorDataset; a subclass may do anything, so it isn't one."""
+    """Return the tensors of a plain TensorDataset behind subsets; a subclass of it may do anything."""
     subset: torch.Tensor | None = None
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)

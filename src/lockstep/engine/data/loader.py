@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.engine.data.microbatch import Microbatch, Observer, Start
-from lockstep.engine.data.sources import Batch, MapSource, Source, Tell
+from lockstep.engine.data.sources import Batch, CompareData, MapSource, Source
 from lockstep.errors import LoaderError
 
 T = TypeVar("T")
@@ -29,8 +29,7 @@ class GlobalBatch:
 
     def __init__(self, batch: Batch, observer: Observer, index: int) -> None:
         self.index = index
-        self._batch = batch
-        self._observer = observer
+        self._batch, self._observer = batch, observer
         self._seen: list[tuple[Microbatch, Any]] = []
         self._turn = 0
         self._is_over = False
@@ -49,9 +48,8 @@ class GlobalBatch:
                 "a global batch was iterated over after the next one had been asked for",
                 hint="use each batch inside `for batch in run.batches(loader): …`",
             )
-        pairs = (
-            (m._replace(turn=turn), data) for m, data in self._replayed() if audits or not m.audit
-        )
+        replayed = self._replay()
+        pairs = ((m._replace(turn=turn), data) for m, data in replayed if audits or not m.audit)
         return observed(show(pairs, self._observer, shown=True), self._observer)
 
     def pass_over(self) -> None:
@@ -60,7 +58,7 @@ class GlobalBatch:
         for _ in self._batch:
             pass
 
-    def _replayed(self) -> Batch:
+    def _replay(self) -> Batch:
         """Yield microbatches of earlier passes, then the rest; a pass may have been left in the middle."""
         yield from tuple(self._seen)
         for pair in self._batch:
@@ -69,7 +67,7 @@ class GlobalBatch:
 
 
 def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
-    """Yield the data of one pass over a global batch, which is `shown` to the script as a whole, or not."""
+    """Yield the data of one pass over a global batch; `shown`: the script has its `GlobalBatch`."""
     microbatch = None
     for microbatch, data in pairs:
         if not observer.takes(microbatch):
@@ -121,19 +119,15 @@ class Loader:
         number: int,
         batch_size: int | None,
         device: torch.device | None,
-        compare: Tell | None = None,
+        compare: CompareData | None = None,
         measure: Measure = iter,
         dataset: Any = None,
         sampler: Any = None,
     ) -> None:
+        self.number, self.batch_size = number, batch_size
         self.dataset, self.sampler = dataset, sampler
-        self._source = source
-        self._observer = observer
-        self._device = device
-        self._compare = compare
-        self._measure = measure
-        self.number = number
-        self.batch_size = batch_size
+        self._source, self._observer = source, observer
+        self._device, self._compare, self._measure = device, compare, measure
 
     def __len__(self) -> int:
         """Return the number of global batches in one loop over the data.
@@ -150,21 +144,22 @@ class Loader:
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
-        return observed(self._microbatches(), self._observer)
+        def microbatches() -> Generator[Any]:
+            for _, batch in self._loop(shown=False):
+                yield from show(batch, self._observer, shown=False)
 
-    def _microbatches(self) -> Generator[Any]:
-        for _, batch in self._loop(shown=False):
-            yield from show(batch, self._observer, shown=False)
+        return observed(microbatches(), self._observer)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield each global batch, to be iterated over once or more."""
-        return observed(self._whole_batches(), self._observer)
 
-    def _whole_batches(self) -> Generator[GlobalBatch]:
-        for index, batch in self._loop(shown=True):
-            whole = GlobalBatch(batch, self._observer, index)
-            yield whole
-            whole.pass_over()
+        def global_batches() -> Generator[GlobalBatch]:
+            for index, batch in self._loop(shown=True):
+                whole = GlobalBatch(batch, self._observer, index)
+                yield whole
+                whole.pass_over()
+
+        return observed(global_batches(), self._observer)
 
     def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
         """Yield each global batch and its number.
@@ -172,13 +167,14 @@ class Loader:
         Where it is shown to the script as a whole, that may draw before its passes.
         """
         start = self._observer.loop_begins(self.number, self._source.batching)
-        step = start.first
-        early = True
+        step, early = start.first, True
         try:
             for batch in self._measure(self._batches(start)):
                 self._observer.batch_begins(start, step, shown=shown)
-                pairs = self._measure(batch)
-                yield step, pairs if self._device is None else _moved(pairs, self._device)
+                pairs: Batch = self._measure(batch)
+                if (device := self._device) is not None:
+                    pairs = ((m, to_device(data, device)) for m, data in pairs)
+                yield step, pairs
                 step += 1
                 if self._observer.batch_ends(start):
                     break
@@ -194,10 +190,6 @@ class Loader:
         return self._source.batches(
             self.number, start.epoch, start.round, start.first, compare, audited
         )
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    return ((microbatch, to_device(data, device)) for microbatch, data in batch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

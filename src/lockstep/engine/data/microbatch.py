@@ -1,4 +1,4 @@
-"""A microbatch: one replica's share of one global batch."""
+"""`Microbatch`, and what a loop over a loader reports to the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.engine.layout.permutation import Indices
 
 
 class Microbatch(NamedTuple):
-    """What a replica computes on in one step.
+    """One replica's share of a global batch.
 
     Attributes:
         loader: number of the loader in the run, in order of creation.
@@ -42,12 +42,12 @@ class Microbatch(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Its part of the global batch: the weight of its mean loss in the mean over all samples."""
+        """Weight of its mean loss in the mean over the global batch."""
         return self.size / self.total
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """What names it in the derivation of keys; none of it depends on the layout."""
+        """Numbers that identify it in keys; none of them depends on the layout."""
         return self[:5]
 
     @property
@@ -88,11 +88,8 @@ class Batching:
         """How many global batches a loop has; `None` for a stream."""
         if self.samples is None or self.batch_size is None:
             return self.count
-        return (
-            self.samples // self.batch_size
-            if self.drop_last
-            else -(-self.samples // self.batch_size)
-        )
+        full, rest = divmod(self.samples, self.batch_size)
+        return full if self.drop_last or not rest else full + 1
 
     def differences(self, now: Batching) -> list[str]:
         """Return one line per value that is another one `now`."""
@@ -132,7 +129,7 @@ class Start:
 
 
 class Observer(Protocol):
-    """Who is told where a loop over microbatches stands: the run."""
+    """Receives the progress of loops over microbatches: the run's `Loop`."""
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
         """Return where a loop over `loader` that begins now starts.
@@ -145,7 +142,7 @@ class Observer(Protocol):
         """The script is about to see global batch `step` of a loop; `shown` to it as a whole."""
 
     def audit_plan(self, start: Start) -> Callable[[int], int | None]:
-        """Return what says which replica, if any, is computed once more in a global batch of a loop."""
+        """Return a function from the number of a global batch to the replica that is computed once more."""
 
     def takes(self, microbatch: Microbatch) -> bool:
         """Whether the loop's body sees a microbatch now, which may have no sample or be an audit's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,20 +17,6 @@ from lockstep.engine.layout.permutation import Indices, Listed, Order, Sequentia
 from lockstep.errors import LoaderError
 
 
-class OrderSource(Protocol):
-    """Gives each loop over the data its order."""
-
-    @property
-    def name(self) -> str:
-        """What kind of order it is."""
-
-    def __len__(self) -> int:
-        """Number of positions in an order."""
-
-    def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of one loop over the data."""
-
-
 @dataclass(frozen=True, slots=True)
 class DatasetOrder:
     """The dataset's own order, or a keyed shuffle of it."""
@@ -41,7 +27,7 @@ class DatasetOrder:
 
     @property
     def name(self) -> str:
-        """What kind of order it is."""
+        """Name of the order in a `Batching`."""
         return "shuffled" if self.shuffle else "sequential"
 
     def __len__(self) -> int:
@@ -56,7 +42,7 @@ class DatasetOrder:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOrder:
-    """What a sampler of the user's yields, drawn under the loop's key so that all ranks agree.
+    """Indices of the user's sampler, drawn under the loop's key so that all ranks agree.
 
     Takes 8 bytes per sample, since a sampler can only be asked for everything at once.
     """
@@ -66,7 +52,7 @@ class SamplerOrder:
 
     @property
     def name(self) -> str:
-        """What kind of order it is: the sampler's class."""
+        """Name of the sampler's class."""
         return type(self.sampler).__name__
 
     def __len__(self) -> int:
@@ -78,7 +64,7 @@ class SamplerOrder:
         Raises:
             LoaderError: if the sampler yields another number of indices than its length.
         """
-        _start(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        _seed(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
         indices = np.fromiter(self.sampler, dtype=np.int64)
         if len(indices) != len(self):
             raise LoaderError(
@@ -89,11 +75,14 @@ class SamplerOrder:
         return Listed(indices)
 
 
-def _start(sampler: Any, key: int) -> None:
-    """Let a sampler, and the one inside a batch sampler, begin at `key`."""
+OrderSource = DatasetOrder | SamplerOrder
+
+
+def _seed(sampler: Any, key: int) -> None:
+    """Seed the generators of a sampler, and of the sampler inside a batch sampler."""
     set_key(key)
-    for one in (sampler, getattr(sampler, "sampler", None)):
-        generator = getattr(one, "generator", None)
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key)
 
@@ -106,7 +95,6 @@ class Drawn:
     """The global batches of one loop.
 
     Attributes:
-        order: the samples of all batches, one behind the other.
         start: given the number of a batch, the position where it begins; that of its end for the next.
     """
 
@@ -114,22 +102,9 @@ class Drawn:
     start: Callable[[int], int]
 
 
-class Batches(Protocol):
-    """Gives each loop over the data its global batches."""
-
-    def __len__(self) -> int:
-        """Number of global batches in a loop."""
-
-    def batching(self, indices: str | None) -> Batching:
-        """Return how a loop that begins now makes its batches; `indices` is a checksum of the data's."""
-
-    def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the batches of one loop over the data."""
-
-
 @dataclass(frozen=True, slots=True)
 class FixedSize:
-    """Pieces of one size of an order; the last may be short, or is left out."""
+    """Global batches of one size; the last may be short, or is left out."""
 
     orders: OrderSource
     size: int
@@ -140,7 +115,7 @@ class FixedSize:
         return length // self.size if self.drop_last else -(-length // self.size)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return how a loop that begins now makes its batches."""
+        """Return what decides the batches; `indices` is a checksum of the data's."""
         return Batching(
             batch_size=self.size,
             samples=len(self.orders),
@@ -158,9 +133,9 @@ class FixedSize:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatches:
-    """What a batch sampler of the user's yields: each of its batches is a global one.
+    """Global batches of the user's batch sampler, drawn under the loop's key so that all ranks agree.
 
-    It is drawn under the loop's key, so that all ranks agree. Takes 8 bytes per sample.
+    Takes 8 bytes per sample.
     """
 
     sampler: Any
@@ -170,7 +145,7 @@ class SampledBatches:
         return len(self.sampler)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return how a loop that begins now makes its batches."""
+        """Return what decides the batches; `indices` is a checksum of the data's."""
         return Batching(
             batch_size=None,
             samples=None,
@@ -186,7 +161,7 @@ class SampledBatches:
         Raises:
             LoaderError: if there are more or fewer than the length of the sampler, or one has no samples.
         """
-        _start(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        _seed(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
         name = type(self.sampler).__name__
         batches = [_indices(batch, name) for batch in self.sampler]
         if len(batches) != len(self):
@@ -197,6 +172,9 @@ class SampledBatches:
             )
         starts = np.cumsum([0, *map(len, batches)])
         return Drawn(Listed(np.concatenate(batches)), lambda step: int(starts[step]))
+
+
+Batches = FixedSize | SampledBatches
 
 
 def _indices(batch: Any, sampler: str) -> Indices:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.engine.data.description import Description, checksum
-from lockstep.engine.data.fetch import Collate, Fetch, Look, Request
+from lockstep.engine.data.fetch import CheckRequest, Collate, Fetch, FetchRequest
 from lockstep.engine.data.microbatch import Batching, Microbatch
 from lockstep.engine.data.orders import Batches, Drawn
 from lockstep.engine.data.randomness import Stream, set_key, undisturbed
@@ -20,8 +20,8 @@ from lockstep.engine.layout import keys
 from lockstep.engine.layout.permutation import Indices
 from lockstep.engine.layout.replicas import share
 
-#: Is given what a rank holds of its data: names and short values.
-Tell = Callable[[dict[str, str]], None]
+#: Compares with other ranks what describes a rank's data: names and short values.
+CompareData = Callable[[dict[str, str]], None]
 #: A global batch of one rank: its microbatches, each with the data that belongs to it.
 Batch = Iterator[tuple[Microbatch, Any]]
 #: Given the number of a global batch, returns the replica that is computed once more; `None` for none.
@@ -44,30 +44,6 @@ class Split:
     block: range
 
 
-class Source(Protocol):
-    """What a loader draws from."""
-
-    def batching(self) -> Batching:
-        """Return how a loop that begins now makes its batches."""
-
-    def batches(
-        self,
-        loader: int,
-        epoch: int,
-        round_: int,
-        first: int = 0,
-        tell: Tell | None = None,
-        audited: Audited = no_audit,
-    ) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
-
-        `tell` is first given what can be compared with other ranks: a description and some samples.
-        """
-
-    def close(self) -> None:
-        """Let go of worker processes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Workers:
     """Settings that go to the DataLoader as they are."""
@@ -79,17 +55,30 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
-    """What a worker process does first: compute as the main process would, then what the user asks."""
+class _WorkerInit:
+    """`worker_init_fn` of worker processes: the main process's threads, then the user's function."""
 
-    own: Callable[[int], None] | None
+    users: Callable[[int], None] | None
     threads: int
 
     def __call__(self, worker: int) -> None:
         # DataLoader gives workers one thread, and a sum over two has other bits.
         torch.set_num_threads(self.threads)
-        if self.own is not None:
-            self.own(worker)
+        if self.users is not None:
+            self.users(worker)
+
+
+def _with_workers(dataset: Any, workers: Workers, **more: Any) -> DataLoader[Any]:
+    """Return a DataLoader whose worker processes fetch the items of `dataset` as they are."""
+    init = _WorkerInit(workers.settings.get("worker_init_fn"), workers.threads)
+    settings = {**workers.settings, "worker_init_fn": init, **more}
+    return DataLoader(
+        dataset, batch_size=None, collate_fn=_as_is, num_workers=workers.count, **settings
+    )
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
 
 
 class _KeyedStream(IterableDataset[Any]):
@@ -105,12 +94,12 @@ class _KeyedStream(IterableDataset[Any]):
 
 
 class _Requests:
-    """The sampler of a DataLoader: hands out the requests of the loop that is about to start."""
+    """Sampler of a DataLoader: yields the requests of the loop that is about to start."""
 
     def __init__(self) -> None:
-        self.pending: Iterable[Request] = ()
+        self.pending: Iterable[FetchRequest] = ()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[FetchRequest]:
         return iter(self.pending)
 
 
@@ -120,15 +109,11 @@ class _Fetched(Dataset[Any]):
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, request: Request) -> Any:
-        if isinstance(request, Look):
+    def __getitem__(self, request: FetchRequest) -> Any:
+        if isinstance(request, CheckRequest):
             # Twice: a dataset that changes its samples gives others then.
             return [checksum(self._fetch.samples(request)) for _ in range(2)]
         return self._fetch(request)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 class MapSource:
@@ -145,21 +130,11 @@ class MapSource:
         self._fetched, self._batches, self._split = _Fetched(fetch), batches, split
         self._description = description
         self._requests = _Requests()
-        self._loader = self._make_loader(workers) if workers.count else None
+        self._loader: DataLoader[Any] | None = None
+        if workers.count:
+            more = {"sampler": self._requests, "pin_memory": workers.pin_memory}
+            self._loader = _with_workers(self._fetched, workers, **more)
         self._is_read = False
-
-    def _make_loader(self, workers: Workers) -> DataLoader[Any]:
-        own = workers.settings.get("worker_init_fn")
-        settings = {**workers.settings, "worker_init_fn": _Start(own, workers.threads)}
-        return DataLoader(
-            self._fetched,
-            sampler=self._requests,
-            batch_size=None,
-            collate_fn=_as_is,
-            num_workers=workers.count,
-            pin_memory=workers.pin_memory,
-            **settings,
-        )
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -174,21 +149,21 @@ class MapSource:
         epoch: int,
         round_: int,
         first: int = 0,
-        tell: Tell | None = None,
+        compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
 
-        `tell` is first given what can be compared with other ranks: a description and some samples.
+        `compare` is called first, with a description of the data and checksums of some samples.
         """
         drawn = self._batches.draw(loader, epoch, round_)
         plan = self._plan(drawn, (loader, epoch, round_), first, audited)
         planned, to_fetch = itertools.tee(plan)
-        requests = (Request(m.indices, m.numbers) for batch in to_fetch for m in batch)
-        if tell is None or first == len(self):
+        requests = (FetchRequest(m.indices, m.numbers) for batch in to_fetch for m in batch)
+        if compare is None or first == len(self):
             data = self._fetch_all(requests)
         else:
-            data = self._look(drawn, (loader, epoch, round_, first, -1), requests, tell)
+            data = self._compare(drawn, (loader, epoch, round_, first, -1), requests, compare)
         outermost, self._is_read = not self._is_read, True
         try:
             for batch in planned:
@@ -196,29 +171,29 @@ class MapSource:
         finally:
             self._is_read = not outermost
 
-    def _look(
+    def _compare(
         self,
         drawn: Drawn,
         numbers: tuple[int, int, int, int, int],
-        requests: Iterable[Request],
-        tell: Tell,
+        requests: Iterable[FetchRequest],
+        compare: CompareData,
     ) -> Iterator[Any]:
-        """Return the data of `requests`, after a look at a few samples of the first batch.
+        """Return the data of `requests`, after a comparison of a few samples of the first batch.
 
-        Some rank fetches those anyway, and they go the way of all others: a dataset with workers is not
-        touched in this process.
+        Some rank fetches these samples anyway. Workers fetch them, where there are any: a dataset with
+        workers is not touched in this process.
         """
         batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
         some = np.unique(batch[[0, len(batch) // 2, -1]])
-        data = self._fetch_all(itertools.chain([Look(some, numbers)], requests))
+        data = self._fetch_all(itertools.chain([CheckRequest(some, numbers)], requests))
         with undisturbed():
             samples, again = next(data)
         shown = ", ".join(map(str, some.tolist()))
         seen = {"order": checksum(batch), "shown": shown, "samples": samples, "again": again}
-        tell({**self._description.parts(), **seen})
+        compare({**self._description.parts(), **seen})
         return data
 
-    def _fetch_all(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def _fetch_all(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
         # A loop inside a loop over the same loader fetches by itself: the workers are busy.
         if self._loader is None or self._is_read:
             return map(self._fetched.__getitem__, requests)
@@ -227,7 +202,7 @@ class MapSource:
             return iter(self._loader)
 
     def close(self) -> None:
-        """Let go of worker processes."""
+        """End the worker processes."""
         self._loader = None
 
     def _plan(
@@ -293,24 +268,13 @@ class StreamSource:
         self._stream, self._kind = _KeyedStream(dataset), type(dataset).__name__
         self._items: Iterable[Any] = self._stream
         if workers.count:
-            own = workers.settings.get("worker_init_fn")
-            settings = {**workers.settings, "worker_init_fn": _Start(own, workers.threads)}
-            self._items = DataLoader(
-                self._stream,
-                batch_size=None,
-                collate_fn=_as_is,
-                num_workers=workers.count,
-                **{**settings, "persistent_workers": False},  # each loop's worker knows its key
-            )
+            # A new worker for each loop, so that it has the loop's key.
+            self._items = _with_workers(self._stream, workers, persistent_workers=False)
 
     def batching(self) -> Batching:
         """Return how a loop that begins now makes its batches."""
-        return Batching(
-            batch_size=self._batch_size,
-            samples=None,
-            order="stream",
-            drop_last=self._drop_last,
-        )
+        size, drop_last = self._batch_size, self._drop_last
+        return Batching(batch_size=size, samples=None, order="stream", drop_last=drop_last)
 
     def batches(
         self,
@@ -318,16 +282,16 @@ class StreamSource:
         epoch: int,
         round_: int,
         first: int = 0,
-        tell: Tell | None = None,
+        compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of one loop over the stream.
 
-        A stream has no places to start from: batches before number `first` are read and dropped. Of what
-        ranks hold, `tell` is given the kind alone.
+        A stream has no positions to start from: batches before number `first` are read and dropped.
+        `compare` is called with the type of the dataset alone.
         """
-        if tell is not None:
-            tell({"kind": self._kind})
+        if compare is not None:
+            compare({"kind": self._kind})
         self._stream.key = keys.derive(self._seed, keys.STREAM, loader, epoch, round_)
         stream = Stream(self._stream.key)
         with stream.active():
@@ -346,10 +310,13 @@ class StreamSource:
             yield ((m, self._collated(m, batch)) for m in parts)
 
     def close(self) -> None:
-        """Let go of the worker process."""
+        """End the worker process."""
         self._items = ()
 
     def _collated(self, microbatch: Microbatch, batch: list[Any]) -> Any:
         part = share(len(batch), self._split.replicas, microbatch.replica)
         set_key(keys.derive(self._seed, keys.BATCH, *microbatch.numbers))
         return self._collate(batch[part.start : part.stop] or batch[:1])
+
+
+Source = MapSource | StreamSource

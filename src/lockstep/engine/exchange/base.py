@@ -1,7 +1,8 @@
-"""`Exchange`, the protocol of all exchanges, and `Forest`, the tree nodes of all ranks."""
+"""`Exchange`, the base class of all exchanges, and `Forest`, the tree nodes of all ranks."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -30,10 +31,9 @@ def done(value: torch.Tensor) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The maximal nodes that each rank holds, and the merges that make the root of them.
+    """The maximal tree nodes of each rank, and the merges that reduce them to the root.
 
     Attributes:
-        rank: this rank.
         counts: number of nodes of each rank, in rank order.
         merges: how many merges follow each node, when all nodes are pushed in rank order.
     """
@@ -72,16 +72,12 @@ class Forest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """What an exchange is made with.
+    """The arguments of a function that builds an exchange.
 
     Attributes:
-        name: of the exchange.
-        forest: the tree nodes of the ranks.
-        parameters: of the model, whose gradients are summed.
         group: the ranks.
-        store: where they leave notes for each other.
         key: used once per run.
-        settings: the keywords of `run.model`, of which the exchange takes its own.
+        settings: those keywords of `run.model` that the entry of the exchange names.
     """
 
     name: str
@@ -93,7 +89,7 @@ class ExchangeContext:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Exchange(Protocol):
+class Exchange(abc.ABC):
     """Sums one bucket of gradients at a time over all ranks.
 
     A bucket is announced by `slots`, which gives the memory for this rank's nodes; once they are
@@ -106,8 +102,10 @@ class Exchange(Protocol):
 
     @property
     def sent(self) -> int | None:
-        """Bytes that this rank has given to others; `None` where a library moves them and does not say."""
+        """Bytes that this rank has sent; `None` where a library sends them and does not say."""
+        return None
 
+    @abc.abstractmethod
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's nodes.
 
@@ -116,6 +114,7 @@ class Exchange(Protocol):
             extra: how many elements longer than `bucket` they are to be.
         """
 
+    @abc.abstractmethod
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future.
 
@@ -125,24 +124,24 @@ class Exchange(Protocol):
             place: of the batch, the same on all ranks; compared where the entry of the exchange says so.
 
         Raises:
-            PeerError: if another rank is gone, or elsewhere.
+            PeerError: if another rank is gone, or in another call.
         """
 
-    def close(self) -> None:
-        """Give back what the exchange holds."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Close what the exchange has opened."""
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class Stateful(Protocol):
     """An exchange whose sums depend on those of earlier steps, and on the shapes of parameters."""
 
     name: str
 
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Say whose gradients the next bucket holds."""
+        """Receive the parameters whose gradients are in the next bucket."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what is to be saved of what it remembers; the same on all ranks."""
+        """Return the state to save; the same on all ranks."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` returned."""
+        """Load what `state` returned."""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 
 from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
 from lockstep.errors import ExactnessError, UsageError
 from lockstep.registry import EXCHANGES, resolve
-
-#: Keywords that `run.model` takes for `powersgd`: those of PyTorch's PowerSGDState.
-POWERSGD_KEYWORDS = (
-    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate"),
-    *("use_error_feedback", "warm_start", "orthogonalization_epsilon", "random_seed"),
-    *("compression_stats_logging_frequency", "batch_tensors_with_same_shape"),
-)
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
@@ -58,18 +52,20 @@ def exactness_of(name: str, forest: Forest) -> str:
     return "exact" if is_exact else entry.exactness
 
 
-def make(name: str, forest: Forest, parameters: Sequence[torch.Tensor], **more: Any) -> Exchange:
+def make(
+    name: str,
+    forest: Forest,
+    parameters: Sequence[torch.Tensor],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> Exchange:
     """Return a new exchange for the gradients of `parameters`.
 
-    Args:
-        name: of the exchange.
-        forest: the tree nodes of the ranks.
-        parameters: of the model.
-        more: the other attributes of `ExchangeContext`.
+    `more`: the other attributes of `ExchangeContext`.
 
     Raises:
         ModelError: for settings that it refuses.
-        UsageError: for an exchange that is not for strategies which sum gradients.
+        UsageError: for an exchange that sums gradients elsewhere than on ranks.
     """
     entry = EXCHANGES.find(name)
     if not entry.build:
@@ -77,6 +73,6 @@ def make(name: str, forest: Forest, parameters: Sequence[torch.Tensor], **more: 
             f"exchange={name} makes no sums of gradients; expected an exchange that does",
             hint="leave the exchange to 'auto'",
         )
-    context = ExchangeContext(name=name, forest=forest, parameters=parameters, **more)
-    made: Exchange = resolve(entry.build)(context)
-    return made
+    own = {key: value for key, value in settings.items() if key in entry.keywords}
+    context = ExchangeContext(name=name, forest=forest, parameters=parameters, settings=own, **more)
+    return cast("Exchange", resolve(entry.build)(context))

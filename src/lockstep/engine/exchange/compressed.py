@@ -11,23 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.engine.exchange.base import ExchangeContext, Forest, Sum, done
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum, done
 from lockstep.engine.exchange.scratch import Scratch
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange, Wire, Work
 
 
-class CompressedExchange(abc.ABC):
-    """Sums buckets over all ranks, nearly.
+class CompressedExchange(Exchange):
+    """Sums buckets over all ranks, nearly."""
 
-    Args:
-        wire: what shares and notes go over.
-        forest: the ranks' nodes.
-
-    Attributes:
-        name: what the exchange is called.
-    """
-
-    name: str
     exact = False
 
     def __init__(self, wire: Wire, forest: Forest) -> None:
@@ -40,7 +31,7 @@ class CompressedExchange(abc.ABC):
 
     @property
     def sent(self) -> int | None:
-        """Bytes that this rank has given to others."""
+        """Bytes that this rank has sent."""
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
@@ -57,37 +48,29 @@ class CompressedExchange(abc.ABC):
         for node in others:
             whole.add_(node)
         size = whole.numel() - self._extra
-        notes = self._send(whole[size:]) if self._extra else None
+        notes = whole[size:]
+        gathered = notes.new_empty(self.ranks.size, self._extra)
+        work = self._wire.gather(notes.contiguous(), gathered.view(-1)) if self._extra else None
         total = self._sum(whole[:size], last=last)
         if last:
             self._scratch.pass_ends()
-        return total if notes is None else done(torch.cat([total.wait(), self._read(*notes)]))
-
-    def _send(self, notes: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        everyone = notes.new_empty(self.ranks.size * notes.numel())
-        return self._wire.gather(notes.contiguous(), everyone), everyone
-
-    def _read(self, work: Work, everyone: torch.Tensor) -> torch.Tensor:
+        if work is None:
+            return total
+        summed = total.wait()
         work.wait()
-        return self.ranks.sum(list(everyone.view(self.ranks.size, -1)))
+        return done(torch.cat([summed, self.ranks.sum(list(gathered))]))
 
     @abc.abstractmethod
     def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
         """Begin to sum a bucket, whose memory is this method's, and return the sum's future."""
-
-    def close(self) -> None:  # noqa: B027 - there is nothing to close
-        """Give back nothing: the wire belongs to the run."""
 
 
 class HalfExchange(CompressedExchange):
     """The tree's sum, shipped in 16 bits: each share is added in full precision and rounded for the way.
 
     Args:
-        wire: what shares and notes go over.
-        forest: the ranks' nodes.
         dtype: `torch.bfloat16`, which rounds to 3 digits, or `torch.float16`, which rounds to 4 and
             holds nothing above 65,504.
-        name: what the exchange is called.
     """
 
     def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype, name: str) -> None:
@@ -110,7 +93,7 @@ class _HalfWire:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has given to others."""
+        """Bytes that this rank has sent."""
         return self._wire.sent
 
     def scatter(

@@ -16,12 +16,7 @@ Form = tuple[torch.Size, tuple[int, ...]]
 
 
 class Parts:
-    """Where the gradients of some parameters lie in a flat tensor.
-
-    It is worked out once, since every step asks.
-
-    Args:
-        forms: one per parameter, in their order.
+    """Offsets of the gradients of some parameters in a flat tensor, computed once for all steps.
 
     Attributes:
         size: how many real numbers the gradients have.
@@ -60,13 +55,10 @@ def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
     return torch.Size([shape[place] for place in order])
 
 
-def lies_alike(one: Form, other: Form) -> bool:
+def same_layout(one: Form, other: Form) -> bool:
     """Return whether elements lie in the same order: strides of dimensions with one index don't count."""
-    return _steps(one) == _steps(other)
-
-
-def _steps(form: Form) -> list[tuple[int, int]]:
-    return [(size, step) for size, step in zip(*form, strict=True) if size > 1]
+    first, second = ([pair for pair in zip(*f, strict=True) if pair[0] > 1] for f in (one, other))
+    return first == second
 
 
 def form(parameter: torch.Tensor) -> Form:

@@ -61,7 +61,7 @@ def check(forest: Forest, *, one_host: bool, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _peers_may_be_gone() -> Iterator[None]:
+def _mpi_errors() -> Iterator[None]:
     try:
         yield
     except mpi.library().Exception as error:
@@ -78,19 +78,19 @@ def _peers_may_be_gone() -> Iterator[None]:
 
 @functools.cache
 def _own_errors() -> frozenset[int]:
-    """Return what MPI says of a call or of this process, and not of another rank."""
+    """Return the classes of errors that concern this process, and not another rank."""
     return frozenset(getattr(mpi.library(), name) for name in _OWN_ERRORS)
 
 
 class _Operation:
-    """A collective of MPI on its way; its request keeps the memory alive."""
+    """A collective of MPI that has begun; its request keeps the memory alive."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
 
     def wait(self) -> None:
         """Wait until it is complete; other threads of this process run meanwhile."""
-        with _peers_may_be_gone():
+        with _mpi_errors():
             self._request.Wait()
 
 
@@ -124,22 +124,17 @@ class MpiWire:
         return _Operation(self._everyone.Iallgather(_carried(part), _carried(total)))
 
 
-class PairExchange:
-    """All-reduce by MPI between two ranks of one node each: one addition, and IEEE addition commutes.
-
-    Args:
-        everyone: a communicator with the run's ranks in their order.
-        forest: the ranks' nodes.
-    """
+class PairExchange(Exchange):
+    """All-reduce by MPI between two ranks of one node each: one addition, and IEEE addition commutes."""
 
     name = "mpi"
     exact = True
+    sent = 0
 
     def __init__(self, everyone: Communicator, forest: Forest) -> None:
         assert NativeExchange.is_exact(forest)
         self._everyone = everyone
         self._scratch = Scratch()
-        self.sent = 0
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return memory for this rank's node: the bucket itself where that is enough."""
@@ -155,14 +150,11 @@ class PairExchange:
         library = mpi.library()
         self.sent += total.nbytes
         buffer = [total.numpy(), getattr(library, _NUMBERS[total.dtype])]
-        with _peers_may_be_gone():
+        with _mpi_errors():
             self._everyone.Allreduce(library.IN_PLACE, buffer, op=library.SUM)
         if last:
             self._scratch.pass_ends()
         return done(total)
-
-    def close(self) -> None:
-        """Give back nothing: MPI lives as long as the process."""
 
 
 def _carried(tensor: torch.Tensor) -> tuple[Any, Any]:

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.base import ExchangeContext, Forest, Sum
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum
 
 
-class NativeExchange:
+class NativeExchange(Exchange):
     """All-reduce by Gloo, NCCL or whatever the process group speaks.
 
     With two ranks of one node each there is one addition per element, and IEEE addition commutes:
@@ -18,12 +18,12 @@ class NativeExchange:
     """
 
     name = "native"
+    sent = 0
 
     def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
         self._group = group
         self._forest = forest
         self.exact = self.is_exact(forest)
-        self.sent = 0
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:
@@ -46,9 +46,6 @@ class NativeExchange:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         assert work is not None
         return cast("Sum", work.get_future().then(lambda done: done.value()[0]))
-
-    def close(self) -> None:
-        """Give back nothing: the group belongs to the run."""
 
 
 def build(context: ExchangeContext) -> NativeExchange:

@@ -3,7 +3,7 @@
 A process that dies closes its sockets, so that its peers learn of it at once; that is why signals go
 through sockets rather than through flags in the shared memory itself.
 
-Their addresses are abstract (unix(7)): they belong to the network namespace, by which a host is told, and
+Their addresses are abstract (unix(7)): they belong to the network namespace, which identifies a host, and
 not to a directory that two containers on one network may not share. No permissions of a file protect such
 an address, so each side asks the kernel for the user of the other.
 """
@@ -25,30 +25,27 @@ from lockstep.world import host
 from lockstep.world.waiting import await_any
 
 _RANK = struct.Struct("<I")
-_SIGNAL = struct.Struct("<BQQ")  # what, which one of its kind, where the rank that says it stands
+_SIGNAL = struct.Struct("<BQQ")  # kind, number, place of the sender
 WRITTEN, SUMMED = 0, 1
-_SPINS = 60  # looks before a wait that gives the core away: about as long as that costs
-_CONNECT_SECONDS = 1800.0  # as long as a slow peer may take to reach the same call
-_GREETING_SECONDS = 10.0  # as long as a process that has connected may take to say its rank
+_SPINS = 60  # polls before a wait that gives the core away: about as long as that costs
+_CONNECT_SECONDS = 1800.0  # that a slow peer may take to reach the same call
+_GREETING_SECONDS = 10.0  # that a connected process may take to send its rank
 
 
 @dataclass(slots=True)
 class _Peer:
     rank: int
     socket: socket.socket
-    heard: list[int] = field(default_factory=lambda: [0, 0])
+    latest: list[int] = field(default_factory=lambda: [0, 0])
     places: dict[int, int] = field(default_factory=dict)
     is_gone: bool = False
 
 
-class Peers:
+class PeerSockets:
     """This rank's connections to all others of its host.
 
     Args:
-        store: a store that all of them reach, for the addresses.
         name: what the connections are for; the same on all ranks, and used once.
-        rank: this rank.
-        size: number of ranks, all on this host.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
@@ -118,63 +115,58 @@ class Peers:
             received[peer.rank] = descriptors[0]
         return [received[rank] for rank in range(self.size)]
 
-    def say(self, what: int, number: int, place: int = 0) -> None:
-        """Tell every peer that this rank is done with the `number`-th thing of a kind, at `place`.
+    def signal(self, kind: int, number: int, place: int = 0) -> None:
+        """Send every peer that this rank has written, or summed, its `number`-th bucket, at `place`.
 
         Raises:
             PeerError: if a peer is gone.
         """
-        message = _SIGNAL.pack(what, number, place)
+        message = _SIGNAL.pack(kind, number, place)
         for peer in self._peers:
             try:
                 peer.socket.send(message)
             except OSError as error:
                 raise self._gone(peer, number) from error
 
-    def all_said(self, what: int, number: int, *, wait: bool) -> bool:
-        """Return whether every peer is done with the `number`-th thing of a kind.
-
-        Args:
-            what: which kind.
-            number: which one, counted from 1.
-            wait: block until it is so.
+    def all_signalled(self, kind: int, number: int, *, wait: bool) -> bool:
+        """Return whether every peer has written, or summed, its `number`-th bucket, counted from 1.
 
         Raises:
-            PeerError: if a peer is gone before it is so.
+            PeerError: if a peer is gone before it has.
         """
         spins = self._spins if wait else 0
-        while waiting := [peer for peer in self._peers if peer.heard[what] < number]:
+        while waiting := [peer for peer in self._peers if peer.latest[kind] < number]:
             for peer in waiting:
                 if peer.is_gone:
                     raise self._gone(peer, number)
             ready = self._poll.poll(0 if spins or not wait else None)
             for descriptor, _ in ready:
-                self._hear(self._by_descriptor[descriptor])
+                self._receive(self._by_descriptor[descriptor])
             if not ready and not wait:
                 return False
             spins = max(0, spins - 1)
         return True
 
-    def _hear(self, peer: _Peer) -> None:
+    def _receive(self, peer: _Peer) -> None:
         try:
             message = peer.socket.recv(_SIGNAL.size)
         except OSError:
             message = b""
         if not message:
-            # It may have said all it had to; whether that was enough shows when it is waited for.
+            # It may have sent all its signals; whether a signal is missing shows when it is waited for.
             peer.is_gone = True
             self._poll.unregister(peer.socket.fileno())
             return
-        what, said, place = _SIGNAL.unpack(message)
-        peer.heard[what] = said
-        if what == WRITTEN:
-            peer.places[said] = place
+        kind, number, place = _SIGNAL.unpack(message)
+        peer.latest[kind] = number
+        if kind == WRITTEN:
+            peer.places[number] = place
 
     def check_place(self, number: int, place: int) -> None:
-        """Compare where all ranks stood when they wrote their `number`-th bucket.
+        """Compare the batches in which all ranks wrote their `number`-th bucket.
 
         Raises:
-            MismatchError: if a peer was elsewhere.
+            MismatchError: if a peer was in another batch.
         """
         for peer in self._peers:
             if peer.places.pop(number) != place:
@@ -192,13 +184,13 @@ class Peers:
         )
 
     def close(self) -> None:
-        """Close the connections, which peers that still wait hear of."""
+        """Close the connections, which peers that still wait detect."""
         for peer in self._peers:
             peer.socket.close()
 
 
 def _name_of(store: dist.Store, rank: int) -> str:
-    """Return where a rank listens."""
+    """Return the address at which a rank listens."""
     try:
         found = await_any(store, [[str(rank)]], _CONNECT_SECONDS)
         name = None if found is None else store.get(str(rank)).decode()

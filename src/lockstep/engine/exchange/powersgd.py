@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lockstep.engine.exchange.base import ExchangeContext, Forest, Sum, done
-from lockstep.engine.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.engine.exchange.compressed import CompressedExchange
 from lockstep.engine.exchange.flat import shape_in_memory
 from lockstep.engine.exchange.tree import GroupWire
@@ -29,15 +28,10 @@ DEFAULTS = {
 
 
 class PowerSGDExchange(CompressedExchange):
-    """What each rank's product leaves out, it adds to its gradient of the next step.
+    """PowerSGD with error feedback: what a rank's product leaves out, it adds to its next gradient.
 
     Buckets are summed one after the other: each takes three sums, and the hook begins them in threads
     of the process group's, whose order is another on every rank.
-
-    Args:
-        group: the ranks.
-        forest: their nodes.
-        settings: keyword arguments for PowerSGDState.
 
     Raises:
         ModelError: for settings that it refuses.
@@ -59,11 +53,11 @@ class PowerSGDExchange(CompressedExchange):
 
     @property
     def sent(self) -> None:
-        """Unknown: PyTorch's hook sends."""
+        """Not known: PyTorch's hook sends."""
         return None
 
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Say whose gradients the next bucket holds."""
+        """Receive the parameters whose gradients are in the next bucket."""
         shapes = [shape_in_memory(p) for p in parameters]
         self._shapes = [shape if len(shape) else torch.Size([1]) for shape in shapes]
         # DistributedDataParallel makes other buckets after the first step: what was left out of one must
@@ -72,23 +66,23 @@ class PowerSGDExchange(CompressedExchange):
         self._index = self._seen.setdefault(key, len(self._seen))
 
     def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
-        told = _Bucket(bucket, self._index, self._shapes, last)
-        mean = powerSGD_hook(self._state, told).wait()  # type: ignore[arg-type]
+        grad_bucket = _Bucket(bucket, self._index, self._shapes, last)
+        mean = powerSGD_hook(self._state, grad_bucket).wait()  # type: ignore[arg-type]
         return done(mean.mul_(self.ranks.size))
 
     def state(self) -> dict[str, int]:
-        """Return how many steps there were; what ranks have left out is their own, and is not saved."""
+        """Return the number of steps; errors that ranks feed back are their own, and are not saved."""
         return {"steps": self._state.iter}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Take what `state` returned, and begin to remember anew."""
+        """Load what `state` returned, without errors to feed back."""
         self._state.iter = state["steps"]
         for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
             getattr(self._state, memory).clear()
 
 
 class _Bucket:
-    """What PyTorch's hook asks a bucket of DistributedDataParallel for."""
+    """A `torch.distributed.GradBucket`, as far as PyTorch's hook uses it."""
 
     def __init__(
         self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size], last: bool
@@ -114,6 +108,5 @@ class _Bucket:
 
 
 def build(context: ExchangeContext) -> PowerSGDExchange:
-    """Return the exchange, with its own of the keywords of `run.model`."""
-    own = {key: value for key, value in context.settings.items() if key in POWERSGD_KEYWORDS}
-    return PowerSGDExchange(context.group, context.forest, own)
+    """Return the exchange `powersgd`."""
+    return PowerSGDExchange(context.group, context.forest, context.settings)

@@ -16,12 +16,11 @@ from lockstep.world.rendezvous.store import TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Memory for what a rank sends.
+    """A message to all ranks that is filled before it is sent.
 
     Attributes:
         nodes: for each of this rank's nodes one row of it per receiver, of shape `(ranks, share)`.
         notes: one row per receiver, of shape `(ranks, notes)`.
-        whole: all of it, flat.
     """
 
     nodes: list[torch.Tensor]
@@ -30,7 +29,7 @@ class Outgoing:
 
 
 class Scattering:
-    """Nodes on their way to the ranks that sum them."""
+    """A reduce-scatter that has begun."""
 
     def __init__(
         self, work: Work, sent: Outgoing, received: torch.Tensor, forest: Forest, share: int
@@ -66,7 +65,6 @@ class TreeScatter:
 
     Args:
         group: the process group; of its own, so that its messages need no order among those of others.
-        forest: the ranks' nodes.
     """
 
     def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
@@ -76,10 +74,8 @@ class TreeScatter:
     def memory(self, like: torch.Tensor, share: int, notes: int) -> Outgoing:
         """Return memory for this rank's nodes and for `notes` elements that go with them.
 
-        Args:
-            like: a tensor of the type, and on the device, of what is summed.
-            share: how many elements of a node each rank receives.
-            notes: how many elements of its own this rank sends to each rank.
+        `share`: how many elements of a node each rank receives. `notes`: how many elements of its own
+        this rank sends to each rank.
         """
         size, own = self._forest.size, self._forest.own
         whole = like.new_empty(size, own * share + notes)
@@ -87,7 +83,7 @@ class TreeScatter:
         return Outgoing(nodes, whole[:, own * share :], whole)
 
     def start(self, outgoing: Outgoing) -> Scattering:
-        """Send what has been filled in; all ranks start the same things in the same order."""
+        """Send a filled message; all ranks send the same ones in the same order."""
         width = outgoing.notes.shape[1]
         share = (outgoing.whole.shape[1] - width) // self._forest.own
         shares = [count * share + width for count in self._forest.counts]
@@ -96,8 +92,8 @@ class TreeScatter:
         return Scattering(work, outgoing, received, self._forest, share)
 
 
-def agree(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Return the numbers that each rank of `group` has come with; all of them call this together."""
+def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the numbers of each rank of `group`; all of them call this together."""
     # On the CPU: groups for GPUs have a backend for it, too (world/connect.py).
     gathered = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
     all_gather(gathered, torch.tensor(numbers), group=group)
@@ -105,16 +101,16 @@ def agree(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     return found
 
 
-def told_by_all(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes]:
-    """Return what each rank of `group` says, in `room` bytes at most; all of them call this together."""
+def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes]:
+    """Return the text of each rank of `group`, at most `room` bytes; all of them call this together."""
     own = torch.frombuffer(bytearray(text[:room].ljust(room, b"\0")), dtype=torch.uint8)
-    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, own, group=group)
-    return [one.numpy().tobytes().rstrip(b"\0") for one in told]
+    texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(texts, own, group=group)
+    return [row.numpy().tobytes().rstrip(b"\0") for row in texts]
 
 
-def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another process group of the same ranks; all of them make it together."""
+def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a new process group of the same ranks; all of them call this together."""
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=TIMEOUT,

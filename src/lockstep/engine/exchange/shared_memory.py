@@ -18,21 +18,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.base import ExchangeContext, Forest, Sum
-from lockstep.engine.exchange.peers import SUMMED, WRITTEN, Peers
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum
+from lockstep.engine.exchange.peers import SUMMED, WRITTEN, PeerSockets
 from lockstep.engine.layout.replicas import share
 from lockstep.errors import UsageError
 
-_NOTES = (
-    256  # bytes of what strategies write behind the last bucket, besides an element per parameter
-)
+#: Bytes of what strategies write behind the last bucket, besides an element per parameter.
+_NOTES = 256
 _ALIGNMENT = 64  # a cache line, so that no two ranks write to one
 _SMALL = 1 << 17  # bytes up to which a sum by every rank for itself beats a second round of signals
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket on its way: where its nodes lie in each rank's memory."""
+    """A bucket that is being summed: offset and size of its nodes in each rank's memory."""
 
     number: int
     offset: int
@@ -54,31 +53,29 @@ class _Bucket:
         return self.bytes <= _SMALL
 
 
-class SharedMemoryExchange:
+class SharedMemoryExchange(Exchange):
     """The exchange between the ranks of one host, on CPU.
 
     Args:
-        store: a store that all ranks reach.
         name: the same on all ranks, and used once.
-        forest: the ranks' nodes.
         capacity: bytes of all gradients of one backward pass.
         buckets: the most buckets they may come in.
     """
 
     name = "shared-memory"
     exact = True
+    sent = 0
 
     def __init__(
         self, store: dist.Store, name: str, forest: Forest, *, capacity: int, buckets: int
     ) -> None:
         self._forest = forest
         self._stride = _aligned(capacity + buckets * _ALIGNMENT)
-        self._peers = Peers(store, name, forest.rank, forest.size)
+        self._peers = PeerSockets(store, name, forest.rank, forest.size)
         self._memories = self._share_memory()
         self._offset = 0
         self._half = 0
         self._number = 0
-        self.sent = 0
         self._announced: _Bucket | None = None
         self._written: deque[_Bucket] = deque()
         self._waiting: deque[_Bucket] = deque()
@@ -115,14 +112,8 @@ class SharedMemoryExchange:
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return this rank's nodes in the shared memory."""
         self._number += 1
-        announced = _Bucket(
-            self._number,
-            self._offset,
-            bucket.numel() + extra,
-            bucket.dtype,
-            self._half,
-            torch.futures.Future(),
-        )
+        numel, future = bucket.numel() + extra, torch.futures.Future[torch.Tensor]()
+        announced = _Bucket(self._number, self._offset, numel, bucket.dtype, self._half, future)
         assert announced.offset + announced.bytes <= self._stride, "more gradients than parameters"
         self._offset = _aligned(announced.offset + announced.bytes)
         self._announced = announced
@@ -135,7 +126,7 @@ class SharedMemoryExchange:
         assert bucket is not None, "start() without slots()"
         bucket.place = place
         self.sent += bucket.bytes * self._forest.own
-        self._peers.say(WRITTEN, bucket.number, place)
+        self._peers.signal(WRITTEN, bucket.number, place)
         self._written.append(bucket)
         self._advance(wait=last)
         if last:
@@ -144,12 +135,17 @@ class SharedMemoryExchange:
         return bucket.future
 
     def _advance(self, *, wait: bool) -> None:
-        while self._written and self._peers.all_said(WRITTEN, self._written[0].number, wait=wait):
+        while self._written and self._peers.all_signalled(
+            WRITTEN, self._written[0].number, wait=wait
+        ):
             bucket = self._written.popleft()
             self._peers.check_place(bucket.number, bucket.place)
             self._sum(bucket)
             self._waiting.append(bucket)
-        while self._waiting and self._is_summed(self._waiting[0], wait=wait):
+        while self._waiting and (
+            self._waiting[0].small
+            or self._peers.all_signalled(SUMMED, self._waiting[0].number, wait=wait)
+        ):
             bucket = self._waiting.popleft()
             total = self._node(bucket, 0, 0) if bucket.summed is None else bucket.summed
             bucket.future.set_result(total)
@@ -161,13 +157,10 @@ class SharedMemoryExchange:
         part = share(bucket.numel, self._forest.size, self._forest.rank)
         self._forest.sum_in_place(self._nodes(bucket, part))
         self.sent += len(part) * bucket.dtype.itemsize
-        self._peers.say(SUMMED, bucket.number)
-
-    def _is_summed(self, bucket: _Bucket, *, wait: bool) -> bool:
-        return bucket.small or self._peers.all_said(SUMMED, bucket.number, wait=wait)
+        self._peers.signal(SUMMED, bucket.number)
 
     def close(self) -> None:
-        """Close the connections, and let go of the memory; it goes with the last tensor that lies in it."""
+        """Close the connections and the memory, which is freed with the last tensor in it."""
         self._peers.close()
         self._memories.clear()
 

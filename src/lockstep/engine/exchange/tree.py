@@ -9,23 +9,23 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.base import ExchangeContext, Forest, Sum, future_on
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum, future_on
 from lockstep.engine.exchange.scratch import Scratch
 
 
 class Work(Protocol):
-    """A collective on its way."""
+    """A collective that has begun."""
 
     def wait(self) -> object:
         """Wait until it is complete."""
 
 
 class Wire(Protocol):
-    """What moves tensors between ranks, and changes no bit of them. All ranks call alike."""
+    """Collectives that move tensors between ranks and change no bit of them; all ranks call alike."""
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has given to others."""
+        """Bytes that this rank has sent."""
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
@@ -76,7 +76,7 @@ class GroupWire:
 
 @dataclass(slots=True)
 class _Pending:
-    """A bucket on its way to the ranks that sum it, or back."""
+    """A bucket whose shares are being scattered to the ranks that sum them, or gathered."""
 
     work: Work
     received: torch.Tensor
@@ -84,16 +84,11 @@ class _Pending:
     numel: int
 
 
-class TreeExchange:
+class TreeExchange(Exchange):
     """Each rank sums one share of every bucket, in tree order, and gives it to all.
 
     As much goes over the wire as in a ring all-reduce when every rank has one node. Collectives of
     neighbouring buckets overlap; their order is the same on all ranks.
-
-    Args:
-        wire: what the shares go over.
-        forest: the ranks' nodes.
-        name: what the exchange is called.
     """
 
     exact = True
@@ -108,7 +103,7 @@ class TreeExchange:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has given to others."""
+        """Bytes that this rank has sent."""
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
@@ -159,9 +154,6 @@ class TreeExchange:
             item.work.wait()
             item.future.set_result(item.received[: item.numel])
         self._scratch.pass_ends()
-
-    def close(self) -> None:
-        """Give back nothing: the wire belongs to the run."""
 
 
 #: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.

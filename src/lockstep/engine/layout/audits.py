@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: What a rank computed of a microbatch, as a number for each kind of value.
+#: Checksums of the values that a rank computed of a microbatch.
 Values = tuple[int, ...]
 
 
@@ -42,8 +42,8 @@ def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> Difference |
     that a script carries from one pass to the next makes all comparisons differ.
 
     Args:
-        hosted: by rank, what it computed of its last microbatch.
-        audited: by rank, what it computed of its partner's.
+        hosted: by rank, checksums of its last microbatch.
+        audited: by rank, checksums of its partner's last microbatch.
     """
     size = len(hosted)
     pairs = [(partner(rank, size), rank) for rank in range(size)]

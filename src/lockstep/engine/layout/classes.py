@@ -11,12 +11,12 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def of_servers(strategy: str, staleness: int | None, device: str) -> str:
-    """Return the class of a run by where it updates: with a staleness servers do, on the CPU."""
+    """Return the class of a run by its updates: with a staleness servers make them, on the CPU."""
     return "close" if updates_in_servers(strategy, staleness) and device != "cpu" else "exact"
 
 
 def updates_in_servers(strategy: str, staleness: int | None) -> bool:
-    """Whether servers hold the parameters, and no rank ever has a whole gradient."""
+    """Whether servers have the parameters, and no rank has whole gradients."""
     return STRATEGIES.find(strategy).has_servers and staleness is not None
 
 

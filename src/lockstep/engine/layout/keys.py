@@ -30,10 +30,7 @@ SCHEDULER = "scheduler"  # step, scheduler, call: what `scheduler.step` draws
 def derive(seed: int, purpose: str, *numbers: int) -> int:
     """Return the 63-bit key of a random stream.
 
-    Args:
-        seed: the run's seed.
-        purpose: which stream; one of this module's constants.
-        numbers: which part of the stream, each within 64 signed bits.
+    `numbers`: which part of the stream, each within 64 signed bits.
     """
     packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()

@@ -43,10 +43,6 @@ class Mesh:
 def parse(text: str, where: str) -> Mesh:
     """Return the mesh that `text` spells, such as `2x2`.
 
-    Args:
-        text: how many models, and over how many ranks each.
-        where: what the text was given as.
-
     Raises:
         UsageError: if it spells none.
     """

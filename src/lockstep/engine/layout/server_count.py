@@ -12,10 +12,8 @@ _MOST = 64
 def check(strategy: str | None, servers: int, name: str = "servers") -> None:
     """Refuse servers without the strategy that uses them, and the strategy without servers.
 
-    Args:
-        strategy: what is asked for; `None` where it is not known yet.
-        servers: how many servers there are.
-        name: what that number was given as.
+    `strategy`: what is asked for; `None` where it is not known yet. `name`: what that number was given
+    as.
 
     Raises:
         UsageError: if they don't go together.

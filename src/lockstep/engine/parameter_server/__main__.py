@@ -1,7 +1,7 @@
 """Server process: `python -m lockstep.engine.parameter_server`, with variables of the launcher.
 
-With an address as its argument it belongs to the process that started it: it says on its standard output
-where it listens, and ends when its standard input is closed.
+With an address as its argument it belongs to the process that started it: it prints its address to standard
+output, and ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_JOBS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 def main() -> None:
     """Serve until the launcher, or the parent process, ends it, and the workers have left."""
     index, own = int(os.environ[SERVER]), sys.argv[1:]
-    listener, place = discovery.listen(own[0] if own else discovery.address_of(os.environ))
+    listener, place = discovery.listen(own[0] if own else discovery.launch_address(os.environ)[0])
     server = Server(listener, discovery.token_of(os.environ))
     signal.signal(END_SERVER, lambda *_: server.end())
     _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")

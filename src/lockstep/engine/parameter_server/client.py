@@ -26,24 +26,14 @@ from lockstep.engine.parameter_server.messages import (
 )
 from lockstep.errors import MismatchError, ModelError, PeerError, RunError
 
-#: What a worker raises for each kind of failure that a server tells of, besides that of another worker.
+#: Errors that a worker raises by the kind in a server's message; `PeerError` for all others.
 FAILURES: dict[str, type[RunError]] = {"mismatch": MismatchError, "model": ModelError}
 #: How long a server may take to read that a worker leaves.
 _BYE_SECONDS = 1.0
 
 
 class Client:
-    """A connection to one server.
-
-    Args:
-        connection: to it; closed by `close`.
-        index: number of the server.
-
-    Attributes:
-        name: what the server is called.
-        sent: bytes that went to it.
-        received: bytes that came from it.
-    """
+    """A connection to one server."""
 
     def __init__(self, connection: socket.socket, index: int) -> None:
         self._socket = connection
@@ -56,11 +46,9 @@ class Client:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def authenticate(self, token: str, worker: Mapping[str, Any]) -> None:
-        """Show the server that this worker belongs to its launch, and have it show the same.
+        """Prove to the server that this worker belongs to its launch, and check its proof.
 
-        Args:
-            token: what both know; another program that listens there does not learn it.
-            worker: the session that it joins, and its rank there.
+        `token`: the secret of the launch; another program that listens there does not learn it.
 
         Raises:
             PeerError: if what listens there is no server of this launch.
@@ -94,9 +82,7 @@ class Client:
     def receive(self, kind: Kind, into: torch.Tensor | None = None) -> Message:
         """Wait for a message of one kind.
 
-        Args:
-            kind: what is expected; what else a server says is an error.
-            into: memory for its tensor.
+        `into`: memory for its tensor.
 
         Raises:
             PeerError: if the server is gone, or another worker.
@@ -113,7 +99,7 @@ class Client:
         return Message(header, meta, payload)
 
     def expect(self, tag: int, memory: Callable[[], torch.Tensor]) -> None:
-        """Take versions of the parameters of optimizer `tag` from now on, into what `memory` returns."""
+        """Receive versions of the parameters of optimizer `tag` from now on, into what `memory` returns."""
         self._memory[tag], self._versions[tag] = memory, deque()
 
     def version(self, tag: int) -> torch.Tensor:
@@ -158,7 +144,8 @@ class Client:
         except (ValueError, RecursionError) as error:
             raise self.strange(f"sends JSON that is none: {error}") from error
         if header.kind == Kind.ERROR:
-            raise _failure(meta)
+            kind = FAILURES.get(str(meta.get("kind")), PeerError)
+            raise kind(str(meta.get("message")), hint=meta.get("hint"))
         return header, meta
 
     def _fill(self, memory: memoryview) -> None:
@@ -172,7 +159,7 @@ class Client:
             memory = memory[count:]
 
     def _last_error(self) -> RunError:
-        """Return why the server takes nothing more: what it sent before it closed, if it told that."""
+        """Return the error that the server sent before it closed, or that it is gone."""
         try:
             while True:
                 header, _ = self._next()
@@ -181,7 +168,7 @@ class Client:
             return error
 
     def strange(self, what: str) -> PeerError:
-        """Return what to raise where a server says what no server says."""
+        """Return the error for a message that no server sends."""
         hint = "are its node and this one at the same version of Lockstep?"
         return PeerError(f"{self.name} {what}", hint=hint)
 
@@ -192,7 +179,7 @@ class Client:
         )
 
     def close(self) -> None:
-        """Tell the server that the worker leaves, if it still listens, and close the connection."""
+        """Send the server that the worker leaves, if it still listens, and close the connection."""
         self._socket.settimeout(_BYE_SECONDS)
         with contextlib.suppress(RunError):  # it is gone already
             self.send(Kind.BYE)
@@ -203,10 +190,8 @@ class Clients:
     """Connections to all servers, for one model.
 
     Args:
-        clients: one to each server, in order.
-        leads: whether this is the rank that speaks for all.
+        leads: whether this is the rank that sends for all.
         is_first: whether this is the run's first model that has them.
-        release: called when the servers are left.
     """
 
     def __init__(
@@ -229,13 +214,13 @@ class Clients:
         }
 
     def traffic(self) -> list[str]:
-        """Return a line for each server: what it has moved for all workers so far."""
+        """Return a line for each server: bytes received from and sent to all workers so far."""
         lines = []
         for client in self.all:
             client.send(Kind.TRAFFIC)
             moved = client.receive(Kind.TRAFFIC).meta
-            told = f"{megabytes(moved['in'])} in, {megabytes(moved['out'])} out"
-            lines.append(f"lockstep: {client.name}: {told}")
+            into, out = megabytes(moved["in"]), megabytes(moved["out"])
+            lines.append(f"lockstep: {client.name}: {into} in, {out} out")
         return lines
 
     def close(self) -> None:
@@ -244,9 +229,3 @@ class Clients:
             client.close()
         if self._release is not None:
             self._release()
-
-
-def _failure(meta: Mapping[str, Any]) -> RunError:
-    """Return why a server cannot continue: another worker, or what it was asked to do."""
-    kind = FAILURES.get(str(meta.get("kind")), PeerError)
-    return kind(str(meta.get("message")), hint=meta.get("hint"))

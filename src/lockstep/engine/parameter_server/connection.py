@@ -29,7 +29,7 @@ _TURN = 1 << 24
 
 
 class BrokenError(Exception):
-    """A connection that ended, or that says what no worker says."""
+    """A connection that ended, or that sent what no worker sends."""
 
 
 class Pool:
@@ -44,7 +44,7 @@ class Pool:
         return free.pop() if free else torch.empty(size, dtype=torch.uint8)
 
     def give(self, memory: torch.Tensor) -> None:
-        """Take back what `take` has returned."""
+        """Give back memory that `take` returned."""
         self._free[memory.numel()].append(memory)
 
     def shared(self, memory: torch.Tensor, references: int) -> Callable[[], None]:
@@ -63,15 +63,8 @@ class Pool:
 class Connection:
     """A worker's connection.
 
-    Args:
-        connection: the socket.
-        pool: memory for what comes in.
-
     Attributes:
         rank: of the worker; -1 before it has authenticated itself.
-        has_left: whether it has said that it leaves.
-        received: bytes that came in.
-        sent: bytes that went out.
     """
 
     def __init__(self, connection: socket.socket, pool: Pool) -> None:
@@ -97,10 +90,10 @@ class Connection:
     # --- in --------------------------------------------------------------------------------------
 
     def read(self, handle: Callable[[Connection, Message], None]) -> None:
-        """Take what has come, 16 MB at most, and handle the messages that are whole.
+        """Receive what is there, 16 MB at most, and handle the messages that are complete.
 
         Raises:
-            BrokenError: if the connection has ended, or says what no worker says.
+            BrokenError: if the connection has ended, or sends what no worker sends.
         """
         left = _TURN
         while left > 0 and isinstance(self._wanted, memoryview):
@@ -116,15 +109,13 @@ class Connection:
             self.received += count
             self._wanted = self._wanted[count:]
             while isinstance(self._wanted, memoryview) and not self._wanted:
-                self._wanted = next(
-                    self._incoming
-                )  # there may be nothing to read for the next part
+                self._wanted = next(self._incoming)  # an empty part needs no reading
                 if isinstance(self._wanted, Message):
                     handle(self, self._wanted)
                     self._wanted = next(self._incoming)
 
     def _messages(self) -> Iterator[memoryview | Message]:
-        """Yield memory to fill, and each message that is whole then."""
+        """Yield memory to fill, and each message when it is complete."""
         while True:
             head = bytearray(HEADER.size)
             yield memoryview(head)
@@ -153,21 +144,18 @@ class Connection:
         release: Callable[[], None] | None = None,
         **fields: Any,
     ) -> None:
-        """Send a message, as much of it as goes at once; the rest when there is room.
+        """Send a message without blocking; the rest follows by `write`.
 
-        Args:
-            kind: what it is.
-            tensors: what it carries; they must not change before they are sent.
-            release: called when all has been sent, or never will be.
-            fields: see `messages.pieces`.
+        `tensors` must not change before they are sent. `release` is called when all has been sent, or never
+        will be.
         """
         *first, last = pieces(kind, tensors, **fields)
-        self._outgoing += [(one, None) for one in first]
+        self._outgoing += [(piece, None) for piece in first]
         self._outgoing.append((last, release))
         self.write()
 
     def write(self) -> None:
-        """Send what waits, as much as goes."""
+        """Send waiting messages without blocking."""
         while self._outgoing:
             views = [self._outgoing[i][0] for i in range(min(len(self._outgoing), PIECES))]
             try:
@@ -175,7 +163,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError:
-                self._drop_all()  # the worker is gone: reading will say so
+                self._drop_all()  # the worker is gone: reading will raise
                 return
             self.sent += count
             while self._outgoing and count >= self._outgoing[0][0].nbytes:

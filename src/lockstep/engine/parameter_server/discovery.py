@@ -34,13 +34,8 @@ _CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a server listens.
-
-    Attributes:
-        address: of its node, as the workers reach it.
-        port: chosen by the system.
-    """
+class ParameterServerAddress:
+    """Where a server listens."""
 
     address: str
     port: int
@@ -58,52 +53,42 @@ def token_of(environ: Mapping[str, str]) -> str:
 
 
 def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
-    """Return what shows that a `worker` or a `server` knows the secret, for this connection alone.
+    """Return the proof that a `worker` or a `server` knows the secret, for this connection alone.
 
-    Args:
-        token: the secret.
-        role: which of the two shows it.
-        nonces: a random text of the server's and one of the worker's.
+    `nonces`: a random text of the server's and one of the worker's.
     """
     text = "/".join((role, *nonces)).encode(errors="replace")
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
-def listen(address: str) -> tuple[socket.socket, Place]:
-    """Return a socket that listens at `address`, where workers reach it, and its place."""
+def listen(address: str) -> tuple[socket.socket, ParameterServerAddress]:
+    """Return a socket that listens at `address`, where workers reach it, and its address and port."""
     if network.listens_locally(address):
         listener = network.listen(0, loopback=True)
-        return listener, Place(address=LOOPBACK, port=listener.getsockname()[1])
+        return listener, ParameterServerAddress(address=LOOPBACK, port=listener.getsockname()[1])
     for candidate in network.addresses_of(address):
         family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
         # An address of this node may have another name inside of a container.
         with contextlib.suppress(OSError):
             listener = socket.create_server((candidate, 0), family=family, backlog=1024)
-            return listener, Place(address=candidate, port=listener.getsockname()[1])
+            return listener, ParameterServerAddress(
+                address=candidate, port=listener.getsockname()[1]
+            )
     listener = network.listen(0, loopback=False)
-    return listener, Place(address=address, port=listener.getsockname()[1])
+    return listener, ParameterServerAddress(address=address, port=listener.getsockname()[1])
 
 
-def address_of(environ: Mapping[str, str]) -> str:
-    """Return the address at which the workers of the launch reach this node.
-
-    Raises:
-        WorldError: if the environment names no launch.
-    """
-    return _launch(environ)[0]
-
-
-def publish(environ: Mapping[str, str], index: int, place: Place) -> None:
-    """Tell the workers of the launch where server `index` is."""
-    store = _store(environ.get(STORE), *_launch(environ))
+def publish(environ: Mapping[str, str], index: int, place: ParameterServerAddress) -> None:
+    """Write the address of server `index` to the launch's store."""
+    store = _store(environ.get(STORE), *launch_address(environ))
     store.set(str(index), json.dumps(asdict(place)))
 
 
-def find(world: World, count: int) -> list[Place]:
-    """Return where the servers of the launch are, waiting until all have said so.
+def find(world: World, count: int) -> list[ParameterServerAddress]:
+    """Wait for the addresses of the servers of the launch, and return them.
 
     Raises:
-        PeerError: if one does not.
+        PeerError: if a server does not write its address in time.
     """
     assert world.address is not None
     assert world.port is not None
@@ -111,7 +96,7 @@ def find(world: World, count: int) -> list[Place]:
     keys = [str(index) for index in range(count)]
     try:
         if await_any(store, [keys], join_timeout().total_seconds()) is not None:
-            return [Place(**json.loads(store.get(key))) for key in keys]
+            return [ParameterServerAddress(**json.loads(store.get(key))) for key in keys]
     except RuntimeError as error:
         raise PeerError(f"the store of the launch is gone: {error}") from error
     raise PeerError(
@@ -119,11 +104,11 @@ def find(world: World, count: int) -> list[Place]:
     )
 
 
-def connect(place: Place, name: str) -> socket.socket:
-    """Return a connection to a server; it listens before it says where it is.
+def connect(place: ParameterServerAddress, name: str) -> socket.socket:
+    """Return a connection to a server, which listens before it publishes its address.
 
     Raises:
-        PeerError: if it listens no more.
+        PeerError: if it does not listen any more.
     """
     why: OSError | None = None
     for address in network.addresses_of(place.address):
@@ -140,7 +125,12 @@ def connect(place: Place, name: str) -> socket.socket:
     ) from why
 
 
-def _launch(environ: Mapping[str, str]) -> tuple[str, int]:
+def launch_address(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the address at which workers reach this node, and the port of the launch.
+
+    Raises:
+        WorldError: if the environment names no launch.
+    """
     address, port = master(environ)
     if address is None or port is None:
         raise WorldError("the environment of this server names no launch to serve")

@@ -16,7 +16,7 @@ import torch
 from lockstep.engine.parameter_server.connection import BrokenError, Connection, Pool
 from lockstep.engine.parameter_server.discovery import proof
 from lockstep.engine.parameter_server.messages import Kind, Message, megabytes
-from lockstep.engine.parameter_server.session import Session
+from lockstep.engine.parameter_server.model_workers import ModelWorkers
 
 #: Connections at a time that have not shown the token; others wait in the system's queue meanwhile.
 _MOST_UNKNOWN = 128
@@ -28,19 +28,14 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Server:
-    """Serves the workers of a launch.
-
-    Args:
-        listener: where they connect.
-        token: the secret that they and this server know.
-    """
+    """Serves the workers of a launch."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         listener.setblocking(False)
         self._listener, self._token = listener, token
         self._pool = Pool()
-        self._sessions: dict[str, Session] = {}
-        self._workers: dict[Connection, Session] = {}
+        self._models: dict[str, ModelWorkers] = {}
+        self._workers: dict[Connection, ModelWorkers] = {}
         self._unknown: dict[Connection, tuple[str, float]] = {}  # nonce, and when it is dropped
         self._paused_until: float | None = None  # without new connections; None while they come in
         self._writing: set[Connection] = set()
@@ -60,7 +55,7 @@ class Server:
 
     @property
     def traffic(self) -> str:
-        """What has gone in and out, in words."""
+        """Bytes received and sent, in words."""
         into, out = self._count()
         return f"{megabytes(into)} in, {megabytes(out)} out"
 
@@ -71,7 +66,7 @@ class Server:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, Connection):
-                    self._attend(key.fileobj, events)
+                    self._read_and_write(key.fileobj, events)
                 else:
                     self._wake.recv(64)
             for connection in self._workers:
@@ -118,14 +113,14 @@ class Server:
     def _check_unknown(self) -> None:
         """Drop connections that have not shown the token in time; accept others when there is room."""
         now = time.monotonic()
-        for connection in [one for one, (_, until) in self._unknown.items() if until <= now]:
+        for connection in [c for c, (_, until) in self._unknown.items() if until <= now]:
             self._drop(connection, BrokenError("it has not shown the token"))
         paused = self._paused_until
         if paused is not None and paused <= now and len(self._unknown) < _MOST_UNKNOWN:
             self._paused_until = None
             self._selector.register(self._listener, _READ)
 
-    def _attend(self, connection: Connection, events: int) -> None:
+    def _read_and_write(self, connection: Connection, events: int) -> None:
         try:
             if events & _WRITE:
                 connection.write()
@@ -144,38 +139,38 @@ class Server:
             self._workers[connection].handle(connection, message)
 
     def _authenticate(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Let a worker join its session that proves that it knows the token."""
+        """Check that a worker knows the token, and let it join its model's workers."""
         nonces = (self._unknown[connection][0], str(meta.get("nonce")))
         shown = str(meta.get("proof")).encode(errors="replace")
-        # Before anything else is looked at.
+        # Before anything else of the message is read.
         if not hmac.compare_digest(shown, proof(self._token, "worker", nonces).encode()):
             raise BrokenError("it does not belong to this launch")
         del self._unknown[connection]
         torch.set_num_threads(meta["threads"])
-        name, size, replicas = meta["session"], meta["size"], meta["replicas"]
-        session = self._sessions.setdefault(name, Session(size, replicas, self._pool))
+        name, size, replicas = meta["model"], meta["size"], meta["replicas"]
+        model = self._models.setdefault(name, ModelWorkers(size, replicas, self._pool))
         connection.rank = meta["rank"]
-        self._workers[connection] = session
+        self._workers[connection] = model
         connection.send(Kind.WELCOME, meta={"proof": proof(self._token, "server", nonces)})
-        session.join(connection)
+        model.join(connection)
 
     def _drop(self, connection: Connection, why: BrokenError) -> None:
-        session = self._workers.pop(connection, None)
+        model = self._workers.pop(connection, None)
         self._unknown.pop(connection, None)
         self._writing.discard(connection)
         self._selector.unregister(connection)
         self._moved[0] += connection.received
         self._moved[1] += connection.sent
         connection.close()
-        name = "a connection without the token" if session is None else f"rank {connection.rank}"
+        name = "a connection without the token" if model is None else f"rank {connection.rank}"
         if not connection.has_left:
             sys.stderr.write(f"lockstep: server: {name} is gone: {why}\n")
-        if session is not None:
-            session.leave(connection)
-            if session.is_empty:
-                self._sessions = {n: one for n, one in self._sessions.items() if one is not session}
+        if model is not None:
+            model.leave(connection)
+            if model.is_empty:
+                self._models = {name: m for name, m in self._models.items() if m is not model}
 
     def _count(self) -> tuple[int, int]:
         connected = [*self._workers, *self._unknown]
-        into = self._moved[0] + sum(one.received for one in connected)
-        return into, self._moved[1] + sum(one.sent for one in connected)
+        into = self._moved[0] + sum(connection.received for connection in connected)
+        return into, self._moved[1] + sum(connection.sent for connection in connected)

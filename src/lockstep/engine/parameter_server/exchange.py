@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.engine.exchange.base import Forest, Sum, future_on
+from lockstep.engine.exchange.base import Exchange, Forest, Sum, future_on
 from lockstep.engine.exchange.scratch import Scratch
 from lockstep.engine.layout.replicas import share
 from lockstep.engine.parameter_server.client import Client, Clients
@@ -30,15 +30,11 @@ class _Pending:
     future: Sum
 
 
-class ServerExchange:
+class ServerExchange(Exchange):
     """The exchange of workers that have servers.
 
     A bucket goes out as soon as it is complete, while the backward pass continues; servers sum meanwhile.
     The last bucket waits for all sums.
-
-    Args:
-        clients: this worker's connections to the servers.
-        forest: the workers' nodes.
     """
 
     name = "server"

@@ -1,7 +1,7 @@
 """Messages between workers and servers: a fixed header, JSON, raw bytes of tensors.
 
 Nothing is pickled: a header says how many bytes follow, and what they are is known from the kind of the
-message or said in its JSON.
+message or stands in its JSON.
 
     kind | tag | bytes of JSON | number | place | bytes of tensors     then the JSON, then the tensors
 """
@@ -25,19 +25,19 @@ PIECES = 512
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     CHALLENGE = 1  # what a worker is to authenticate itself with
-    HELLO = 2  # a worker authenticates itself, and says which session it joins
+    HELLO = 2  # a worker authenticates itself, and names its model
     WELCOME = 3  # the server authenticates itself
     PUSH = 4  # a worker's tree nodes of a bucket
     SUM = 5  # the sum of all workers' nodes
-    BEGIN = 6  # parameters and an optimizer, for a server to hold
+    BEGIN = 6  # parameters and an optimizer for a server
     UPDATE = 7  # a worker's tree nodes of all gradients that a server has the parameters of
     VERSION = 8  # the parameters after an update
     STATE = 9  # an optimizer's state after an update, or the request for it
     TRAFFIC = 10  # how many bytes a server has moved, or the request for it
-    ERROR = 11  # why a session cannot continue
+    ERROR = 11  # why the workers cannot continue
     BYE = 12  # a worker leaves in good order
 
 
@@ -50,7 +50,6 @@ class Header:
     """The fixed part of a message.
 
     Attributes:
-        kind: what the message is.
         tag: a small number whose meaning depends on the kind.
         meta: bytes of JSON that follow.
         number: which bucket or update of its kind.
@@ -73,11 +72,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that has come in whole.
+    """A message that was received completely.
 
     Attributes:
-        header: its fixed part.
-        meta: its JSON.
         payload: its bytes, but for tensors that the receiver had other memory for.
     """
 
@@ -98,9 +95,9 @@ def pieces(
     """Return the pieces of a message, whose tensors are not copied; they are contiguous and on the CPU."""
     text = b"" if meta is None else json.dumps(meta).encode()
     views = [view(tensor) for tensor in tensors]
-    payload = sum(one.nbytes for one in views)
+    payload = sum(v.nbytes for v in views)
     header = HEADER.pack(kind, tag, len(text), number, place, payload)
-    return [memoryview(header + text), *(one for one in views if one.nbytes)]
+    return [memoryview(header + text), *(v for v in views if v.nbytes)]
 
 
 def view(tensor: torch.Tensor) -> memoryview:
@@ -122,5 +119,5 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
 
 
 def megabytes(count: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes in megabytes, as text."""
     return f"{count / 1e6:.1f} MB"

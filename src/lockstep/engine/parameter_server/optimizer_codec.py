@@ -15,10 +15,8 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ModelError
 
-Words = dict[str, Any]
 
-
-def describe(optimizer: Optimizer) -> Words:
+def describe(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class of an optimizer, and its defaults.
 
     Raises:
@@ -35,8 +33,8 @@ def describe(optimizer: Optimizer) -> Words:
     return {"module": kind.__module__, "name": kind.__qualname__, "defaults": defaults}
 
 
-def numbers(optimizer: Optimizer) -> list[Words]:
-    """Return what the parameter groups say besides their parameters.
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of the parameter groups, such as learning rates.
 
     Raises:
         ModelError: for a value that JSON cannot carry.
@@ -54,17 +52,13 @@ def _plain(name: str, value: Any) -> Any:
         return value
     raise ModelError(
         f"{name} of the optimizer is a {type(value).__name__}; expected a number, a word or a list of "
-        "such, which servers are told of in every step",
+        "such, which go to servers in every step",
         hint=f"give {name} as a number",
     )
 
 
 def build(words: Mapping[str, Any], groups: Sequence[Sequence[torch.nn.Parameter]]) -> Optimizer:
-    """Return an optimizer as `describe` has described it.
-
-    Args:
-        words: what `describe` returned.
-        groups: the parameters of each group.
+    """Return a new optimizer from what `describe` returned.
 
     Raises:
         ModelError: if there is no such class, or it cannot be made from its defaults.
@@ -101,8 +95,8 @@ def _find(module: str, name: str) -> type[Optimizer]:
     return found
 
 
-def set_numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer's groups the numbers that `numbers` has returned."""
+def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set what `settings_of` returned in an optimizer's groups."""
     for group, words in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: _tuples(value) for name, value in words.items()})
 
@@ -134,7 +128,7 @@ def pack(
 def unpack(
     entries: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Return what `pack` has packed, by the places of parameters."""
+    """Return the state that `pack` was given, by the positions of parameters."""
     state: dict[int, dict[str, Any]] = {}
     for place, name, kind, value in entries:
         found = tensors[value].clone() if kind == "tensor" else _tuples(value)

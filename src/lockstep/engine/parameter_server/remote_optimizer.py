@@ -33,12 +33,10 @@ Node = Sequence[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Shard:
-    """The parameters that one server holds.
+    """The parameters that are in one server.
 
     Attributes:
-        client: this worker's connection to the server.
         places: which of the optimizer's parameters they are.
-        rows: how they lie in memory.
         outgoing: memory for this rank's tree nodes, a row each.
         free: rows for what comes back.
         taken: rows of versions that the worker keeps, the oldest first.
@@ -56,8 +54,8 @@ class _Shard:
         return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
-class _Elsewhere(defaultdict[Any, Any]):
-    """What an optimizer has in the place of its state while the servers hold that."""
+class _StateInServers(defaultdict[Any, Any]):
+    """The empty state of an optimizer whose state is in the servers."""
 
     def clear(self) -> None:
         """Refuse: there is nothing here to clear, and the servers would keep theirs."""
@@ -68,16 +66,11 @@ class RemoteOptimizer:
     """An optimizer whose parameters and state are with the servers, from its first step on.
 
     Args:
-        optimizer: the script's own; its settings are sent in every step, and it never steps itself.
-        number: which optimizer of its model it is.
-        clients: this worker's connections to the servers.
-        forest: the workers' tree nodes.
-        nothing: what a missing gradient is.
+        nothing: the value of a missing gradient.
 
     Attributes:
-        parameters: in the order of the optimizer's groups.
         has_begun: whether the servers hold the parameters.
-        coming: versions that the servers make of what they were sent, and that were not received yet.
+        coming: how many versions were requested and not received yet.
     """
 
     def __init__(
@@ -88,9 +81,9 @@ class RemoteOptimizer:
         forest: Forest,
         nothing: float,
     ) -> None:
-        self._optimizer, self._number = optimizer, number
+        self.optimizer, self._number = optimizer, number
         self._words = optimizer_codec.describe(optimizer)
-        optimizer_codec.numbers(optimizer)  # refuses what no server could be told of
+        optimizer_codec.settings_of(optimizer)  # refuses what JSON cannot carry
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
@@ -98,10 +91,10 @@ class RemoteOptimizer:
         self._shards = self._deal(clients, forest)
         self.has_begun = False
         self.coming = self._steps = 0
-        self._elsewhere: _Elsewhere | None = None
+        self._in_servers: _StateInServers | None = None
         self._check_hooks()
         # A script may load a state at any time: the servers get it with the next step.
-        optimizer.register_load_state_dict_post_hook(lambda *_: self.begins_anew())
+        optimizer.register_load_state_dict_post_hook(lambda *_: self.reset())
 
     def _deal(self, clients: Clients, forest: Forest) -> list[_Shard]:
         owners = deal([p.numel() for p in self.parameters], len(clients.all))
@@ -116,46 +109,42 @@ class RemoteOptimizer:
             client.expect(self._number, shards[-1].row)
         return shards
 
-    def belongs_to(self, optimizer: Optimizer) -> bool:
-        """Whether it is the script's `optimizer`."""
-        return self._optimizer is optimizer
-
     # --- beginning -------------------------------------------------------------------------------
 
-    def begins_anew(self) -> None:
-        """Parameters or state were loaded here: the servers get them with the next step."""
+    def reset(self) -> None:
+        """Send parameters and state, of which some were loaded here, to the servers with the next step."""
         self.has_begun = False
 
     def bring_back(self) -> None:
-        """Have the state here that the servers have, as if the optimizer had stepped here."""
+        """Fetch the state from the servers, as if the optimizer had stepped here."""
         if not self.has_begun:
             return
-        state = self._memory()
+        state = self._fetch_state()
         self.has_begun = False
-        self._optimizer.state = defaultdict(dict)
+        self.optimizer.state = defaultdict(dict)
         for place, own in sorted(state.items()):
-            self._optimizer.state[self.parameters[place]] = own
+            self.optimizer.state[self.parameters[place]] = own
 
     def begin(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the servers hold the parameters, whose newest version is `values`; rank 0 sends it.
+        """Move the parameters, of which `values` is the newest version, to the servers; rank 0 sends it.
 
-        Every version of before must have been received.
+        All earlier versions must have been received.
         """
         assert not self.coming, "servers begin anew where all updates have happened"
         self.has_begun = True
         for shard in self._shards:
             if self._leads:
                 self._send(shard, [values[place] for place in shard.places])
-        self._optimizer.state = self._elsewhere = _Elsewhere(dict)  # it is theirs now
+        self.optimizer.state = self._in_servers = _StateInServers(dict)
 
     def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
         own = [self.parameters[place] for place in shard.places]
-        state, tensors = optimizer_codec.pack(self._optimizer, own)
+        state, tensors = optimizer_codec.pack(self.optimizer, own)
         memory = Rows([Spec.of(tensor) for tensor in tensors])
         place = {id(p): number for number, p in enumerate(own)}
         groups = [
             [place[id(p)] for p in group["params"] if id(p) in place]
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
         meta: dict[str, Any] = {
             "parameters": [spec.words() for spec in shard.rows.specs],
@@ -172,19 +161,17 @@ class RemoteOptimizer:
     def step(self, nodes: Sequence[Node], place: int) -> None:
         """Let the servers update the parameters; `receive` returns the version that they make.
 
-        Args:
-            nodes: this rank's tree nodes, each with a gradient for each parameter.
-            place: the batch that they are of.
+        `nodes`: this rank's tree nodes, each with a gradient for each parameter.
 
         Raises:
             PeerError: if a server or another rank is gone.
         """
         self._check_hooks()
         self._check_parameters()
-        if self._optimizer.state is not self._elsewhere or any(self._optimizer.state.values()):
+        if self.optimizer.state is not self._in_servers or any(self.optimizer.state.values()):
             raise _state_changed()
         number = self._steps + 1
-        groups = optimizer_codec.numbers(self._optimizer)
+        groups = optimizer_codec.settings_of(self.optimizer)
         for shard in self._shards:
             unused = self._fill(shard, nodes)
             shard.client.send(
@@ -199,11 +186,11 @@ class RemoteOptimizer:
         self.coming += 1
         # A scheduler that was made before the run knew the optimizer counts steps of its own; it warns
         # where it finds none.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _check_hooks(self) -> None:
         """Refuse hooks around steps: they would look at gradients and state that only servers have."""
-        own = self._optimizer
+        own = self.optimizer
         hooks = [
             *(own._optimizer_step_pre_hooks.values(), own._optimizer_step_post_hooks.values()),
             torch_optimizer._global_optimizer_pre_hooks.values(),
@@ -219,11 +206,11 @@ class RemoteOptimizer:
 
     def _check_parameters(self) -> None:
         """Refuse parameters that came or went since the run was given the optimizer."""
-        now = [p for group in self._optimizer.param_groups for p in group["params"]]
+        now = [p for group in self.optimizer.param_groups for p in group["params"]]
         known = self.parameters
         if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
             raise StepError(
-                f"{type(self._optimizer).__name__} has {len(now)} parameters, of which not all are "
+                f"{type(self.optimizer).__name__} has {len(now)} parameters, of which not all are "
                 f"those {len(known)} that it had when it was given to run.optimizer",
                 hint="call add_param_group before run.optimizer",
             )
@@ -252,7 +239,7 @@ class RemoteOptimizer:
     def receive(self) -> list[torch.Tensor]:
         """Return the next version of the parameters, waiting until all workers' gradients have made it.
 
-        It stays as it is until `keep` takes its memory back.
+        It stays as it is until `keep` frees its memory.
 
         Raises:
             PeerError: if a server or another rank is gone.
@@ -267,7 +254,7 @@ class RemoteOptimizer:
         return values
 
     def keep(self, count: int) -> None:
-        """Take back the memory of versions but for the newest `count`."""
+        """Free the memory of versions but for the newest `count`."""
         for shard in self._shards:
             while len(shard.taken) > count:
                 shard.free.append(shard.taken.popleft())
@@ -276,12 +263,12 @@ class RemoteOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Return the `state_dict` that the optimizer would have if it had stepped here."""
-        own = self._optimizer.state_dict()
+        own = self.optimizer.state_dict()
         if not self.has_begun:
             return own
-        return {**own, "state": dict(sorted(self._memory().items()))}
+        return {**own, "state": dict(sorted(self._fetch_state().items()))}
 
-    def _memory(self) -> dict[int, dict[str, Any]]:
+    def _fetch_state(self) -> dict[int, dict[str, Any]]:
         """Return the state that the servers have after all updates, by the places of parameters."""
         state: dict[int, dict[str, Any]] = {}
         for shard in self._shards:
@@ -294,12 +281,7 @@ class RemoteOptimizer:
 
 
 def deal(sizes: Sequence[int], servers: int) -> list[int]:
-    """Return the server of each parameter: the largest first, each to the one that has the least so far.
-
-    Args:
-        sizes: of the parameters.
-        servers: how many servers there are.
-    """
+    """Return the server of each parameter: the largest first, each to the one that has the least so far."""
     loads, owners = [0] * servers, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
         owner = min(range(servers), key=lambda server: (loads[server], server))

@@ -22,8 +22,6 @@ class Spec:
     """A tensor without its values.
 
     Attributes:
-        dtype: type of its elements.
-        shape: its shape.
         stride: steps in memory between neighbours, without gaps.
     """
 
@@ -41,10 +39,10 @@ class Spec:
 
     @staticmethod
     def parse(words: Sequence[Any]) -> Spec:
-        """Read what `words` has made.
+        """Return the spec that `words` returned as JSON.
 
         Raises:
-            ValueError: if it means no tensor.
+            ValueError: if it describes no tensor.
         """
         name, shape, stride = words
         dtype = getattr(torch, str(name), None)
@@ -53,7 +51,7 @@ class Spec:
         return Spec(dtype, tuple(map(int, shape)), tuple(map(int, stride)))
 
     def words(self) -> list[Any]:
-        """Return it for JSON."""
+        """Return the spec as values for JSON."""
         return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.stride)]
 
     @property
@@ -85,14 +83,9 @@ class Segment:
 
 
 class Rows:
-    """Where each of several tensors lies in a row.
-
-    Args:
-        specs: the tensors.
+    """Offsets of several tensors in one row of bytes.
 
     Attributes:
-        specs: the tensors.
-        bytes: size of a row.
         segments: parts of one type, the largest elements first.
     """
 
@@ -118,7 +111,7 @@ class Rows:
         self.bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that lie in `row`."""
+        """Return views of the tensors in `row`."""
         return [
             row[start : start + spec.bytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
             for spec, start in zip(self.specs, self._starts, strict=True)

@@ -23,13 +23,8 @@ from lockstep.errors import MismatchError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a worker asks for.
-
-    Attributes:
-        connection: the worker's.
-        message: what it has sent.
-    """
+class WorkerRequest:
+    """A message of a worker, and the connection for the answer."""
 
     connection: Connection
     message: Message
@@ -43,13 +38,7 @@ class Request:
 class ServerOptimizer:
     """The parameters of one optimizer that are this server's.
 
-    They may begin anew, with other values, when workers have loaded some. Rank 0 sends these before its
-    next gradients, without which there is no further update.
-
-    Args:
-        number: of the optimizer.
-        forest: the workers' tree nodes.
-        pool: where memory comes from.
+    When workers load other values, rank 0 sends these before its next gradients.
     """
 
     def __init__(self, number: int, forest: Forest, pool: Pool) -> None:
@@ -59,8 +48,8 @@ class ServerOptimizer:
         self._row = torch.empty(0, dtype=torch.uint8)
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: Optimizer | None = None
-        self._updates: dict[int, dict[int, Request]] = defaultdict(dict)  # by number, by rank
-        self._states: list[Request] = []  # for the state after so many updates
+        self._updates: dict[int, dict[int, WorkerRequest]] = defaultdict(dict)  # by number, by rank
+        self._states: list[WorkerRequest] = []  # for the state after so many updates
 
     @property
     def waits(self) -> bool:
@@ -68,7 +57,7 @@ class ServerOptimizer:
         return bool(self._updates or self._states)
 
     def begin(self, message: Message) -> None:
-        """Hold other parameters, with another optimizer.
+        """Replace the parameters and the optimizer by those of a message.
 
         Raises:
             ModelError: if there can be no such optimizer.
@@ -86,23 +75,23 @@ class ServerOptimizer:
             made.state[self._parameters[place]] = own
         self._optimizer, self._version = made, message.header.number
 
-    def update(self, request: Request) -> None:
-        """Take one worker's gradients of a batch; update, if these were the last.
+    def update(self, request: WorkerRequest) -> None:
+        """Take one worker's gradients of a batch; after the last worker's, update.
 
         Raises:
-            MismatchError: if workers do not mean the same batch, or the same update.
+            MismatchError: if workers send gradients of different batches or updates.
         """
         self._updates[request.header.number][request.connection.rank] = request
         self._advance()
 
-    def request_state(self, request: Request) -> None:
-        """Answer with the optimizer's state after the update that a worker names."""
+    def request_state(self, request: WorkerRequest) -> None:
+        """Answer with the optimizer's state after the update that the request names."""
         self._states.append(request)
         self._advance()
 
     def forget(self, connection: Connection) -> None:
-        """A worker has gone: it needs no answer."""
-        self._states = [one for one in self._states if one.connection is not connection]
+        """Drop the requests of a worker that has gone."""
+        self._states = [r for r in self._states if r.connection is not connection]
 
     def _advance(self) -> None:
         while len(self._updates.get(self._version + 1, ())) == self._forest.size:
@@ -111,21 +100,21 @@ class ServerOptimizer:
             requests = [by_rank[rank] for rank in range(self._forest.size)]
             self._apply(self._optimizer, [request.message for request in requests])
             self._send_version([request.connection for request in requests])
-        due = [one for one in self._states if one.header.number == self._version]
-        self._states = [one for one in self._states if one.header.number != self._version]
-        for one in due:
-            self._send_state(one.connection)
+        due = [request for request in self._states if request.header.number == self._version]
+        self._states = [request for request in self._states if request not in due]
+        for request in due:
+            self._send_state(request.connection)
 
     def _apply(self, optimizer: Optimizer, messages: Sequence[Message]) -> None:
         self._check(messages)
         groups = messages[0].meta["groups"]
-        optimizer_codec.set_numbers(optimizer, groups)
+        optimizer_codec.set_settings(optimizer, groups)
         gradients = self._rows.views(self._sum(messages))
         unused = set.intersection(*(set(message.meta["unused"]) for message in messages))
         for place, parameter in enumerate(self._parameters):
             parameter.grad = None if place in unused else gradients[place]
         optimizer.step()
-        _check_numbers(optimizer, groups)
+        _check_settings(optimizer, groups)
         for parameter in self._parameters:
             parameter.grad = None
         for message in messages:
@@ -156,7 +145,7 @@ class ServerOptimizer:
                 )
 
     def _send_version(self, connections: Sequence[Connection]) -> None:
-        """Send the parameters as they are now to all workers; some take them a few updates later."""
+        """Send all workers the current parameters; some receive them a few updates later."""
         memory = self._pool.take(self._row.numel())
         memory.copy_(self._row)
         release = self._pool.shared(memory, len(connections))
@@ -172,9 +161,9 @@ class ServerOptimizer:
         connection.send(Kind.STATE, [rows.row(tensors)], number=self._version, meta=meta)
 
 
-def _check_numbers(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an optimizer that counts in its groups: the next step brings the worker's numbers again."""
-    for now, words in zip(optimizer_codec.numbers(optimizer), given, strict=True):
+def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an optimizer that counts in its groups: the next step brings the worker's settings again."""
+    for now, words in zip(optimizer_codec.settings_of(optimizer), given, strict=True):
         changed = [name for name, value in words.items() if repr(now[name]) != repr(value)]
         if changed:
             raise ModelError(

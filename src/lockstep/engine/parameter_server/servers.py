@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lockstep.engine.parameter_server import discovery
 from lockstep.engine.parameter_server.client import Client, Clients
-from lockstep.engine.parameter_server.discovery import Place
+from lockstep.engine.parameter_server.discovery import ParameterServerAddress
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.errors import PeerError
 from lockstep.world.device_types import HIDDEN
@@ -33,14 +33,7 @@ _END_SECONDS = 5.0
 
 
 class Servers:
-    """The servers of a run; rank 0 may start them.
-
-    Args:
-        rendezvous: rendezvous of the ranks.
-        count: number of servers.
-        directory: of the run.
-        threads: intra-op threads of each rank.
-    """
+    """The servers of a run; rank 0 may start them."""
 
     def __init__(
         self, rendezvous: RankRendezvous, count: int, directory: Path, threads: int
@@ -49,7 +42,7 @@ class Servers:
         self._logs = directory / "logs"
         self._processes: list[subprocess.Popen[str]] = []
         self._users, self._is_first = 0, True
-        self._found: tuple[Sequence[Place], str] | None = None
+        self._found: tuple[Sequence[ParameterServerAddress], str] | None = None
 
     def connect(self, context: ModelContext) -> Clients:
         """Return new connections to all servers, for one model; all ranks connect.
@@ -57,13 +50,13 @@ class Servers:
         Raises:
             PeerError: if a server is gone, cannot be found, or not be started.
         """
-        places, token = self._find()
+        addresses, token = self._find()
         self._users += 1
         forest, key = context.forest, f"servers/{context.number}"
         if forest.rank == 0:
             context.store.set(key, uuid.uuid4().hex)
         worker = {
-            "session": context.store.get(key).decode(),
+            "model": context.store.get(key).decode(),
             "rank": forest.rank,
             "size": forest.size,
             "replicas": context.replicas,
@@ -73,8 +66,8 @@ class Servers:
         leads, is_first = forest.rank == 0, self._is_first
         made = Clients(clients, leads=leads, is_first=is_first, release=self._release)
         try:
-            for index, place in enumerate(places):
-                clients.append(Client(discovery.connect(place, f"server {index}"), index))
+            for index, address in enumerate(addresses):
+                clients.append(Client(discovery.connect(address, f"server {index}"), index))
                 clients[-1].authenticate(token, worker)
         except BaseException:
             made.close()
@@ -82,23 +75,23 @@ class Servers:
         self._is_first = False
         return made
 
-    def _find(self) -> tuple[Sequence[Place], str]:
-        """Return where the servers are, and the secret that they know."""
+    def _find(self) -> tuple[Sequence[ParameterServerAddress], str]:
+        """Return the addresses of the servers, and their secret."""
         rendezvous, world = self._rendezvous, self._rendezvous.world
         if self._found is None and world.environment == "lockstep":
-            places = discovery.find(world, self._count)
-            self._found = places, discovery.token_of(os.environ)
+            addresses = discovery.find(world, self._count)
+            self._found = addresses, discovery.token_of(os.environ)
         elif self._found is None:
-            told = rendezvous.broadcast("servers/own", self._started, "start the parameter servers")
-            places, token = json.loads(told)
-            self._found = [Place(**place) for place in places], token
+            text = rendezvous.broadcast("servers/own", self._started, "start the parameter servers")
+            addresses, token = json.loads(text)
+            self._found = [ParameterServerAddress(**address) for address in addresses], token
         return self._found
 
     def _started(self) -> str:
         token = secrets.token_hex(16)
-        return json.dumps([[asdict(place) for place in self._start(token)], token])
+        return json.dumps([[asdict(address) for address in self._start(token)], token])
 
-    def _start(self, token: str) -> list[Place]:
+    def _start(self, token: str) -> list[ParameterServerAddress]:
         world = self._rendezvous.world
         is_local = world.address is None or world.local_size == world.size
         address = LOOPBACK if is_local else str(world.address)
@@ -120,8 +113,8 @@ class Servers:
         seconds = join_timeout().total_seconds()
         return [self._read(index, seconds) for index in range(self._count)]
 
-    def _read(self, index: int, seconds: float) -> Place:
-        """Return where a server listens, which it writes as soon as it does."""
+    def _read(self, index: int, seconds: float) -> ParameterServerAddress:
+        """Wait for the address that a server prints when it listens."""
         process = self._processes[index]
         output = process.stdout
         assert output is not None
@@ -129,7 +122,7 @@ class Servers:
         poll.register(output, select.POLLIN)
         ready = poll.poll(seconds * 1000)
         if ready and (text := output.readline()):
-            return Place(**json.loads(text))
+            return ParameterServerAddress(**json.loads(text))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS if ready else 0)
         code, hint = process.returncode, f"see {self._logs / f'server-{index}.log'}"
@@ -140,7 +133,7 @@ class Servers:
         raise PeerError(f"server {index} ended with exit code {code} before it listened", hint=hint)
 
     def _release(self) -> None:
-        """A model has left the servers; after the last one those of rank 0 end."""
+        """Count a model that has left the servers; after the last model end those of rank 0."""
         self._users -= 1
         if not self._users:
             self._found = None

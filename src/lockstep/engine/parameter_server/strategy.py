@@ -19,27 +19,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engine.data.microbatch import Microbatch
-from lockstep.engine.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.engine.layout.classes import of_servers
 from lockstep.engine.parameter_server.client import Clients
 from lockstep.engine.parameter_server.exchange import ServerExchange
 from lockstep.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lockstep.engine.parameter_server.servers import Servers
-from lockstep.engine.strategies.buffers import start_alike
+from lockstep.engine.strategies.buffers import broadcast_model
 from lockstep.engine.strategies.checks import shares_buffers
 from lockstep.engine.strategies.ddp import ReplicatedModel
-from lockstep.engine.strategies.gradient_accumulation import NOTHING, Gradients, take_gradients
+from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT, Gradients, take_gradients
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.staleness import Versions
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import ExactnessError, ModelError, StepError
-from lockstep.registry import WITH_SERVERS
+from lockstep.registry import EXCHANGES, WITH_SERVERS
 
 
-def hold(
+def wrap(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> ServedModel | RemoteModel:
-    """Hold a copy of `module`, with the servers of the run.
+    """Wrap a copy of `module` on every worker, with the servers of the run.
 
     Raises:
         PeerError: if a server is gone, cannot be found, or not be started.
@@ -51,14 +50,14 @@ def hold(
     try:
         if context.staleness is None:
             return ServedModel(module, context, settings, clients)
-        return _hold_remotely(module, context, settings, clients, context.staleness)
+        return _wrap_remote(module, context, settings, clients, context.staleness)
     except BaseException:
         clients.close()
         raise
 
 
 def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
-    """Let the main rank's first model say what the servers have moved; return what this rank has."""
+    """Print the traffic of the servers, on the main rank and once; return this rank's bytes."""
     if clients.leads and clients.is_first:
         for line in clients.traffic():
             context.say(line)
@@ -82,7 +81,7 @@ class ServedModel(ReplicatedModel):
         self._clients, self._context = clients, context
 
     def ends(self) -> dict[str, int]:
-        """Say what the servers have moved; return what this rank has."""
+        """Print the traffic of the servers; return this rank's bytes."""
         return _end(self._clients, self._context)
 
 
@@ -90,14 +89,7 @@ class ServedModel(ReplicatedModel):
 
 
 class RemoteModel(WrappedModel):
-    """A model whose parameters are updated by servers.
-
-    Args:
-        module: the user's model, already on its device.
-        context: where it is to live.
-        clients: this worker's connections to the servers.
-        staleness: how many updates a pass with gradients lacks.
-    """
+    """A model whose parameters are updated by servers."""
 
     is_split = True  # so that its optimizer's state is asked for here, and it has one of its own
 
@@ -123,7 +115,7 @@ class RemoteModel(WrappedModel):
     def _prepare(self, microbatch: Microbatch) -> None:
         self._place = microbatch.place
 
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         self.accumulation.push(take_gradients(self.parameters))
         if not microbatch.last:
             return
@@ -135,7 +127,7 @@ class RemoteModel(WrappedModel):
             parameter.grad = next((part for part in mine if part is not None), None)
             self._shown.append((parameter.grad, _version(parameter.grad)))
 
-    def optimized_by(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let an optimizer's steps happen in the servers.
 
         Raises:
@@ -149,7 +141,9 @@ class RemoteModel(WrappedModel):
                 hint="pass it the parameters with requires_grad=True alone",
             )
         number = len(self._remotes)
-        remote = RemoteOptimizer(optimizer, number, self._clients, self._context.forest, NOTHING)
+        remote = RemoteOptimizer(
+            optimizer, number, self._clients, self._context.forest, NO_GRADIENT
+        )
         self._remotes.append(remote)
 
         def step(_self: Optimizer) -> None:
@@ -169,8 +163,8 @@ class RemoteModel(WrappedModel):
         remote.step(self._gradients_of(remote), self._place)
         self.versions.drop(own, coming=remote.coming)
         if not self.versions.count(own):
-            self._receive(remote)
-        self.show_late()
+            self.versions.add(own, remote.receive())
+        self.show_oldest()
         remote.keep(self.versions.count(own))
 
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
@@ -206,23 +200,20 @@ class RemoteModel(WrappedModel):
 
     # --- versions --------------------------------------------------------------------------------
 
-    def _receive(self, remote: RemoteOptimizer) -> None:
-        self.versions.add(remote.parameters, remote.receive())
-
     def _receive_all(self, remote: RemoteOptimizer) -> None:
         while remote.coming:
-            self._receive(remote)
+            self.versions.add(remote.parameters, remote.receive())
 
     def _wait(self) -> None:
-        """Have the newest version here: no rank gets it before all have sent their gradients."""
+        """Receive all versions: no rank gets the newest before all have sent their gradients."""
         with self._waiting() if any(one.coming for one in self._remotes) else nullcontext():
             for remote in self._remotes:
                 self._receive_all(remote)
 
-    def catch_up(self) -> None:
-        """Let parameters hold all updates; waits until they have happened."""
+    def show_newest(self) -> None:
+        """Set parameters to the version with all updates; waits for it."""
         self._wait()
-        super().catch_up()
+        super().show_newest()
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -237,9 +228,9 @@ class RemoteModel(WrappedModel):
         return super().extras()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a whole model's `state_dict`; the servers get it with the next step.
+        """Load a whole model's `state_dict`; the servers get it with the next step.
 
-        Optimizers keep what they remember, as they do where they step on every rank.
+        Optimizers keep their state, as they do where they step on every rank.
         """
         self._wait()
         for remote in self._remotes:
@@ -251,15 +242,12 @@ class RemoteModel(WrappedModel):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer would have if it had stepped here."""
         self._wait()
-        return self._remote(optimizer).state()
-
-    def _remote(self, optimizer: Optimizer) -> RemoteOptimizer:
-        return next(remote for remote in self._remotes if remote.belongs_to(optimizer))
+        return next(one for one in self._remotes if one.optimizer is optimizer).state()
 
     # --- the end ---------------------------------------------------------------------------------
 
     def ends(self) -> dict[str, int]:
-        """Say what the servers have moved; return what this rank has."""
+        """Print the traffic of the servers; return this rank's bytes."""
         self._wait()
         return _end(self._clients, self._context)
 
@@ -268,7 +256,7 @@ class RemoteModel(WrappedModel):
         self._clients.close()
 
 
-def _hold_remotely(
+def _wrap_remote(
     module: nn.Module,
     context: ModelContext,
     settings: Mapping[str, Any],
@@ -283,19 +271,19 @@ def _hold_remotely(
             "otherwise than a single GPU's",
             hint="leave out the staleness, or say exact=False to the run (lockstep run --no-exact)",
         )
-    start_alike(module, context.group)
+    broadcast_model(module, context.group)
     return RemoteModel(module, context, clients, staleness)
 
 
 def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelContext) -> None:
-    """Refuse keywords that would make the result another, and say that the others have no effect."""
+    """Refuse keywords that would change the result, and warn that the others have no effect."""
     if not shares_buffers(settings):
         raise ModelError(
             f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "
             "when their models are synchronized; expected buffers that all ranks share",
             hint="leave out broadcast_buffers, or the staleness: then each rank may keep its own",
         )
-    idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
+    idle = sorted(settings.keys() - EXCHANGES.keywords())
     if idle:
         context.warn(
             f"lockstep: {', '.join(idle)} of run.model: without effect with staleness={staleness}, where "
@@ -304,5 +292,5 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelC
 
 
 def _version(gradient: torch.Tensor | None) -> int:
-    """Return how often a tensor was changed in place, as autograd counts it."""
+    """Return autograd's count of in-place changes of a tensor."""
     return 0 if gradient is None else gradient._version

@@ -154,7 +154,7 @@ class Evaluations:
     def _is_unchanged(self) -> bool:
         return (
             self._models is not _UNKNOWN
-            and all(model.is_whole for model in self._state.models)
+            and all(model.is_synchronized for model in self._state.models)
             and self._registered == self._sum_of_registered()
             and self._models == self._sums_of_models()
         )

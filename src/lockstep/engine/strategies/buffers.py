@@ -21,11 +21,7 @@ class Buffers:
     """The buffers of one model over the replicas of a rank, and over the ranks.
 
     Args:
-        module: the model.
-        block: the replicas of this rank.
-        group: the process group, or `None` for a single rank.
         modes: whose parts' `training` says whether forward passes change buffers; by default `module`.
-        waiting: makes what is entered while ranks wait for each other here.
     """
 
     def __init__(
@@ -52,11 +48,11 @@ class Buffers:
         self._start: list[torch.Tensor] | None = None
         self._first: list[torch.Tensor] | None = None
         self.dirty = False
-        self.restores = False  # whether the pass that comes is thrown away
+        self.restores = False  # whether the next pass is discarded
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """Find the parts that have buffers, where there are others than before: pruning adds some."""
+        """Find the parts that have buffers, when their number has changed: pruning adds some."""
         count = sum(map(len, self._owners))
         if count != self._count:
             self._count = count
@@ -64,7 +60,7 @@ class Buffers:
                 part
                 for part in self._modes.modules()
                 if any(True for _ in part.buffers(recurse=False))
-                or getattr(part, "meets_in_forward", False)
+                or getattr(part, "needs_all_ranks", False)
             ]
 
     @property
@@ -73,7 +69,7 @@ class Buffers:
         return any(part.training for part in self._buffered)
 
     def _tensors(self) -> list[torch.Tensor]:
-        # Asked for anew each time: a module may replace a buffer by another tensor.
+        # Not kept: a module may replace a buffer by another tensor.
         return [buffer.detach() for buffer in self._list()]
 
     def _list(self) -> list[torch.Tensor]:
@@ -82,28 +78,28 @@ class Buffers:
 
     # --- a batch ---------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Remember which buffers there are, of which shapes, when a batch begins."""
+    def record_shapes(self) -> None:
+        """Record the shapes of all buffers, when a batch begins."""
         self._find_parts()
         self._shapes = [buffer.shape for buffer in self._list()]
 
-    def look_away(self) -> None:
-        """The batch is over: a script may change what buffers there are."""
+    def end_batch(self) -> None:
+        """Forget the shapes: between batches a script may change its buffers."""
         self._shapes = None
 
     def batch_begins(self) -> None:
-        """Remember what all replicas of this rank start from."""
+        """Copy the buffers that all replicas of this rank start from."""
         if (self._several or self.restores) and self._start is None:
             self._start = [tensor.clone() for tensor in self._tensors()]
 
     def before_forward(self) -> None:
-        """A forward pass is about to begin; in training mode it changes the buffers."""
+        """Prepare for a forward pass, which changes the buffers in training mode."""
         if self._count and self.are_trained:
             self.batch_begins()
             self.dirty = True
 
     def next_replica(self) -> None:
-        """A replica of this rank is done; the next one starts from the same buffers."""
+        """Reset the buffers for the next replica of this rank; keep those of replica 0."""
         if self._shapes is not None:
             self._check_shapes(self._shapes)
         if not self.dirty or self._start is None:
@@ -113,7 +109,7 @@ class Buffers:
         _copy(self._start, self._tensors())
 
     def discard(self) -> None:
-        """A pass is thrown away: buffers are again as they were when it began."""
+        """Restore the buffers from before a pass that is discarded."""
         if self._shapes is not None:
             self._check_shapes(self._shapes)
         if self.dirty and self._start is not None:
@@ -121,7 +117,7 @@ class Buffers:
         self._start, self.dirty = None, False
 
     def finish(self) -> None:
-        """The global batch is done: all ranks take replica 0's buffers."""
+        """End the global batch: all ranks take replica 0's buffers."""
         if self._shapes is not None:
             self._check_shapes(self._shapes)
         if not self.dirty:
@@ -157,17 +153,17 @@ class Buffers:
         )
 
     def before_evaluation(self) -> None:
-        """A forward pass is about to begin: remember what it must leave alone in evaluation mode."""
-        self._versions = None if self.are_trained or not self._count else self._now()
+        """Record the buffers that a forward pass in evaluation mode must not change."""
+        self._versions = None if self.are_trained or not self._count else self._identities()
 
     def after_evaluation(self) -> None:
-        """A forward pass is over.
+        """Refuse a forward pass in evaluation mode that has changed a buffer.
 
         Raises:
-            ModelError: if it was in evaluation mode, and has changed a buffer.
+            ModelError: naming the buffers.
         """
         before, self._versions = self._versions, None
-        if before is None or before == (now := self._now()):
+        if before is None or before == (now := self._identities()):
             return
         known = set(before)
         changed = {id(b) for b, own in zip(self._list(), now, strict=True) if own not in known}
@@ -180,13 +176,13 @@ class Buffers:
             "loops; count and average with run.mean and run.sum",
         )
 
-    def _now(self) -> list[tuple[int, int]]:
-        """Return what is another value when a buffer was changed in place or replaced."""
+    def _identities(self) -> list[tuple[int, int]]:
+        """Return values that change when a buffer is changed in place or replaced."""
         return [(id(b), 0 if b.is_inference() else b._version) for b in self._list()]
 
 
 def _difference(module: nn.Module, before: list[torch.Size]) -> str:
-    """Return which buffer of `module` differs from the shapes that there were."""
+    """Describe which buffer of `module` differs from the shapes `before`."""
     own, name = list(module.named_buffers()), type(module).__name__
     if len(own) < len(before):
         return f"{name} lost {len(before) - len(own)} of its {len(before)} buffers"
@@ -204,24 +200,24 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
         torch._foreach_copy_(target, source)
 
 
-def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
+def broadcast_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Broadcast the parameters and buffers of rank 0, as DistributedDataParallel does."""
     both = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
         broadcast([tensor.detach() for tensor in both], group)
 
 
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send rank 0's tensors to all, as bytes and in one message for each device that they are on.
+    """Broadcast rank 0's tensors, as bytes and in one message for each device that they are on.
 
     A module may span several devices, which are others on every rank; in their order they are the same.
     """
-    for together in by_device(tensors):
-        _broadcast(together, group)
+    for group_of_device in by_device(tensors):
+        _broadcast(group_of_device, group)
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return tensors that are on one device together, in the order in which devices come first."""
+    """Group tensors by their devices, in the order in which devices come first."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)

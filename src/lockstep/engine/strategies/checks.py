@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.engine.exchange.choose import POWERSGD_KEYWORDS
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.errors import ExactnessError, ModelError
-from lockstep.registry import STRATEGIES, StrategyEntry, resolve
+from lockstep.registry import EXCHANGES, STRATEGIES, StrategyEntry, resolve
 
 #: DDP settings under which ranks keep something of their own, and what.
 INEXACT = {
@@ -46,64 +45,52 @@ REFUSED = {
 def check(
     module: nn.Module,
     settings: Mapping[str, Any],
+    asked: str,
     strategy: StrategyEntry,
     context: ModelContext,
-    *,
-    over_ranks: bool,
-) -> tuple[StrategyEntry | None, dict[str, Any]]:
-    """Check a model and the keywords that `run.model` was given for it.
+) -> dict[str, Any]:
+    """Check a model and the keywords of `run.model`; return those for the strategy that wraps it.
 
-    Args:
-        module: the model.
-        settings: the keywords.
-        strategy: the run's.
-        context: where the model is to live.
-        over_ranks: whether the run's mesh spreads models over several ranks.
-
-    Returns:
-        Which strategy is to hold it, `None` where it has no trainable parameters, and keywords for that.
+    `asked`: name of the strategy that the run asks for, whose checks apply on every layout. `strategy`:
+    the one that wraps trained models here.
 
     Raises:
-        ModelError: for a model that replicas could not compute with alike, or a keyword that is none.
+        ModelError: for a model that replicas could not compute with alike, or an unknown keyword.
         ExactnessError: for a keyword that breaks the promise.
     """
     refuse_unconverted(module)
     if context.replicas > 1:
         refuse_changing(module)
-    is_trained = is_trainable(module)
-    of_ddp = taken_by(strategy, settings, exact=context.exact, is_trained=is_trained)
-    resolve(strategy.check)(module, of_ddp, exact=context.exact, device=context.device)
-    if not is_trained:
-        return None, of_ddp
-    if not strategy.spreads:
-        return strategy, of_ddp
-    if not over_ranks:
-        return STRATEGIES.find("ddp"), of_ddp
-    return strategy, {name: v for name, v in settings.items() if name in strategy.keywords}
+    entry, is_trained = STRATEGIES.find(asked), is_trainable(module)
+    of_ddp = taken_by(entry, settings, exact=context.exact, is_trained=is_trained)
+    resolve(entry.check)(module, of_ddp, exact=context.exact, device=context.device)
+    if strategy.spreads and is_trained:
+        return {name: v for name, v in settings.items() if name in strategy.keywords}
+    return of_ddp
 
 
 def taken_by(
     strategy: StrategyEntry, settings: Mapping[str, Any], *, exact: bool, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Return the keywords that the strategy's `check` is to see: one script serves all strategies.
+    """Return the keywords for the strategy's `check`: one script serves all strategies.
 
-    Those of other strategies are left out, and its own where it spreads a model: the rest are those of
-    DistributedDataParallel then. What another strategy would refuse stays: this one refuses it, too.
+    Keywords of other strategies are left out, and its own if it spreads a model: the rest are
+    DistributedDataParallel's. What another strategy would refuse stays: this one refuses it, too.
 
-    Args:
-        strategy: the run's.
-        settings: what `run.model` was given.
-        exact: whether the run promises the same bits on every layout.
-        is_trained: whether the model has trainable parameters: every rank holds all of one that has none.
+    `is_trained`: whether the model has trainable parameters: every rank holds all of one that has none.
 
     Raises:
         ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
         ModelError: for buffers of each rank's own, where ranks hold parts of a model.
     """
-    if strategy.spreads and is_trained and not exact:  # with it, no strategy takes this
-        _refuse_own_buffers(strategy.name, settings)
-    of_strategies = {word for name in STRATEGIES.own for word in STRATEGIES.find(name).keywords}
-    others = of_strategies.difference(strategy.keywords)
+    own_buffers = named_buffers_of_own(settings)
+    if own_buffers and strategy.spreads and is_trained and not exact:  # `exact` refuses it anyway
+        raise ModelError(
+            f"{own_buffers}=False with strategy={strategy.name}, whose ranks hold parts of one model; "
+            "expected buffers that all ranks share",
+            hint=f"leave {own_buffers} out, or choose strategy='ddp': there each rank may keep its own",
+        )
+    others = set(STRATEGIES.keywords().difference(strategy.keywords))
     if exact and "mp_policy" in others and settings.get("mp_policy") is not None:
         raise ExactnessError(
             f"mp_policy with strategy={strategy.name}, which does not know it; with strategy=fsdp the bits "
@@ -122,17 +109,6 @@ def taken_by(
     }
 
 
-def _refuse_own_buffers(strategy: str, settings: Mapping[str, Any]) -> None:
-    """On every layout, also where there is one rank: a script means the same everywhere."""
-    name = named_buffers_of_own(settings)
-    if name is not None:
-        raise ModelError(
-            f"{name}=False with strategy={strategy}, whose ranks hold parts of one model; expected buffers "
-            "that all ranks share",
-            hint=f"leave {name} out, or choose strategy='ddp': there each rank may keep its own",
-        )
-
-
 # --- keywords of DistributedDataParallel -----------------------------------------------------------
 
 
@@ -148,7 +124,7 @@ def check_settings(
         ModelError: for sparse gradients, or a setting that DDP does not have or that cannot be passed on.
     """
     refuse_sparse(module)
-    refuse_unknown(DistributedDataParallel, settings, POWERSGD_KEYWORDS)
+    refuse_unknown(DistributedDataParallel, settings, EXCHANGES.keywords())
     for name, (reason, hint) in REFUSED.items():
         if not _is_default(name, settings):
             raise ModelError(f"{name} cannot be passed on to DDP: {reason}", hint=hint)
@@ -161,7 +137,7 @@ def check_settings(
             )
 
 
-def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Sequence[str] = ()) -> None:
+def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[str] = ()) -> None:
     """Refuse keywords that a wrapper of PyTorch does not have, and that are none of `others`.
 
     Raises:
@@ -177,21 +153,21 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Sequence[str
 
 
 def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a setting is DDP's, or an exchange's, and changes no result and nothing that is refused."""
-    if name in POWERSGD_KEYWORDS:
+    """Whether a setting is DDP's, or an exchange's, and neither changes results nor is refused."""
+    if name in EXCHANGES.keywords():
         return True
     known = inspect.signature(DistributedDataParallel).parameters
     return name in known and (name not in (*REFUSED, *INEXACT) or _is_default(name, settings))
 
 
 def _is_default(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a setting says what holds without it. By identity: a value may be a tensor."""
+    """Whether a setting has its default value; compared by identity, as it may be a tensor."""
     value = settings.get(name)
     return value is None or value is (name in INEXACT)
 
 
 def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
-    """Refuse devices besides the one that the rank computes on, and any on the processor, as DDP does."""
+    """Refuse devices other than the rank's, and any on the CPU, as DDP does."""
     ids = [index_of(one) for one in settings.get("device_ids") or ()]
     if device.type == "cpu":
         given = [
@@ -216,7 +192,7 @@ def index_of(device: int | str | torch.device) -> int | None:
 
 
 def shares_buffers(settings: Mapping[str, Any]) -> bool:
-    """Whether ranks take replica 0's buffers: always, unless settings say otherwise with exact=False."""
+    """Whether ranks take replica 0's buffers: always, unless a setting with exact=False switches it off."""
     return named_buffers_of_own(settings) is None
 
 
@@ -310,9 +286,9 @@ def check_same_models(
 
 
 def _describe(parameter: torch.Tensor) -> str:
-    """Return shape and type, and the order in memory where it is not that of the indices: sums go by it."""
-    told = f"{tuple(parameter.shape)} {parameter.dtype}"
-    return told if parameter.is_contiguous() else f"{told}, strides {parameter.stride()}"
+    """Return shape, type, and strides of a parameter that is not contiguous: sums depend on them."""
+    text = f"{tuple(parameter.shape)} {parameter.dtype}"
+    return text if parameter.is_contiguous() else f"{text}, strides {parameter.stride()}"
 
 
 def is_trainable(module: nn.Module) -> bool:
@@ -321,17 +297,17 @@ def is_trainable(module: nn.Module) -> bool:
 
 
 def spans_devices(module: nn.Module) -> bool:
-    """Return whether the parts of a module were put on several devices: then they stay there.
+    """Return whether the script has put the parts of a module on several devices, where they stay.
 
-    DistributedDataParallel takes such a module without `device_ids`, and its forward pass moves what it
-    computes from one device to the next.
+    DistributedDataParallel takes such a module without `device_ids`; its forward pass moves activations
+    from one device to the next.
     """
     places = {t.device for t in (*module.parameters(), *module.buffers())}
     return len({place for place in places if place.type != "cpu"}) > 1
 
 
 def as_module(model: Any) -> nn.Module:
-    """Return a list of modules as one, and a module as it is.
+    """Return a list of modules as an `nn.Sequential`, and a module as it is.
 
     Raises:
         ModelError: for anything else.

@@ -27,17 +27,11 @@ _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", 
 
 
 class DataParallelModel(SingleModel):
-    """A model that threads copy to several GPUs, for every forward pass of every replica.
-
-    Args:
-        module: the user's model, on the first of the GPUs.
-        context: where it lives.
-        settings: keyword arguments for DataParallel, with the GPUs where there are any.
-    """
+    """A model that threads copy to several GPUs, for every forward pass of every replica."""
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         super().__init__(module, context)
-        self._scattered = wrap(module, settings)
+        self._scattered = scatter(module, settings)
         # Each piece has statistics and a dropout of its own, and gradients are added in another order.
         self.exactness = "close" if len(self._scattered.device_ids) > 1 else "exact"
 
@@ -60,7 +54,13 @@ def check_settings(
     refuse_sparse(module)
     refuse_unknown(DataParallel, settings)
     if device.type == "cpu":
-        _refuse_devices(settings)
+        for name in ("device_ids", "output_device"):
+            if settings.get(name) is not None:
+                raise DeviceError(
+                    f"{name}={settings[name]!r} with strategy=dp, and the run computes on the CPU; "
+                    "expected GPUs",
+                    hint=f"leave {name} out: then the model runs as it is where there is no GPU",
+                )
         return
     ids = choose_devices(settings.get("device_ids"), device.index, accelerator.count())
     if exact and len(ids) > 1:
@@ -71,23 +71,10 @@ def check_settings(
         )
 
 
-def _refuse_devices(settings: dict[str, Any]) -> None:
-    for name in ("device_ids", "output_device"):
-        if settings.get(name) is not None:
-            raise DeviceError(
-                f"{name}={settings[name]!r} with strategy=dp, and the run computes on the CPU; "
-                "expected GPUs",
-                hint=f"leave {name} out: then the model runs as it is where there is no GPU",
-            )
-
-
 def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[int]:
     """Return the GPUs to compute on: those that were asked for, or all, the run's own first.
 
-    Args:
-        asked: the setting `device_ids`.
-        own: the GPU on which the run keeps its models and batches.
-        count: how many GPUs this process sees.
+    `own`: the GPU on which the run keeps its models and batches.
 
     Raises:
         DeviceError: if they are not there, or the first is another one than the run's.
@@ -110,8 +97,8 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
     return [k for k in ids if k is not None]
 
 
-def scatter(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
-    """Hold `module` inside DataParallel; without a GPU as it is, which is said."""
+def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
+    """Wrap `module` in DataParallel; without a GPU leave it as it is, with a warning."""
     if context.device.type == "cpu":
         context.warn(
             f"lockstep: strategy=dp without a GPU: {type(module).__name__} runs as it is, "
@@ -130,7 +117,7 @@ class Scattered(DataParallel[nn.Module]):
     """DataParallel under the names of the module inside.
 
     Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
-    same on every layout and no checkpoint has keys that begin with `module.`. Made by `wrap`.
+    same on every layout and no checkpoint has keys that begin with `module.`. Made by `scatter`.
     """
 
     _is_complete = False
@@ -173,7 +160,7 @@ class Scattered(DataParallel[nn.Module]):
         return copied
 
 
-def wrap(module: nn.Module, settings: dict[str, Any]) -> Scattered:
+def scatter(module: nn.Module, settings: dict[str, Any]) -> Scattered:
     """Return `module` inside a `Scattered` that also has the special methods of its class."""
     names = [name for name in _SPECIAL if hasattr(type(module), name)]
     kind = type("Scattered", (Scattered,), {name: _forward(name) for name in names})

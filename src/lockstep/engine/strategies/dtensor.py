@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes of `tensors` this rank holds; what is on `meta`, another one does."""
+    """Return the bytes of `tensors` on this rank; what is on `meta` is on another rank."""
     own = map(local, tensors)
     return sum(part.numel() * part.element_size() for part in own if not part.is_meta)
 
@@ -32,11 +32,9 @@ def cut_dimension(like: DTensor) -> int:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return what this rank takes of a value: the part of a tensor cut as `like`, where that is one.
+    """Return this rank's part of a value: of a whole tensor or a `Stored`, cut as the `DTensor` `like`.
 
-    Args:
-        value: anything; a tensor, which every rank has all of, or a `Stored`, which is read.
-        like: the tensor, or whatever else, that it is for; a tensor of another shape is another thing.
+    Other values, and tensors of another shape than `like`, are returned as they are.
     """
     if not isinstance(value, torch.Tensor | Stored):
         return value
@@ -44,16 +42,15 @@ def part_of(value: Any, like: Any) -> Any:
         return value.read() if isinstance(value, Stored) else value
     cut, mesh = cut_of(like), like.device_mesh
     box = Box.whole(like.shape) if cut is None else cut.box(like.shape, mesh.get_local_rank())
-    own = value.fetch(box) if isinstance(value, Stored) else _copied(box.of(value.detach()))
+    if isinstance(value, Stored):
+        own = value.fetch(box)
+    else:
+        own = box.of(value.detach()).clone(memory_format=torch.contiguous_format)
     return assembled(own.to(local(like).device), like)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
-    """Return the tensor cut as `like` of which this rank holds `own`."""
+    """Return the `DTensor` cut as `like` with `own` as this rank's part."""
     from torch.distributed.tensor import DTensor
 
     made: DTensor = DTensor.from_local(
@@ -85,19 +82,19 @@ class CutState:
         )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole model's `state_dict`."""
+        """Load this rank's part of a whole model's `state_dict`."""
         own = self.module.state_dict(keep_vars=True)
         self.module.load_state_dict({n: part_of(v, own.get(n)) for n, v in state.items()})
 
     def load_gradients(self, gradients: Mapping[str, Any]) -> None:
-        """Take this rank's part of gradients that waited for a step."""
+        """Load this rank's part of gradients that wait for a step."""
         own = dict(self.module.named_parameters())
         for name, value in gradients.items():
             if name in own:
                 own[name].grad = part_of(value, own[name]).to(own[name].device)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimizer its part of what an optimizer of the whole model has."""
+        """Load this rank's part of the state of an optimizer of the whole model."""
         owner = optimizer_state.numbered(optimizer, state)
         cut = {
             number: {name: part_of(value, owner.get(number)) for name, value in own.items()}

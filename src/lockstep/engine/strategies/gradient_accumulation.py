@@ -9,9 +9,9 @@ import torch
 from lockstep.engine.exchange.flat import Parts, as_real
 from lockstep.engine.layout.tree import leaves, merges
 
-#: What a missing gradient is where memory has to hold one: `x + -0.0` is `x` in all its bits, which
+#: The value of a missing gradient in memory: `x + -0.0` is `x` in all its bits, which
 #: `x + 0.0` is not when `x` is -0.0 (IEEE 754, section 6.3).
-NOTHING = -0.0
+NO_GRADIENT = -0.0
 
 #: One tensor per parameter; `None` where the replica did not use the parameter.
 Gradients = list[torch.Tensor | None]
@@ -34,9 +34,9 @@ def add(left: Gradients, right: Gradients) -> Gradients:
     return left
 
 
-def nothing_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what holds the place of a missing gradient of `parameter`."""
-    value = complex(NOTHING, NOTHING) if parameter.is_complex() else NOTHING
+def missing_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the values that stand for a missing gradient of `parameter`."""
+    value = complex(NO_GRADIENT, NO_GRADIENT) if parameter.is_complex() else NO_GRADIENT
     return torch.full_like(parameter, value)
 
 
@@ -45,21 +45,16 @@ def write(
     gradients: Sequence[torch.Tensor | None],
     parts: Parts,
 ) -> None:
-    """Write gradients to their parts of `flat`, `NOTHING` where there are none."""
+    """Copy gradients to their parts of `flat`, `NO_GRADIENT` where there are none."""
     for part, gradient in zip(parts.of(flat), gradients, strict=True):
         if gradient is None:
-            part.fill_(NOTHING)
+            part.fill_(NO_GRADIENT)
         else:
             part.copy_(as_real(gradient))
 
 
 class GradientAccumulation:
-    """Collects one contribution per local replica, adding siblings as soon as both are there.
-
-    Args:
-        block: the replicas of this rank.
-        replicas: number of replicas in all.
-    """
+    """Sums the gradients of a rank's replicas to maximal tree nodes, siblings as soon as both are there."""
 
     def __init__(self, block: range, replicas: int) -> None:
         self._merges, _ = merges(leaves(block), replicas)
@@ -68,25 +63,24 @@ class GradientAccumulation:
 
     @property
     def pending_merges(self) -> int:
-        """How many of the nodes the next contribution is to be merged with."""
+        """How many nodes the next replica's gradients are merged with."""
         return self._merges[self._collected]
 
     @property
     def missing(self) -> int:
-        """How many of this rank's replicas have not contributed yet."""
+        """How many of this rank's replicas have no gradients yet."""
         return len(self._merges) - self._collected
 
     def push(self, gradients: Gradients) -> None:
-        """Take the contribution of the next local replica."""
-        count = self.pending_merges
+        """Add the gradients of the next local replica."""
         self.nodes.append(gradients)
-        for _ in range(count):
+        for _ in range(self.pending_merges):
             right = self.nodes.pop()
             self.nodes[-1] = add(self.nodes[-1], right)
         self._collected += 1
 
     def take(self) -> list[Gradients]:
-        """Return the nodes, and begin anew."""
+        """Return the nodes, and reset."""
         nodes, self.nodes = self.nodes, []
         self._collected = 0
         return nodes

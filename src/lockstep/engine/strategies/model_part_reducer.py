@@ -1,4 +1,4 @@
-"""`Reducer`: sums of gradients over the ranks that hold one part of a model, by an exchange."""
+"""Models that the ranks of a row hold together: gradients of each part are summed over a column."""
 
 from __future__ import annotations
 
@@ -6,23 +6,55 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+from torch import nn
 
+from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.exchange.base import Exchange
 from lockstep.engine.exchange.choose import make
 from lockstep.engine.exchange.flat import Parts, as_typed, form
 from lockstep.engine.strategies.gradient_accumulation import Gradients, write
 from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.wrapped_model import WrappedModel
 
 _BUCKET_BYTES = 25 << 20
 
 
-class Reducer:
-    """Sums the tree nodes of all ranks, bucket by bucket.
+class SpreadModel(WrappedModel):
+    """A model that the ranks of a row hold together.
 
     Args:
-        exchange: sums the gradients.
-        parameters: those whose gradients are summed; plain tensors.
+        reducer: of the gradients of this rank's part; `None` where there is one model only.
     """
+
+    is_split = True
+
+    def __init__(self, module: nn.Module, context: ModelContext, reducer: Reducer | None) -> None:
+        super().__init__(module, context)
+        self._reducer, self._warn = reducer, context.warn
+
+    def _accumulate(self, gradients: Gradients, microbatch: Microbatch) -> Gradients | None:
+        """Take a replica's gradients; return the sum over all replicas after the last of this rank."""
+        self.accumulation.push(gradients)
+        if not microbatch.last:
+            return None
+        nodes = self.accumulation.take()
+        return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
+
+    def _warn_of_draws(self, where: str) -> None:
+        """Warn once that the model draws random numbers whose bits depend on its division."""
+        if self.exactness != "approximate":
+            self.exactness = "approximate"
+            name = type(self.module).__name__
+            self._warn(f"lockstep: {name} draws, {where}: the run is approximate")
+
+    def close(self) -> None:
+        """Close the exchange."""
+        if self._reducer is not None:
+            self._reducer.close()
+
+
+class Reducer:
+    """Sums the tree nodes of all ranks, bucket by bucket."""
 
     def __init__(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
         self._exchange = exchange
@@ -85,10 +117,7 @@ def make_reducer(
 ) -> Reducer | None:
     """Return the sum of gradients over the ranks of one column; `None` if there is one model only.
 
-    Args:
-        parameters: this rank's; plain tensors.
-        context: where the model lives.
-        column: which part of it the ranks hold.
+    `column`: which part of it the ranks hold.
     """
     assert context.group is not None
     if context.forest.size == 1 or not parameters:

@@ -1,7 +1,7 @@
-"""What an optimizer holds beside its `state_dict`: plain values among its attributes, other optimizers.
+"""State of an optimizer beside its `state_dict`: plain values among its attributes, inner optimizers.
 
 A subclass counts its steps in an attribute; SAM and Lookahead have the optimizer that updates. Parameters
-are told by their places, as in a `state_dict`.
+are identified by their positions, as in a `state_dict`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ _FROM_OTHERS = ("step", "zero_grad", "_step_count", "_opt_called", "_step_suppor
 
 
 def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any]:
-    """Return what `load` gives back to an optimizer; empty where there is nothing.
+    """Return the values that `load` restores; empty if there are none.
 
-    Args:
-        optimizer: the optimizer.
-        others: ids of optimizers that are saved by themselves.
+    `others`: ids of optimizers that are saved by themselves.
     """
     others = {*others, id(optimizer)}
     inner = {
@@ -46,14 +44,15 @@ def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any
             keyed[name] = {places[id(key)]: one for key, one in value.items()}
         else:
             values[name] = value
-    aliases: set[int] = _storages(optimizer) if attributes else set()
+    own = _parameters(optimizer) if attributes else ()
+    aliases = {local(p).untyped_storage().data_ptr() for p in own}
     found = {"values": _plain(values, aliases), "keyed": _plain(keyed, aliases)}
     found["inner"] = _plain(inner, set())
     return {kind: own for kind, own in found.items() if own}
 
 
 def load(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
-    """Give an optimizer what `capture` has returned."""
+    """Load what `capture` returned."""
     for name, one in _inner(optimizer):
         if name in extras.get("inner", {}):
             saved = extras["inner"][name]
@@ -93,10 +92,6 @@ def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _storages(optimizer: Optimizer) -> set[int]:
-    return {local(p).untyped_storage().data_ptr() for p in _parameters(optimizer)}
 
 
 def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:

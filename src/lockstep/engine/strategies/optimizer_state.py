@@ -1,4 +1,4 @@
-"""The state of an optimizer, by the numbers that its `state_dict` gives to parameters."""
+"""State of an optimizer by the numbers that its `state_dict` gives to parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Give an optimizer its state as it was: torch 2.13 casts all of it to the parameters' type.
+    """Load a state and keep its types: torch 2.13 casts all of it to the parameters' type.
 
-    Its groups and its state stay the objects that they are: an optimizer may share them with another one.
+    `param_groups` and `state` stay the same objects: an optimizer may share them with another one.
     """
     groups, before = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
@@ -33,11 +33,11 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
         before.clear()
         before.update(optimizer.state)
         optimizer.state = before
-    _keep(optimizer, groups)
+    _restore_groups(optimizer, groups)
 
 
-def _keep(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Let an optimizer have the groups that it had, with what they are now."""
+def _restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer its former group objects, with the loaded content."""
     loaded = optimizer.param_groups
     if loaded is groups:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torch import nn
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Hook:
-    """Says that a module is called, but not that a copy of it is, or what was loaded from a file."""
+    """A forward hook of a module that its copies don't have: deep copies, and those loaded from files."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -21,19 +21,47 @@ class _Hook:
     def __call__(self, *_called: object) -> None:
         self._act()
 
-    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
-        return _nothing
+    def __deepcopy__(self, _memo: object) -> _NoHook:
+        return _NoHook()
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _of_copies, ()
-
-
-def _of_copies() -> Callable[..., None]:
-    return _nothing
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
 
 
-def _nothing(*_: object) -> None:
-    """The hook of a copy."""
+class _NoHook:
+    def __call__(self, *_called: object) -> None:
+        """Do nothing."""
+
+
+class RefusedCopy:
+    """`__deepcopy__` of a module that is cut over ranks: raises a `ModelError`."""
+
+    def __init__(self, problem: str, hint: str) -> None:
+        self._problem, self._hint = problem, hint
+
+    def __call__(self, _memo: object) -> NoReturn:
+        """Raise the error."""
+        raise ModelError(
+            f"copy.deepcopy of {self._problem}; a copy would be no model", hint=self._hint
+        )
+
+
+def refuse_state_dict(part: str) -> Callable[[nn.Module, str, bool], None]:
+    """Return a hook that refuses `state_dict()`, but with `keep_vars`, which is not for saving.
+
+    `part`: a predicate for the message, such as "has one stage of it".
+    """
+
+    def refuse(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:
+            raise ModelError(
+                f"{type(module).__name__}.state_dict() was called, and this rank {part}; "
+                "expected a call of the run's",
+                hint="run.export(path) writes whole weights, run.save() the state of the run, and "
+                "run.digest() tells whether bits are the same",
+            )
+
+    return refuse
 
 
 def watch_forward(
@@ -43,13 +71,9 @@ def watch_forward(
     *,
     always: bool = False,
 ) -> Callable[[], None]:
-    """Call `before` and `after` around each forward pass of `module`; return what ends that.
+    """Call `before` and `after` around each forward pass of `module`; return a function that ends that.
 
-    Args:
-        module: the module.
-        before: called first.
-        after: called last, after a pass that raises only with `always`.
-        always: see `after`.
+    `after`: called last, after a pass that raises only with `always`.
     """
     handles = [module.register_forward_pre_hook(_Hook(before))]
     if after is not None:
@@ -63,11 +87,7 @@ def watch_forward(
 
 
 class TrainableParameters:
-    """The trainable parameters of a model, which stay the same ones while it is trained.
-
-    Args:
-        module: the model.
-    """
+    """Checks that the trainable parameters of a model stay the same ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

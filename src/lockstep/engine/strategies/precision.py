@@ -17,7 +17,7 @@ REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(name: str, device: torch.device) -> None:
-    """Try what a run is about to do in reduced precision: a product of matrices, and its gradient.
+    """Try a product of matrices and its gradient in the precision of a run.
 
     Raises:
         DeviceError: if the device cannot.
@@ -37,7 +37,7 @@ def check_precision(name: str, device: torch.device) -> None:
 def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
     if not is_autocast_available(device.type):
         return "it has no autocast"
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # torch turns autocast off with a warning
         try:
             matrix = torch.ones(8, 8, device=device, requires_grad=True)
@@ -47,7 +47,9 @@ def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
         except RuntimeError as error:
             return str(error).partition("\n")[0]
     if product.dtype is not dtype:
-        return " ".join(str(one.message) for one in told) or f"products are {product.dtype}"
+        return (
+            " ".join(str(warning.message) for warning in caught) or f"products are {product.dtype}"
+        )
     return None
 
 
@@ -73,7 +75,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
 
 class _Entered(threading.local):
-    """What each thread has entered: DataParallel runs forward passes in several."""
+    """The autocast contexts of each thread: DataParallel runs forward passes in several."""
 
     def __init__(self) -> None:
         self.contexts: list[torch.autocast] = []

@@ -14,7 +14,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a part is one of torch's that draw in training; what else draws shows when it does."""
+    """Whether a part is one of torch's modules that draw in training; `watch_draws` detects others."""
     return any(map(_draws, module.modules()))
 
 
@@ -29,7 +29,7 @@ def _draws(part: nn.Module) -> bool:
 
 
 def looks_at_batches(module: nn.Module) -> bool:
-    """Whether a part of `module` computes with statistics of a batch, or keeps them."""
+    """Whether a part of `module` uses or updates statistics of a batch."""
     return any(
         isinstance(part, _NormBase)
         and (part.track_running_stats or not isinstance(part, _InstanceNorm))
@@ -37,8 +37,8 @@ def looks_at_batches(module: nn.Module) -> bool:
     )
 
 
-def watch_draws(module: nn.Module, tell: Callable[[], None]) -> None:
-    """Call `tell` once, when a forward pass of `module` has drawn."""
+def watch_draws(module: nn.Module, act: Callable[[], None]) -> None:
+    """Call `act` once, when a forward pass of `module` has drawn random numbers."""
     before: Generators | None = None
 
     def begin() -> None:
@@ -48,6 +48,6 @@ def watch_draws(module: nn.Module, tell: Callable[[], None]) -> None:
     def look() -> None:
         if before is not None and Generators.now().since(before) is not None:
             end()
-            tell()
+            act()
 
     end = watch_forward(module, begin, look)

@@ -19,7 +19,7 @@ class SingleModel(WrappedModel):
     def __init__(self, module: nn.Module, context: ModelContext) -> None:
         super().__init__(module, context, shares_buffers=False)
 
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
             return
         self.accumulation.push(take_gradients(self.parameters))
@@ -29,19 +29,18 @@ class SingleModel(WrappedModel):
                 parameter.grad = gradient
 
 
-class FrozenModel(WrappedModel):
-    """A model without trainable parameters: every rank has it; its buffers are still replica 0's.
+def wrap(module: nn.Module, context: ModelContext, _settings: dict[str, Any]) -> SingleModel:
+    """Wrap a model on the only rank; keywords of DistributedDataParallel have no effect."""
+    return SingleModel(module, context)
 
-    Args:
-        module: the user's model, already on its device.
-        context: where it lives.
-        settings: keyword arguments for DistributedDataParallel, of which one says whose buffers there are.
-    """
+
+class FrozenModel(WrappedModel):
+    """A model without trainable parameters: every rank has it; its buffers are still replica 0's."""
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         shares = context.group is None or shares_buffers(settings)
         super().__init__(module, context, shares_buffers=shares)
         self.exactness = "exact" if shares else "approximate"
 
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         raise AssertionError("a model without trainable parameters has no gradients")

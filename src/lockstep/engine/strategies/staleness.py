@@ -24,11 +24,10 @@ from lockstep.errors import StepError
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Versioned:
     """The versions of one parameter.
 
     Attributes:
-        parameter: holds one of them.
         versions: the oldest first.
         shown: the one that the parameter holds.
         changes: how often the parameter was changed in place, as autograd counts it, when it got that.
@@ -44,26 +43,24 @@ class Versions:
     """The last versions of a model's parameters.
 
     Args:
-        module: the model.
-        staleness: how many updates a pass with gradients lacks.
         made_here: whether optimizers update the parameters in this process.
     """
 
     def __init__(self, module: nn.Module, staleness: int, *, made_here: bool = True) -> None:
         self._module = module
         self._most, self._made_here = staleness + 1, made_here
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _Versioned] = {}
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep versions of `parameters`, from those on that they hold, where that has not begun."""
+        """Begin to keep versions of `parameters` that have none yet."""
         for parameter in parameters:
             if id(parameter) not in self._kept:
                 first = parameter.detach().clone()
-                kept = _Kept(parameter, deque([first]), first, parameter._version)
+                kept = _Versioned(parameter, deque([first]), first, parameter._version)
                 self._kept[id(parameter)] = kept
 
     def check(self, parameters: Iterable[nn.Parameter], name: str) -> None:
-        """Refuse parameters that the script has changed: the next version that is shown replaces them.
+        """Refuse parameters that the script has changed: the next version would overwrite them.
 
         Raises:
             StepError: if there are some; `name` is that of their optimizer.
@@ -79,7 +76,7 @@ class Versions:
 
     @contextlib.contextmanager
     def updating(self, among: Collection[int], name: str) -> Iterator[None]:
-        """Let the optimizer called `name` update its parameters inside, whose ids are `among`."""
+        """Keep the update that the optimizer `name` makes in the body; `among`: ids of its parameters."""
         if not self._made_here:
             yield
             return
@@ -97,16 +94,14 @@ class Versions:
         self.show_oldest()
 
     def add(self, parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> None:
-        """Keep a version of `parameters` that was made elsewhere."""
+        """Add a version of `parameters` that a server has made."""
         for parameter, value in zip(parameters, values, strict=True):
             self._kept[id(parameter)].versions.append(value)
 
     def drop(self, parameters: Iterable[nn.Parameter], *, coming: int = 0) -> None:
-        """Let go of versions that no pass needs any more.
+        """Drop versions that no pass needs any more.
 
-        Args:
-            parameters: those of one optimizer.
-            coming: how many newer versions there are elsewhere.
+        `coming`: how many newer versions the servers have.
         """
         for parameter in parameters:
             versions = self._kept[id(parameter)].versions
@@ -123,17 +118,17 @@ class Versions:
         return [self._kept[id(parameter)].versions[-1] for parameter in parameters]
 
     def forget(self) -> None:
-        """Begin anew with what the parameters hold: other values were loaded."""
+        """Drop all versions, after other values were loaded."""
         self._kept.clear()
 
     # --- what parameters hold --------------------------------------------------------------------
 
     def show_oldest(self) -> None:
-        """Let parameters hold what passes with gradients are to see."""
+        """Set parameters to the version for passes with gradients."""
         self._show(0)
 
     def show_newest(self) -> None:
-        """Let parameters hold all updates."""
+        """Set parameters to the version with all updates."""
         self._show(-1)
 
     def _show(self, which: int) -> None:
@@ -149,21 +144,21 @@ class Versions:
 
     @contextlib.contextmanager
     def with_newest(self) -> Iterator[None]:
-        """Let parameters point to copies of their newest versions; a graph may need what they hold."""
+        """Point parameters to copies of their newest versions; a graph may need their own memory."""
         others = [one for one in self._kept.values() if one.shown is not one.versions[-1]]
-        held = [one.parameter.data for one in others]
+        own = [one.parameter.data for one in others]
         for one in others:
             one.parameter.data = one.versions[-1].to(one.parameter.device, copy=True)
         try:
             yield
         finally:
-            for one, data in zip(others, held, strict=True):
+            for one, data in zip(others, own, strict=True):
                 one.parameter.data = data
 
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what else must be saved beside the newest version: the older ones, by age and name."""
+        """Return the older versions, by age and name, which are saved beside the newest one."""
         older: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             kept = self._kept.get(id(parameter))
@@ -174,7 +169,7 @@ class Versions:
         return {"older": older, "shows_newest": shows_newest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` returned; the parameters hold their newest version."""
+        """Load what `state` returned, when parameters have their newest version."""
         self.forget()
         if not state["older"]:
             return

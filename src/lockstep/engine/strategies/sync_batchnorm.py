@@ -32,10 +32,7 @@ class Ranks:
     """The ranks whose statistics are summed.
 
     Args:
-        group: their process group, used for nothing else; `None` for a single one.
-        counts: whether what this rank computes on counts, or only stands in for samples.
-        collective: makes a context of waits for other ranks in a forward pass.
-        exactness: class of a run with such layers.
+        counts: whether this rank's samples count, or only stand in for a replica without samples.
     """
 
     def __init__(
@@ -82,18 +79,13 @@ def fold(
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics in training are those of all ranks' samples; made by `convert`.
-
-    Attributes:
-        kind: the layer that it has been.
-        ranks: whose samples they are.
-    """
+    """BatchNorm whose statistics in training are those of all ranks' samples; made by `convert`."""
 
     kind: type[_BatchNorm]
     ranks: Ranks
 
     @property
-    def meets_in_forward(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         """Whether each forward pass in training mode needs all ranks, also without gradients."""
         return self.ranks.size > 1
 
@@ -140,12 +132,9 @@ class _Batch(NamedTuple):
     """The global batch, as a rank normalises its own part of it.
 
     Attributes:
-        mean: of each channel.
         var: the biased variance of each channel.
         number: how many values a channel has.
-        eps: what is added to the variance.
         counts: whether this rank's part counts.
-        ranks: those with the other parts.
     """
 
     mean: torch.Tensor

@@ -16,58 +16,42 @@ from lockstep.engine.strategies.dtensor import CutState, assembled
 from lockstep.engine.strategies.gradient_accumulation import Gradients, take_gradients
 from lockstep.engine.strategies.gradient_norm import total_norm
 from lockstep.engine.strategies.model_context import ModelContext
-from lockstep.engine.strategies.model_part_reducer import Reducer, make_reducer
+from lockstep.engine.strategies.model_part_reducer import Reducer, SpreadModel, make_reducer
 from lockstep.engine.strategies.rng import draws, watch_draws
-from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.state.checkpoint.parts import local, whole
 
 _WHERE = "torch.distributed.tensor.parallel"
 
 
-class TensorModel(CutState, WrappedModel):
-    """A model whose ranks compute parts of each layer, and exchange what the next one needs.
-
-    Args:
-        module: the user's model, parallelised in place.
-        context: where it lives.
-        reducer: of the gradients of this rank's parts; `None` where there is only one model.
-    """
+class TensorModel(CutState, SpreadModel):
+    """A model with layers that are cut over the ranks of a row."""
 
     exactness = "close"
 
     def __init__(self, module: nn.Module, context: ModelContext, reducer: Reducer | None) -> None:
-        super().__init__(module, context)
-        self._reducer, self._warn = reducer, context.warn
+        super().__init__(module, context, reducer)
         if draws(module):
             self.exactness = "approximate"
         else:
-            watch_draws(module, self._has_drawn)
+            # Each rank draws as many numbers as its part of the activations has: the same on all ranks.
+            watch_draws(module, lambda: self._warn_of_draws("on each rank for its part"))
 
-    def _has_drawn(self) -> None:
-        # Each rank draws for its part of the activations, as many numbers as that has: the same on all.
-        self.exactness = "approximate"
-        name = type(self.module).__name__
-        self._warn(f"lockstep: {name} draws, on each rank for its part: the run is approximate")
-
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
             for parameter in self.parameters:
                 if parameter.grad is not None:  # whose state no rank could capture alone
                     parameter.grad = _placed(parameter.grad, parameter)
             return
-        self.accumulation.push(self._take())
-        if not microbatch.last:
-            return
-        nodes = self.accumulation.take()
-        total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
-        for parameter, gradient in zip(self.parameters, total, strict=True):
-            parameter.grad = None if gradient is None else _like(gradient, parameter)
-
-    def _take(self) -> Gradients:
-        """Take off the gradients, as what this rank has of each."""
         pairs = zip(self.parameters, take_gradients(self.parameters), strict=True)
-        return [None if g is None else local(_placed(g, p)) for p, g in pairs]
+        own: Gradients = [None if g is None else local(_placed(g, p)) for p, g in pairs]
+        total = self._accumulate(own, microbatch)
+        if total is None:
+            return
+        for parameter, gradient in zip(self.parameters, total, strict=True):
+            if gradient is not None and isinstance(parameter, DTensor):
+                gradient = assembled(gradient, parameter)  # noqa: PLW2901
+            parameter.grad = gradient
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
         return super()._are_nonzero([whole(gradient) for gradient in gradients])
@@ -91,21 +75,11 @@ class TensorModel(CutState, WrappedModel):
         """Scale gradients to a norm of at most `max_norm`; one by one, as some are cut and some are not."""
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
 
-    def close(self) -> None:
-        """Close the exchange."""
-        if self._reducer is not None:
-            self._reducer.close()
 
-
-def hold_tensors(
-    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
-) -> TensorModel:
+def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> TensorModel:
     """Parallelise `module` over the ranks of a row by the user's plan.
 
-    Args:
-        module: the model, the same on all ranks.
-        context: where it lives.
-        settings: `plan`: for each name of a part, how its matrices are cut.
+    `settings`: `plan`: for each name of a part, how its matrices are cut.
 
     Raises:
         UsageError: without a plan.
@@ -180,8 +154,3 @@ def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return placed
     return gradient
-
-
-def _like(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor cut like `parameter` of which this rank holds `own`."""
-    return assembled(own, parameter) if isinstance(parameter, DTensor) else own

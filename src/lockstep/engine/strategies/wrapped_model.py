@@ -33,23 +33,18 @@ class WrappedModel(abc.ABC):
     """A model over the replicas of a rank.
 
     Args:
-        module: the user's model.
-        context: where it lives.
         shares_buffers: whether all ranks that hold the same part of it take replica 0's buffers.
 
     Attributes:
-        module: the user's model.
         parameters: those that take part in training.
         used: whether a forward pass with gradients has run since the last backward pass.
         optimized: the ids of parameters that optimizers of the run have.
-        gradient_bytes: what this rank's gradients take, once they have been there.
-        several_replicas: whether the run has more replicas than one.
-        exactness: `exact`, `close` or `approximate`: what holding it so makes of the run.
+        gradient_bytes: bytes of this rank's gradients; 0 before the first step.
         is_split: whether this rank holds a part of it only.
         is_cut: whether that is a part of every tensor, so that its state is captured by each rank alone;
             otherwise all ranks capture the state of a split model together.
-        mixes: whether an optimizer, or a norm, may be that of other such models, too, though it is split.
-        acts_alone: whether it must have an optimizer that holds parameters of no other model.
+        mixes: whether an optimizer, or a norm, may include other such models, though it is split.
+        steps_locally: whether each rank updates its own parameters: its optimizer has no other model's.
         versions: of its parameters, where gradients are late; `None` where passes see all updates.
     """
 
@@ -57,7 +52,7 @@ class WrappedModel(abc.ABC):
     is_split = False
     is_cut = False
     mixes = False
-    acts_alone = False
+    steps_locally = False
 
     def __init__(
         self, module: nn.Module, context: ModelContext, *, shares_buffers: bool = True
@@ -75,7 +70,7 @@ class WrappedModel(abc.ABC):
         group = context.group if shares_buffers else None
         self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = TrainableParameters(module)
-        self._met = self._was_added_to = False
+        self._is_summed = self._was_added_to = False
         self._interrupted = self._is_last = self._stepped = False
         self._behind = 0  # replicas of this rank that come after that of the microbatch
         self._mixed: set[int] = set()
@@ -90,7 +85,7 @@ class WrappedModel(abc.ABC):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """What autograd computes gradients of."""
+        """The tensors that autograd computes gradients of."""
         return self.parameters
 
     @property
@@ -100,20 +95,23 @@ class WrappedModel(abc.ABC):
 
     @property
     def wrapped(self) -> nn.Module:
-        """What the user's script calls: its own module, unless a strategy needs another."""
+        """The module that the script calls: its own, unless a strategy needs another."""
         return self.module
 
     def _prepare(self, microbatch: Microbatch) -> None:  # noqa: B027
-        """Get ready for the forward and backward pass of a microbatch, where there is something to do."""
+        """Prepare for the forward and backward pass of a microbatch."""
 
     @abc.abstractmethod
-    def _meet(self, microbatch: Microbatch) -> None:
-        """A backward pass of `microbatch` is done: keep its gradients, or complete the sum."""
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
+        """Accumulate the gradients of a backward pass; after the last replica's, complete the sum."""
 
     def before_forward(self) -> None:
-        """The model is about to be called."""
+        """Prepare buffers and versions of parameters for a forward pass."""
         if self.versions is not None:
-            self._choose_version()
+            if self._watching and torch.is_grad_enabled():
+                self.show_oldest()
+            elif not self.used:  # no graph needs the older ones
+                self.show_newest()
         if not self._watching:
             return
         self._buffers.before_forward()
@@ -127,13 +125,6 @@ class WrappedModel(abc.ABC):
                     "`for … in batch:` per update",
                 )
             self.used = True
-
-    def _choose_version(self) -> None:
-        """Show late parameters to passes with gradients; to others all updates, if no graph needs these."""
-        if self._watching and torch.is_grad_enabled():
-            self.show_late()
-        elif not self.used:
-            self.catch_up()
 
     def _before_forward(self) -> None:
         self.before_forward()
@@ -150,9 +141,9 @@ class WrappedModel(abc.ABC):
             self._buffers.after_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """The loop's body is about to see `microbatch`."""
+        """Begin a microbatch, before the loop's body."""
         self._watching = True
-        self.used = self._met = self._was_added_to = False
+        self.used = self._is_summed = self._was_added_to = False
         self._is_last = microbatch.last
         self._behind = self._block.stop - 1 - microbatch.replica
         if microbatch.first:
@@ -161,7 +152,7 @@ class WrappedModel(abc.ABC):
             if self.several_replicas:
                 self._watched.check()
                 self._mixed.clear()
-                self._buffers.look()
+                self._buffers.record_shapes()
                 self._buffers.restores = microbatch.audit
                 if self.trains_buffers:
                     self._buffers.batch_begins()
@@ -170,9 +161,9 @@ class WrappedModel(abc.ABC):
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """The loop's body is done with `microbatch`.
+        """End a microbatch, after the loop's body.
 
-        Where it was left by `break` or by an exception (which cannot be told apart here), buffers
+        Where the body was left by `break` or by an exception (which cannot be told apart here), buffers
         wait for the next call that needs them: after an exception the other ranks would not answer.
 
         Raises:
@@ -182,7 +173,7 @@ class WrappedModel(abc.ABC):
         self._watching = False
         self._stepped = False
         if microbatch.audit:
-            self._throw_away(left=left)
+            self._discard_audit(left=left)
             return
         if self.several_replicas and not left:
             self._check_complete(len(self._block), self._behind)
@@ -191,12 +182,12 @@ class WrappedModel(abc.ABC):
         elif not left:
             self._buffers.finish()
         if self.several_replicas and (microbatch.last or left):
-            self._buffers.look_away()
+            self._buffers.end_batch()
         if left:
             self.check_between()
 
     def check_between(self) -> None:
-        """Refuse to leave a loop, or the run, between the replicas of a batch."""
+        """Refuse that a loop, or the run, is left between the replicas of a batch."""
         if 0 < self.accumulation.missing < len(self._block):
             raise StepError(
                 f"a loop was left between the replicas of a batch, with gradients of "
@@ -204,9 +195,9 @@ class WrappedModel(abc.ABC):
                 hint="count steps with run.step, not microbatches; let an exception in a loop end the run",
             )
 
-    def _throw_away(self, *, left: bool) -> None:
-        """An extra pass of the audit is over: buffers and gradients are as they were before."""
-        done = "backward" if self._met else "forward" if self._buffers.dirty else ""
+    def _discard_audit(self, *, left: bool) -> None:
+        """End an extra pass of the audit: buffers and gradients are as they were before."""
+        done = "backward" if self._is_summed else "forward" if self._buffers.dirty else ""
         self._buffers.discard()
         self.accumulation.take()
         for parameter in self.parameters:
@@ -239,9 +230,7 @@ class WrappedModel(abc.ABC):
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
         """Check that a backward pass would mean the same on every layout.
 
-        Args:
-            microbatch: what the loss was computed on.
-            alone: whether the loss depends on no other model of the run.
+        `alone`: whether the loss depends on no other model of the run.
 
         Raises:
             StepError: if the model's gradients were summed already in this pass, or an earlier backward
@@ -260,7 +249,7 @@ class WrappedModel(abc.ABC):
                 "others may have some of its gradients",
                 hint="let exceptions of run.backward end the run; it resumes from its newest state",
             )
-        if self._met:
+        if self._is_summed:
             raise StepError(
                 f"run.backward was called twice for {type(self.module).__name__} in one "
                 "microbatch; expected once, since its gradients are summed already",
@@ -273,9 +262,9 @@ class WrappedModel(abc.ABC):
             self._check_complete(1 + self._behind)
 
     def _drop_old_gradients(self) -> None:
-        """Gradients from before this pass belong to no replica; whether that matters shows at the step.
+        """Drop gradients from before this pass, which belong to no replica.
 
-        Those of parameters that no optimizer has had until now never do.
+        Nonzero gradients of parameters that an optimizer has are refused at its step.
         """
         old = [parameter for parameter in self.parameters if parameter.grad is not None]
         mixed = [p for p in old if id(p) in self.optimized]
@@ -292,23 +281,23 @@ class WrappedModel(abc.ABC):
         return any(p.grad is not None and id(p) in among for p in self.parameters)
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
-        """Get ready for the backward pass of a microbatch, where there is something to do."""
+        """Prepare for the backward pass of a microbatch."""
 
     def after_backward(self, microbatch: Microbatch) -> None:
         """Sum the gradients of a backward pass over the replicas."""
         self.used = False
-        self._met = True
+        self._is_summed = True
         # A body may read gradients: an audit's stay where they are until its pass is over.
         if not microbatch.audit or self.is_split:
-            self._meet(microbatch)
+            self._sum_gradients(microbatch)
         self._interrupted = False
 
     def _after_accumulation(self, _parameter: torch.Tensor) -> None:
-        """A backward pass has added to the first parameter's gradient: after run.backward, a plain one."""
-        self._was_added_to |= self._met and not self._interrupted
+        """Detect a plain backward pass after run.backward, by the first parameter's gradient."""
+        self._was_added_to |= self._is_summed and not self._interrupted
 
     def check_gradients(self, among: Collection[int]) -> None:
-        """Check what an optimizer is about to use.
+        """Check the gradients that an optimizer is about to use.
 
         Args:
             among: the ids of its parameters.
@@ -319,7 +308,7 @@ class WrappedModel(abc.ABC):
         """
         if not self.several_replicas:
             return
-        if self._was_added_to or (not self._met and self._has_gradients(among)):
+        if self._was_added_to or (not self._is_summed and self._has_gradients(among)):
             raise StepError(
                 f"{type(self.module).__name__} has gradients that were not summed with those of the other "
                 "replicas",
@@ -335,7 +324,7 @@ class WrappedModel(abc.ABC):
             )
 
     def stepped(self, among: Collection[int]) -> None:
-        """An optimizer of this model, with parameters `among`, was asked to step inside a microbatch."""
+        """Check gradients for a step of an optimizer with parameters `among`, inside a microbatch."""
         self.check_gradients(among)
         self._stepped = True
         if self._is_last and not self.gradient_bytes:
@@ -345,26 +334,26 @@ class WrappedModel(abc.ABC):
         """Let all ranks take replica 0's buffers now."""
         self._buffers.finish()
 
-    def come_together(self) -> None:  # noqa: B027 - most are one model all the time
-        """Let ranks that have trained by themselves be one model again; all ranks call this together."""
+    def synchronize(self) -> None:  # noqa: B027 - most are one model all the time
+        """Average models that ranks have trained independently; collective."""
 
-    def show_late(self) -> None:
-        """Let parameters hold what passes with gradients are to see."""
+    def show_oldest(self) -> None:
+        """Set parameters to the version for passes with gradients."""
         if self.versions is not None:
             self.versions.show_oldest()
 
-    def catch_up(self) -> None:
-        """Let parameters hold all updates."""
+    def show_newest(self) -> None:
+        """Set parameters to the version with all updates."""
         if self.versions is not None:
             self.versions.show_newest()
 
     @property
-    def is_whole(self) -> bool:
+    def is_synchronized(self) -> bool:
         """Whether all ranks that hold the same part of the model hold the same bits now."""
         return True
 
     def check_gathering(self) -> None:  # noqa: B027 - most have nothing to gather
-        """All ranks are about to gather the tensors of `state` that are cut over them, one by one."""
+        """Check that all ranks are about to gather the tensors of `state` that are cut over them."""
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's `state_dict`; where it is cut its tensors are `DTensor`s."""
@@ -374,17 +363,17 @@ class WrappedModel(abc.ABC):
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a whole model's `state_dict`, or this rank's part of it; where it is cut, of `Stored`s."""
+        """Load a whole model's `state_dict`, or this rank's part of it; where it is cut, of `Stored`s."""
         self.module.load_state_dict(state)
         if self.versions is not None:
             self.versions.forget()
 
     def extras(self) -> dict[str, Any]:
-        """Return what else the strategy must have to continue, besides model and optimizer."""
+        """Return the state of the strategy besides model and optimizer."""
         return {} if self.versions is None else {"versions": self.versions.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take what `extras` returned, after `load`."""
+        """Load what `extras` returned, after `load`."""
         if self.versions is not None and "versions" in extras:
             self.versions.load(extras["versions"])
 
@@ -396,7 +385,7 @@ class WrappedModel(abc.ABC):
         return {name: value.grad for name, value in named if value.grad is not None}
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take what `gradients` returned."""
+        """Load what `gradients` returned."""
         parameters = dict(self.module.named_parameters())
         for name, value in gradients.items():
             if name in parameters:
@@ -410,11 +399,11 @@ class WrappedModel(abc.ABC):
         """Give an optimizer its part of what `optimizer_state` returned."""
         optimizer_state.load(optimizer, state)
 
-    def optimized_by(self, optimizer: Optimizer) -> None:  # noqa: B027 - most need not know
-        """An optimizer that holds parameters of this model was given to the run."""
+    def add_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most do nothing
+        """Register an optimizer of the run that has parameters of this model."""
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Let an optimizer of this model alone act; `act` is its own step."""
+        """Run the step `act` of an optimizer that has this model's parameters alone."""
         return act()
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -432,13 +421,13 @@ class WrappedModel(abc.ABC):
             nn.utils.clip_grad_value_(there, value)
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that `state_dict` leaves out: they are what the run has computed, too."""
+        """Return the buffers that `state_dict` leaves out, which the run saves, too."""
         saved = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
     def ends(self) -> dict[str, int]:
-        """The script is done: return bytes that this rank has sent and received, where they are counted."""
+        """Return bytes that this rank has sent and received, at the end of the script."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - most strategies hold nothing
-        """Give back what the strategy holds."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Close what the strategy has opened."""

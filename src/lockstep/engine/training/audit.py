@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.engine.data.microbatch import Microbatch, Start
 from lockstep.engine.data.sources import Audited, no_audit
-from lockstep.engine.exchange.scatter import agree
+from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.layout.audits import Values, compare, is_due, partner
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.recovery.state import State
@@ -173,7 +173,7 @@ class Audit:
         return (
             self._context.group is None
             or self._context.dims.mesh.model > 1
-            or any(m.is_split or m.acts_alone or any(layers(m.module)) for m in models)
+            or any(m.is_split or m.steps_locally or any(layers(m.module)) for m in models)
         )
 
     # --- passes ----------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Audit:
         numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
         numbers += [_as_integer(own.loss()), _as_integer(extra.loss())]
         with context.heartbeat.collective("the audit"):
-            rows = agree(numbers, context.group)
+            rows = gather_numbers(numbers, context.group)
         if not all(row[2 * size] for row in rows):
             self._is_off = True
             return

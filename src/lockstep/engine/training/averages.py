@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.engine.strategies.followed import FollowedModule
 from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.untrained_module import UntrainedModule
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.listeners import Listener
 
@@ -32,17 +32,17 @@ class Averages(Listener):
     """
 
     def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:
-        self.followed: list[FollowedModule] = []
+        self.followed: list[UntrainedModule] = []
         self._context, self._models = context, models
-        self._passing: list[FollowedModule] = []  # for the length of a loop
+        self._passing: list[UntrainedModule] = []  # for the length of a loop
 
-    def add(self, value: Any) -> FollowedModule | None:
+    def add(self, value: Any) -> UntrainedModule | None:
         """Follow `value` from here on; `None` where it is no module, or is followed already."""
         if not isinstance(value, nn.Module) or self._context.replicas == 1:
             return None
         if _share_parts(value, [*self._models, *self.followed]):
             return None
-        own = FollowedModule(value, self._context)
+        own = UntrainedModule(value, self._context)
         self.followed.append(own)
         return own
 
@@ -65,7 +65,7 @@ class Averages(Listener):
             self.followed.remove(followed)
 
 
-def _share_parts(module: nn.Module, known: Sequence[WrappedModel | FollowedModule]) -> bool:
+def _share_parts(module: nn.Module, known: Sequence[WrappedModel | UntrainedModule]) -> bool:
     parts = {id(part) for one in known for part in one.module.modules()}
     return not parts.isdisjoint(map(id, module.modules()))
 

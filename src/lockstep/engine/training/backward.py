@@ -20,7 +20,7 @@ from lockstep.engine.layout.classes import updates_in_servers
 from lockstep.engine.layout.tree import total
 from lockstep.engine.recovery.recomputed import Recomputed
 from lockstep.engine.recovery.state import State
-from lockstep.engine.strategies.gradient_accumulation import nothing_like
+from lockstep.engine.strategies.gradient_accumulation import missing_like
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.faults import Faults
@@ -34,7 +34,6 @@ from lockstep.errors import (
     StepError,
     UsageError,
 )
-from lockstep.registry import EXCHANGES
 
 #: Weights that are kept as tensors: a run without weights of its own has a few.
 _KEPT = 64
@@ -109,7 +108,7 @@ class Backward:
         """Let autograd compute gradients; without a weight there are none."""
         if weight is None:  # 0 times NaN is NaN, and so would the gradients be
             leaves = list(_leaves_behind(loss))
-            torch.autograd.backward(leaves, [nothing_like(leaf) for leaf in leaves])
+            torch.autograd.backward(leaves, [missing_like(leaf) for leaf in leaves])
         else:
             loss.backward(gradient=self._weight(loss, weight))  # type: ignore[no-untyped-call]
 
@@ -217,14 +216,13 @@ class Weighting:
         return weights[microbatch.replica] / _unit(microbatch)
 
     def _read(self, weight: torch.Tensor | float) -> float:
-        settings, exchange = self._context.settings, self._context.exchange
-        by_itself = exchange != "none" and EXCHANGES.find(exchange).hold
+        settings = self._context.settings
         by_servers = updates_in_servers(settings.strategy, settings.staleness)
-        if by_servers or by_itself:
+        if by_servers or self._context.strategy.averages:
             raise UsageError(
-                f"run.backward(…, weight=…) with exchange={exchange}, staleness="
+                f"run.backward(…, weight=…) with strategy={settings.strategy}, staleness="
                 f"{settings.staleness}: parameters are updated before all weights are known",
-                hint="leave out weight=, or take another exchange",
+                hint="leave out weight=, or take another strategy",
             )
         value = float(weight)
         if not math.isfinite(value) or value < 0:

@@ -28,9 +28,11 @@ def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -
         group = _group(context)
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
 
+    of_model = context.of_model(-1)
+
     @contextlib.contextmanager
     def collective() -> Iterator[None]:
-        with context.heartbeat.collective("the statistics of BatchNorm"), context.passing():
+        with context.heartbeat.collective("the statistics of BatchNorm"), of_model.passing():
             yield
 
     def counts() -> bool:

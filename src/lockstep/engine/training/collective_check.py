@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lockstep.engine.exchange.scatter import told_by_all
+from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.engine.training.heartbeat import Call, Heartbeat
 from lockstep.errors import LockstepError, MismatchError, PeerError
 from lockstep.state.record import stacks
@@ -77,7 +77,7 @@ class CollectiveCheck:
     def _compare(self, kind: str, group: dist.ProcessGroup) -> None:
         place = stacks.users(stacks.of(sys._getframe()))
         try:
-            told = told_by_all(f"{kind}\n{place}".encode(), _LENGTH, group)
+            told = gather_texts(f"{kind}\n{place}".encode(), _LENGTH, group)
         except RuntimeError as error:
             why = self._rendezvous.failure_of_others(_SECONDS)
             if why is None:

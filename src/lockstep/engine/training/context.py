@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +25,7 @@ from lockstep.engine.training.parallel_dims import (
     choose_mesh,
 )
 from lockstep.engine.training.watchdog import Watchdog
-from lockstep.registry import STRATEGIES
+from lockstep.registry import STRATEGIES, StrategyEntry, choose_strategy
 from lockstep.settings import Settings
 from lockstep.state.files.run_file import Identity
 from lockstep.state.record.recorder import Recorder
@@ -64,6 +62,7 @@ class Context:
         groups: the process groups that it is in.
         device: what this rank computes on.
         threads: intra-op threads.
+        strategy: the one that wraps the run's models.
         exchange: name of the exchange; `none` on a single rank.
         connection: the store in which ranks leave notes for each other, and the process group.
         heartbeat: where this rank says where it stands.
@@ -82,6 +81,7 @@ class Context:
     groups: Groups
     device: torch.device
     threads: int
+    strategy: StrategyEntry
     exchange: str
     connection: Connection
     heartbeat: Heartbeat
@@ -114,7 +114,8 @@ class Context:
         """Return `exact`, `close` where another layout rounds otherwise, or `approximate`."""
         asked = self.settings
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
-        return worst([exactness_of(self.exchange, self.dims.forest), servers, *of_models])
+        of_sums = exactness_of(self.exchange, self.dims.forest)
+        return worst([self.strategy.exactness, of_sums, servers, *of_models])
 
     def of_model(self, number: int, servers: object = None) -> ModelContext:
         """Return what a strategy is to hold model `number` with, and the run's parameter servers."""
@@ -135,18 +136,11 @@ class Context:
             staleness=self.settings.staleness,
             servers=servers,
             exchanging=self.record.pace.exchanging(self.device.type),
-            stepping=partial(self.heartbeat.collective, "optimizer.step"),
-            sharing=partial(self.heartbeat.collective, "the exchange of buffers"),
-            gathering=partial(self.heartbeat.collective, "the gathering of parameters"),
-            gathering_in_backward=partial(self.passing, range(self.world.size)),
-            passing=self.passing,
+            heartbeat=self.heartbeat,
+            watchdog=self.watchdog,
+            ranks=range(self.world.size),
+            ranks_of_row=self.dims.ranks_of_row,
         )
-
-    def passing(self, ranks: range | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return what is entered while `ranks`, by default those of one model, wait for each other."""
-        if self.watchdog is None:
-            return contextlib.nullcontext()
-        return self.watchdog.passing(self.dims.ranks_of_row if ranks is None else ranks)
 
 
 def join(settings: Settings, world: World, store: dist.Store | None = None) -> Context:
@@ -185,9 +179,9 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         needs_group = STRATEGIES.find(settings.strategy).needs_group
         connection = connect(rendezvous, device, always=needs_group)
         groups = Groups.of(connection.group, mesh, settings.strategy, device)
-    exchange = "none"
-    if groups.data is not None:
-        exchange = choose_exchange(settings, here, world, device.type)
+        grouped = groups.data is not None
+    strategy = choose_strategy(settings.strategy, has_group=grouped, is_spread=mesh.model > 1)
+    exchange = choose_exchange(settings, here, world, device.type) if grouped else "none"
     method = method_of(settings, exchange, alone=groups.everyone is None)
     record = _open_record(settings, rendezvous, identity, resume_info, here, device, method)
     return Context(
@@ -200,6 +194,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         groups=groups,
         device=device,
         threads=threads,
+        strategy=strategy,
         exchange=exchange,
         connection=connection,
         heartbeat=heartbeat,

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.engine.data.sources import Tell
-from lockstep.engine.exchange.scatter import told_by_all
+from lockstep.engine.data.sources import CompareData
+from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.engine.training.checksums import Checksums
 from lockstep.errors import DivergenceError, PeerError
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
@@ -62,7 +62,7 @@ class SameData:
     replicas: int
     audits: bool
 
-    def check_of(self, loader: int) -> Tell | None:
+    def check_of(self, loader: int) -> CompareData | None:
         """Return what compares the data of loader number `loader`; `None` for a single replica."""
         return partial(self._compare, loader) if self.replicas > 1 else None
 
@@ -187,7 +187,7 @@ def check_states(
     Raises:
         DivergenceError: if a rank holds other bits than another one that should hold the same.
     """
-    texts = [told.decode() for told in told_by_all(own.brief().encode(), _ROOM, group)]
+    texts = [told.decode() for told in gather_texts(own.brief().encode(), _ROOM, group)]
     whole, cut = [t.split(" ", 1)[0] for t in texts], [t.split(" ", 1)[1] for t in texts]
     first = [cut.index(next(c for c in cut if c.split()[1:] == one.split()[1:])) for one in cut]
     odd = [r for r in range(len(texts)) if whole[r] != whole[0] or cut[r] != cut[first[r]]]

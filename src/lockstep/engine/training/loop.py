@@ -16,7 +16,7 @@ from lockstep.engine.recovery.evaluations import Evaluations
 from lockstep.engine.recovery.losses import Losses
 from lockstep.engine.recovery.progress import Progress
 from lockstep.engine.recovery.state import State
-from lockstep.engine.strategies.followed import FollowedModule
+from lockstep.engine.strategies.untrained_module import UntrainedModule
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.audit import Audit
 from lockstep.engine.training.audit_record import Record
@@ -62,7 +62,7 @@ class Loop:
         #: A loop, a pass or `run.epochs` has raised an error to the script, which may catch it.
         self.fails = self.first_error.keep
         self.evaluations = Evaluations(State(), Alone(), None, _nothing)
-        self.followed: Sequence[FollowedModule] = ()
+        self.followed: Sequence[UntrainedModule] = ()
         self._listeners = listeners
         self._tells_microbatch = overriding(listeners, "microbatch_begins")
         self._tells_step = overriding(listeners, "step_ends")
@@ -183,7 +183,7 @@ class Loop:
         if self._has_met or not self._loops:
             self.come_together(waits=not self._loops)
         for model in self._models:
-            if not model.is_whole:
+            if not model.is_synchronized:
                 return  # ranks that go ways of their own for some steps will be one again
         self._fresh = False
         self.points += 1
@@ -249,7 +249,7 @@ class Loop:
             one.finish_buffers()
 
     @property
-    def _buffered(self) -> list[WrappedModel | FollowedModule]:
+    def _buffered(self) -> list[WrappedModel | UntrainedModule]:
         return [*self._models, *self.followed]
 
     def come_together(self, *, waits: bool = True) -> None:
@@ -257,9 +257,9 @@ class Loop:
         if not self._active:
             self._has_met = False
             for model in self._models:
-                model.come_together()
+                model.synchronize()
                 if waits:
-                    model.catch_up()
+                    model.show_newest()
 
     def acts_now(self) -> bool:
         """Whether an update asked for now is due now: on the last microbatch of a global batch."""
@@ -276,7 +276,7 @@ class Loop:
 
     def stepped(self, model: WrappedModel) -> None:
         """A model of independent ranks was updated: if it is whole now, ranks have just averaged."""
-        self._has_met |= model.is_whole
+        self._has_met |= model.is_synchronized
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
         """Return where a loop over `loader` that begins now starts.

@@ -95,7 +95,7 @@ class _Gate:
         _check_alone(self._optimizer, own, self._index)
         for model in own:
             if all(model is not known for known in self.own):
-                model.optimized_by(self._optimizer)
+                model.add_optimizer(self._optimizer)
         self.own, self._groups = own, list(groups)
         self.ids = frozenset(id(p) for group in groups for p in group["params"])
         for model in own:
@@ -138,7 +138,7 @@ class _Gate:
                 update = model.versions.updating(self.ids, name)(update)
         result = update()
         for model in self.own:
-            if model.acts_alone:
+            if model.steps_locally:
                 self._loop.stepped(model)
         return result
 
@@ -282,7 +282,7 @@ def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) 
         ModelError: if there is one.
     """
     mixed = all(model.mixes for model in own)
-    alone = [model for model in own if (model.is_split and not mixed) or model.acts_alone]
+    alone = [model for model in own if (model.is_split and not mixed) or model.steps_locally]
     if alone and len(own) > 1:
         what = "is split over ranks" if alone[0].is_split else "is trained by each rank by itself"
         raise ModelError(

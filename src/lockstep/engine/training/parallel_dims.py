@@ -103,7 +103,7 @@ class Groups:
             raise UsageError(
                 f"run.mesh was asked for with strategy={strategy}; expected one that "
                 "shards or spreads models",
-                hint=", ".join(STRATEGIES.where(lambda one: one.meshed)),
+                hint=", ".join(STRATEGIES.where(lambda entry: entry.meshed)),
             )
         return self.mesh
 
@@ -121,14 +121,16 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
             f"strategy={strategy.name} with {world.size} ranks; expected one rank",
             hint="strategy='ddp', or leave it to 'auto'",
         )
-    if strategy.exactness == "approximate" and settings.exact:
+    is_alone = world.size == 1 and strategy.fallback
+    if strategy.exactness == "approximate" and settings.exact and not is_alone:
         raise ExactnessError(
-            f"strategy={strategy.name} trains by other mathematics than one process does",
+            f"strategy={strategy.name} trains by other mathematics than one process does; "
+            "expected a strategy that sums gradients in every step",
             hint="strategy='auto', or say exact=False to the run (lockstep run --no-exact)",
         )
     _check_servers(settings, world)
     _check_exchange(strategy, settings.exchange)
-    _check_meetings(settings)
+    _check_averages(settings)
     return choose(settings.mesh, settings.strategy, world.size)
 
 
@@ -137,11 +139,10 @@ def _check_servers(settings: Settings, world: World) -> None:
     strategy, late = settings.strategy, settings.staleness
     if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)
-    is_meshed = STRATEGIES.find(strategy).meshed
-    if late and (is_meshed or EXCHANGES.find(settings.exchange).hold):
-        by = f"strategy={strategy}" if is_meshed else f"exchange={settings.exchange}"
+    entry = STRATEGIES.find(strategy)
+    if late and (entry.meshed or entry.averages):
         raise UsageError(
-            f"staleness is {late} with {by}, which keeps no older parameters; "
+            f"staleness is {late} with strategy={strategy}, which keeps no older parameters; "
             "expected strategy ps, ddp, dp or single",
             hint="--servers S --strategy ps, or leave out the staleness",
         )
@@ -169,14 +170,14 @@ def _check_exchange(strategy: StrategyEntry, name: str) -> None:
         )
 
 
-def _check_meetings(settings: Settings) -> None:
-    """Refuse `sync_every` for exchanges that sum in every step."""
-    if settings.sync_every is not None and not EXCHANGES.find(settings.exchange).hold:
-        seldom = EXCHANGES.where(lambda one: one.hold)
+def _check_averages(settings: Settings) -> None:
+    """Refuse `sync_every` for strategies that sum gradients in every step."""
+    if settings.sync_every is not None and not STRATEGIES.find(settings.strategy).averages:
+        averaging = STRATEGIES.where(lambda entry: entry.averages)
         raise UsageError(
-            f"sync_every is {settings.sync_every} with exchange={settings.exchange}, whose ranks "
-            f"synchronize in every step; expected an exchange of {', '.join(seldom)}",
-            hint="--exchange local-sgd, or leave out --sync-every",
+            f"sync_every is {settings.sync_every} with strategy={settings.strategy}, whose ranks "
+            f"synchronize in every step; expected strategy {' or '.join(averaging)}",
+            hint=f"--strategy {averaging[0]}, or leave out --sync-every",
         )
 
 
@@ -188,13 +189,18 @@ def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device
         ExactnessError: for one that breaks the promise.
     """
     strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
+    reasons = {
+        f"strategy={strategy.name}": strategy.no_loss_scale,
+        f"exchange={name}": EXCHANGES.find(name).no_loss_scale,
+    }
+    for asked, why in reasons.items():
+        if settings.precision == "fp16" and why:
+            raise UsageError(
+                f"precision=fp16 with {asked}: {why}",
+                hint="precision='bf16', which needs no loss scale",
+            )
     if strategy.exchanges is not None and len(strategy.exchanges) == 1:
         return strategy.exchanges[0]
-    if settings.precision == "fp16" and (why := EXCHANGES.find(name).no_loss_scale):
-        raise UsageError(
-            f"precision=fp16 with exchange={name}: {why}",
-            hint="precision='bf16', which needs no loss scale",
-        )
     return choose_name(
         name,
         dims.forest,

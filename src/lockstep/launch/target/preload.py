@@ -51,8 +51,8 @@ def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[
     """Return the modules that the workers of `spec` will import besides, from its sources and flags."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     dynamo = () if sources.sets_compiler else (_DYNAMO,)
-    if strategy.slow_import and isinstance(strategy.hold, str):
-        return (*_RUN, *dynamo, *([strategy.hold.partition(":")[0]] if dynamo else []))
+    if strategy.slow_import and isinstance(strategy.wrap, str):
+        return (*_RUN, *dynamo, *([strategy.wrap.partition(":")[0]] if dynamo else []))
     if sources.uses_lockstep:
         return (*_RUN, *dynamo)
     return dynamo if "optim" in sources.names else ()

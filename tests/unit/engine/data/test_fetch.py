@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.engine.data.build import LoaderSettings, build
-from lockstep.engine.data.fetch import FetchBatch, FetchSamples, FetchTensors, Request, choose
+from lockstep.engine.data.fetch import FetchBatch, FetchRequest, FetchSamples, FetchTensors, choose
 from lockstep.engine.data.sources import Workers
 from lockstep.engine.layout.replicas import block
 
 
-def request(*indices: int) -> Request:
-    return Request(np.array(indices, dtype=np.int64), (0, 0, 0, 0, 0))
+def request(*indices: int) -> FetchRequest:
+    return FetchRequest(np.array(indices, dtype=np.int64), (0, 0, 0, 0, 0))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.engine.exchange.base import Forest, Remembering
+from lockstep.engine.exchange.base import Forest, Stateful
 from lockstep.engine.exchange.choose import make
 
 #: Small numbers that 16 bits would round, as the strategy writes them behind the last bucket.
@@ -37,7 +37,7 @@ def reduce(
     futures = []
     for number, (parameter, bucket) in enumerate(zip(parameters, buckets, strict=True)):
         last = number == len(buckets) - 1
-        if isinstance(exchange, Remembering):
+        if isinstance(exchange, Stateful):
             exchange.announce([parameter])
         slots = exchange.slots(bucket.clone(), len(NOTES) if last else 0)
         slots[0][: bucket.numel()] = bucket

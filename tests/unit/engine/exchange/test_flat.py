@@ -10,7 +10,7 @@ from lockstep.engine.exchange.flat import (
     as_real,
     as_typed,
     form,
-    lies_alike,
+    same_layout,
     shape_in_memory,
 )
 
@@ -98,10 +98,10 @@ def test_channels_last_of_one_channel_or_one_pixel_is_the_same(
 ) -> None:
     parameter = torch.zeros(shape)
     turned = parameter.to(memory_format=torch.channels_last)
-    assert lies_alike(form(parameter), form(turned)) == alike
-    assert lies_alike(form(turned), form(turned))
+    assert same_layout(form(parameter), form(turned)) == alike
+    assert same_layout(form(turned), form(turned))
 
 
 def test_gaps_that_are_closed_change_no_order() -> None:
     gaps = PARAMETERS["gaps"]
-    assert lies_alike(form(gaps), form(gaps.contiguous()))
+    assert same_layout(form(gaps), form(gaps.contiguous()))

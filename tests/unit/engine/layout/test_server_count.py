@@ -13,6 +13,8 @@ from lockstep.errors import UsageError
 )
 def test_what_goes_together(strategy: str | None, servers: int) -> None:
     check(strategy, servers)
+    with pytest.raises(UsageError, match="which has no servers"):
+        check("dp", servers or 1)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ class Service:
         self._stack.callback(connection.close)
         return connection
 
-    def join(self, rank: int, size: int, replicas: int, session: str = "session") -> Clients:
+    def join(self, rank: int, size: int, replicas: int, model: str = "model") -> Clients:
         """Connect a worker to all servers."""
         clients = []
         for index in range(len(self.ports)):
             client = Client(self.connect(index), index)
             numbers = {"rank": rank, "size": size, "replicas": replicas, "threads": 1}
-            client.authenticate(TOKEN, {"session": session, **numbers})
+            client.authenticate(TOKEN, {"model": model, **numbers})
             clients.append(client)
         return Clients(clients, leads=rank == 0)
 

@@ -24,7 +24,7 @@ from lockstep.engine.parameter_server.messages import HEADER, Header, Kind, piec
 from lockstep.errors import PeerError
 from tests.unit.engine.parameter_server.conftest import SECONDS, TOKEN, Service
 
-WORKER = {"session": "s", "rank": 0, "size": 1, "replicas": 1, "threads": 1}
+WORKER = {"model": "s", "rank": 0, "size": 1, "replicas": 1, "threads": 1}
 
 
 def hello(text: bytes) -> bytes:

@@ -121,17 +121,17 @@ def test_every_optimizer_of_torch_can_be_made_anew(name: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = getattr(torch.optim, name)([parameter])
     words = json.loads(
-        json.dumps([optimizer_codec.describe(optimizer), optimizer_codec.numbers(optimizer)])
+        json.dumps([optimizer_codec.describe(optimizer), optimizer_codec.settings_of(optimizer)])
     )
     made = optimizer_codec.build(words[0], [[torch.nn.Parameter(torch.ones(2, 2))]])
-    optimizer_codec.set_numbers(made, words[1])
+    optimizer_codec.set_settings(made, words[1])
     assert type(made) is type(optimizer)
     assert made.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def test_numbers_that_json_has_no_word_for() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=math.inf)
-    words = json.loads(json.dumps(optimizer_codec.numbers(optimizer)))
+    words = json.loads(json.dumps(optimizer_codec.settings_of(optimizer)))
     assert words[0]["lr"] == math.inf
 
 

@@ -58,7 +58,7 @@ class Worker:
         # The group is none that a model without buffers uses.
         where = model_context(forest.size, block=block, group=group, forest=forest)
         self.model = RemoteModel(self.module, where, clients, staleness)
-        self.model.optimized_by(self.optimizer)
+        self.model.add_optimizer(self.optimizer)
         (self.remote,) = self.model._remotes
         self.rank = forest.rank
 
@@ -185,8 +185,10 @@ def test_a_worker_may_be_so_many_updates_ahead_and_no_more(
     module, _ = alone(sgd, 1, replicas=2)
     for shard in fast.remote._shards:
         shard.client._socket.settimeout(20)
-    fast.model._receive(fast.remote)  # what it waited for comes with the other worker's gradients
-    fast.model.show_late()
+    fast.model.versions.add(
+        fast.remote.parameters, fast.remote.receive()
+    )  # what it waited for comes with the other worker's gradients
+    fast.model.show_oldest()
     assert same(fast.values, module)
 
 
@@ -221,9 +223,9 @@ def test_catching_up_waits_for_all_that_was_sent(serve: Callable[[int], Service]
         for step in range(1, 9):
             worker.step(step)
         late = worker.values
-        worker.model.catch_up()
+        worker.model.show_newest()
         newest = worker.values
-        worker.model.show_late()
+        worker.model.show_oldest()
         assert all(torch.equal(a, b) for a, b in zip(late, worker.values, strict=True))
         assert same(list(worker.model.state().values()), alone(sgd, 8, replicas=2)[0])
         return newest
@@ -240,10 +242,10 @@ def test_memory_of_versions_is_used_again(serve: Callable[[int], Service]) -> No
     for step in range(1, 10):
         worker.step(step)
         if step % 4 == 0:
-            worker.model.catch_up()
+            worker.model.show_newest()
     (shard,) = worker.remote._shards
     assert len(shard.taken) + len(shard.free) <= 4
-    worker.model.catch_up()
+    worker.model.show_newest()
     assert same(worker.values, alone(sgd, 9)[0])
 
 
@@ -251,14 +253,14 @@ def test_two_optimizers_of_one_model(serve: Callable[[int], Service]) -> None:
     """Versions of one come while those of the other are waited for."""
     worker = Worker(serve(1).join(0, 1, 1), Forest.of(1, 1, 0), lambda p: sgd(p[:3]), staleness=1)
     rest = sgd(list(worker.module.parameters())[3:])
-    worker.model.optimized_by(rest)
+    worker.model.add_optimizer(rest)
     for step in range(1, 6):
         own = gradients(worker.module, step)
         worker.step(step, own[:3])
         if step % 2:
             worker.model._gradients_of = lambda _, own=own: [own[3:]]  # type: ignore[method-assign]
             rest.step()
-    worker.model.catch_up()
+    worker.model.show_newest()
     module = net()
     parts = list(module.parameters())
     both = sgd(parts[:3]), sgd(parts[3:])
@@ -313,7 +315,7 @@ def test_a_script_that_loads_a_state_reaches_the_servers(serve: Callable[[int], 
             worker.step(step)
         worker.optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
         worker.step(3)
-        worker.model.catch_up()
+        worker.model.show_newest()
         return worker.values
 
     module, optimizer = alone(sgd, 2, replicas=2)

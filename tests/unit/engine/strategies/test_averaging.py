@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lockstep.engine.strategies.local_sgd.averaging import (
-    average_memory,
-    describe_memory,
+    average_state,
+    describe_state,
     shares_of,
 )
 from lockstep.errors import ModelError
@@ -45,8 +45,8 @@ def average(weights: list[int], other: list[dict[str, Any]], **tensors: torch.Te
     """Average with another rank; return the optimizer, its parameters, and this rank's shares."""
     optimizer, parameters = stepped()
     means = TwoRanks(**tensors)
-    both = [describe_memory(optimizer, parameters), other]
-    average_memory(optimizer, parameters, both, weights, means)  # type: ignore[arg-type]
+    both = [describe_state(optimizer, parameters), other]
+    average_state(optimizer, parameters, both, weights, means)  # type: ignore[arg-type]
     return optimizer, parameters, means.shares
 
 
@@ -87,13 +87,13 @@ def test_values_are_the_first_ranks_that_has_them() -> None:
     optimizer, parameters = stepped()
     state = optimizer.state[parameters[0]]
     state |= {"step": 3, "odd": torch.tensor(7), "none": None, "nan": math.nan}
-    own = describe_memory(optimizer, parameters)
+    own = describe_state(optimizer, parameters)
     other = [
         {**dict([MOMENTUM]), "step": [None, None, 7], "odd": [[], "int64", 5]},
         {"step": [None, None, 5], "odd": [[1], "bool", True]},
     ]
     means: Any = TwoRanks(first=torch.ones(2))
-    average_memory(optimizer, parameters, [own, other], [1, 1], means)
+    average_state(optimizer, parameters, [own, other], [1, 1], means)
     assert (state["step"], state["none"]) == (3, None)
     assert torch.equal(state["odd"], torch.tensor(7))
     assert optimizer.state[parameters[1]]["step"] == 5
@@ -113,4 +113,4 @@ def test_memory_without_a_mean_is_refused(value: Any, what: str) -> None:
     optimizer, parameters = stepped()
     optimizer.state[parameters[0]]["codes"] = value
     with pytest.raises(ModelError, match=f"remembers codes, {what}, which has no mean"):
-        describe_memory(optimizer, parameters)
+        describe_state(optimizer, parameters)

@@ -62,6 +62,7 @@ def test_what_cannot_be_passed_on(name: str, value: object, exact: bool) -> None
 def test_every_keyword_of_ddp_is_taken_with_its_own_default(name: str) -> None:
     default = inspect.signature(DistributedDataParallel).parameters[name].default
     check_settings(nn.Linear(1, 1), {name: default}, exact=True)
+    assert checks.is_harmless(name, {name: default})
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_every_keyword_of_ddp_is_taken_with_its_own_default(name: str) -> None:
 )
 def test_exact_keywords_are_allowed(settings: dict) -> None:
     check_settings(nn.Linear(1, 1), settings, exact=True)
+    assert all(checks.is_harmless(name, settings) for name in settings)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_devices_on_the_processor(settings: dict) -> None:
     (name,) = settings
     with pytest.raises(ModelError, match=f"{name}=.*computes on the CPU; expected none"):
         check_settings(nn.Linear(1, 1), settings, exact=True)
+    assert all(checks.is_harmless(name, settings) for name in settings)
 
 
 @pytest.mark.parametrize("ids", [[1], ["cuda:1"], [torch.device("cuda", 0)], [None]])
@@ -151,3 +154,5 @@ def test_ranks_that_build_the_same_model() -> None:
     store = dist.HashStore()
     for rank in range(2):
         check_same_models(nn.Linear(2, 3), "0", store, rank, 2)
+    with pytest.raises(ModelError, match="built another Linear than rank 0"):
+        check_same_models(nn.Linear(2, 4), "0", store, 1, 2)

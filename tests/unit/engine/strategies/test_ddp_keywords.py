@@ -71,7 +71,8 @@ def train(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> Train:
                 optimizer.step()
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             storages = len({g.untyped_storage().data_ptr() for g in grads})
-            ddp = getattr(run._session.state.models[0], "_ddp", None)
+            reducer = getattr(run._session.state.models[0], "_reducer", None)
+            ddp = getattr(reducer, "_ddp", None)
             return Seen(model, ddp, len(counted), storages, run.digest())
 
     return go

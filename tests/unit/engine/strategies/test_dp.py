@@ -155,5 +155,9 @@ def test_the_module_stays_where_checkpoints_look(tmp_path: Path, make_run) -> No
     run = make_run(strategy="dp")
     with run:
         model = run.model(net())
-        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.save(state, tmp_path / "weights.pt")
+        for parameter in model.parameters():
+            parameter.data.zero_()
         run.load(tmp_path / "weights.pt")
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

@@ -12,10 +12,10 @@ from lockstep.engine.exchange.flat import Parts, form
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import fold, merges, nodes, total
 from lockstep.engine.strategies.gradient_accumulation import (
-    NOTHING,
+    NO_GRADIENT,
     GradientAccumulation,
     add,
-    nothing_like,
+    missing_like,
     take_gradients,
     write,
 )
@@ -70,7 +70,7 @@ def test_blocks_with_missing_gradients_sum_to_the_tree(gradients, data: st.DataO
     assert list(map(bits, root)) == list(map(bits, total(gradients, reference)))
 
 
-@pytest.mark.parametrize("other", [None, NOTHING])
+@pytest.mark.parametrize("other", [None, NO_GRADIENT])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_a_missing_gradient_keeps_the_sign_of_a_zero(zero: float, other: float | None) -> None:
     there = torch.tensor([zero])
@@ -122,5 +122,5 @@ def test_what_stands_for_a_missing_gradient_changes_no_bit() -> None:
         flat = torch.ones(4 if dtype.is_complex else 2)
         write(flat, [None], Parts([form(parameter)]))
         assert torch.signbit(flat).all()
-        (total,) = add([zeros.clone()], [nothing_like(parameter)])
+        (total,) = add([zeros.clone()], [missing_like(parameter)])
         assert bits(total) == bits(zeros)

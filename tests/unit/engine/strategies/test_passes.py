@@ -134,10 +134,13 @@ def test_one_replica_may_have_them(make_run, make: Callable[[], nn.Module]) -> N
     with make_run(replicas=1) as run:
         model = run.model(make())
         for (x,) in run.loader(TensorDataset(torch.zeros(8, 3, dtype=torch.int64)), batch_size=4):
-            model(x if isinstance(model, nn.Embedding) else x.float())
+            assert len(model(x if isinstance(model, nn.Embedding) else x.float())) == 4
 
 
 def test_other_layers_are_not() -> None:
     called = nn.LazyLinear(4)
     called(torch.zeros(1, 3))
-    refuse_changing(nn.Sequential(called, nn.Embedding(9, 4), nn.LSTM(3, 4), nn.BatchNorm1d(2)))
+    others = [called, nn.Embedding(9, 4), nn.LSTM(3, 4), nn.BatchNorm1d(2)]
+    refuse_changing(nn.Sequential(*others))
+    with pytest.raises(ModelError, match="the layer 4, a LazyLinear"):
+        refuse_changing(nn.Sequential(*others, nn.LazyLinear(4)))

@@ -307,7 +307,7 @@ def test_more_replicas_than_ranks_are_another_mathematics(make_run, capsys) -> N
     with make_run(replicas=2, exact=False, progress=False) as run:
         run.model(run.sync_batchnorm(Net()))
         assert run.exactness == "approximate"
-    assert "lockstep: test: approximate, by how Net is held" in capsys.readouterr().err
+    assert "lockstep: test: approximate, by how Net is wrapped" in capsys.readouterr().err
 
 
 def test_what_belongs_to_the_run_already(make_run) -> None:

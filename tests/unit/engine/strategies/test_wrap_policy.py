@@ -158,9 +158,11 @@ def test_optimizers_that_look_across_elements_where_that_is_allowed(
 ) -> None:
     with make_run(strategy="fsdp", exact=False) as run:
         model = run.model(nn.Linear(4, 4))
-        run.optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        fused = torch.optim.AdamW(model.parameters(), fused=True)
+        assert run.optimizer(fused) is fused
         short = run.model(nn.Linear(4, 4).bfloat16())
-        run.optimizer(torch.optim.SGD(short.parameters(), lr=0.1))
+        plain = torch.optim.SGD(short.parameters(), lr=0.1)
+        assert run.optimizer(plain) is plain
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])

@@ -197,6 +197,7 @@ def test_the_next_batch_may_go_backward_again(net: nn.Module) -> None:
     model = SingleModel(net, model_context(2))
     for _ in range(3):
         batch(model, torch.randn(2, 3, 5), lambda _, x: net(x).mean())
+        assert all(parameter.grad is not None for parameter in net.parameters())
         net.zero_grad()
 
 

@@ -7,18 +7,18 @@ import inspect
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from lockstep.engine.exchange.choose import POWERSGD_KEYWORDS, exactness_of
+from lockstep.engine.exchange.choose import exactness_of
 from lockstep.engine.layout.mesh import Mesh
 from lockstep.engine.strategies.checks import check_settings
 from lockstep.engine.training.parallel_dims import ParallelDims, choose_exchange, choose_mesh
 from lockstep.errors import ExactnessError, ModelError, UsageError
-from lockstep.registry import EXCHANGES
+from lockstep.registry import EXCHANGES, STRATEGIES
 from lockstep.settings import Settings
 from lockstep.world import World
 
 APPROXIMATE = EXCHANGES.where(lambda one: one.exactness == "approximate")
-#: Those whose ranks train by themselves for some steps at a time.
-LOCAL = EXCHANGES.where(lambda one: one.hold)
+#: Strategies whose ranks train by themselves for some steps at a time.
+LOCAL = STRATEGIES.where(lambda entry: entry.averages)
 WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
 
 
@@ -37,18 +37,20 @@ def test_their_class(exchange: str) -> None:
     assert exactness_of(exchange, ParallelDims.of(Mesh(2), 0, 2).forest) == "approximate"
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
-def test_models_that_no_rank_has_whole(strategy: str) -> None:
-    with pytest.raises(UsageError, match=f"strategy={strategy}"):
-        choose(exchange="diloco", exact=False, strategy=strategy)
-
-
-@pytest.mark.parametrize("exchange", LOCAL)
-def test_fp16_by_ranks_that_train_by_themselves(exchange: str) -> None:
-    with pytest.raises(UsageError, match=f"precision=fp16 with exchange={exchange}") as seen:
-        choose(exchange=exchange, exact=False, precision="fp16")
-    assert "bf16" in seen.value.hint
-    assert choose(exchange=exchange, exact=False, precision="bf16") == exchange
+@pytest.mark.parametrize("strategy", LOCAL)
+def test_strategies_that_average_parameters(strategy: str) -> None:
+    refused = f"strategy={strategy} trains by other mathematics"
+    with pytest.raises(ExactnessError, match=refused) as seen:
+        choose(strategy=strategy)
+    assert "--no-exact" in seen.value.hint
+    assert choose(strategy=strategy, exact=False, precision="bf16") == "tree"
+    with pytest.raises(UsageError, match=f"precision=fp16 with strategy={strategy}") as seen_fp16:
+        choose(strategy=strategy, exact=False, precision="fp16")
+    assert "bf16" in seen_fp16.value.hint
+    with pytest.raises(UsageError, match=f"exchange=bf16 with strategy={strategy}"):
+        choose(strategy=strategy, exact=False, exchange="bf16")
+    one = Settings(name="test", strategy=strategy)  # on one rank it is the run of one process
+    assert choose_mesh(one, World(rank=0, size=1, address="x", port=1)) == Mesh(1)
 
 
 def test_fp16_by_ranks_that_remember_what_they_left_out() -> None:
@@ -75,24 +77,24 @@ def test_sync_every() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("exchange", ["auto", "tree", "powersgd"])
-def test_sync_every_where_ranks_meet_in_every_step(exchange: str, size: int) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_sync_every_where_ranks_sum_in_every_step(strategy: str, size: int) -> None:
     world = World(rank=0, size=size, local_size=size, address="x", port=1)
-    settings = Settings(name="test", sync_every=4, exchange=exchange, exact=False)
-    with pytest.raises(UsageError, match=f"sync_every is 4 with exchange={exchange}") as seen:
+    settings = Settings(name="test", sync_every=4, strategy=strategy, exact=False)
+    with pytest.raises(UsageError, match=f"sync_every is 4 with strategy={strategy}") as seen:
         choose_mesh(settings, world)
     assert "local-sgd" in seen.value.hint
 
 
-@pytest.mark.parametrize("exchange", LOCAL)
-def test_sync_every_of_ranks_that_meet_seldom(exchange: str) -> None:
-    settings = Settings(name="test", sync_every=4, exchange=exchange, exact=False)
+@pytest.mark.parametrize("strategy", LOCAL)
+def test_sync_every_of_ranks_that_average(strategy: str) -> None:
+    settings = Settings(name="test", sync_every=4, strategy=strategy, exact=False)
     assert choose_mesh(settings, WORLD) == Mesh(2)
 
 
 def test_keywords_are_those_of_powersgd() -> None:
     theirs = set(inspect.signature(PowerSGDState).parameters) - {"process_group"}
-    assert set(POWERSGD_KEYWORDS) == theirs
+    assert set(EXCHANGES.find("powersgd").keywords) == theirs
 
 
 def test_keywords_of_powersgd_are_taken_on_every_layout() -> None:

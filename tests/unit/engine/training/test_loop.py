@@ -150,18 +150,18 @@ class Counting:
     def __init__(self, every: int) -> None:
         self.every, self.steps, self.met = every, 0, 0
 
-    is_whole = property(lambda self: not self.steps)
+    is_synchronized = property(lambda self: not self.steps)
 
     def step(self) -> None:
         self.steps = (self.steps + 1) % self.every
 
-    def come_together(self) -> None:
+    def synchronize(self) -> None:
         self.met += bool(self.steps)
         self.steps = 0
 
     def nothing(self, *_: Any, **__: Any) -> None: ...
 
-    finish_buffers = catch_up = microbatch_begins = microbatch_ends = nothing
+    finish_buffers = show_newest = microbatch_begins = microbatch_ends = nothing
 
 
 def count_points(every: tuple[int, ...], late: tuple[int, ...]) -> list[int]:

@@ -44,8 +44,8 @@ def test_what_can_be(more: dict[str, Any]) -> None:
         ({"exchange": "bf16", "exact": False}, "exchange=bf16 with strategy=ps"),
         ({"strategy": "fsdp", "servers": 0, "staleness": 2}, "staleness is 2 with strategy=fsdp"),
         (
-            {"strategy": "ddp", "servers": 0, "staleness": 1, "exchange": "diloco", "exact": False},
-            "staleness is 1 with exchange=diloco",
+            {"strategy": "diloco", "servers": 0, "staleness": 1, "exact": False},
+            "staleness is 1 with strategy=diloco",
         ),
         ({"strategy": "ddp", "servers": 0, "exchange": "server"}, "exchange=server with strategy"),
         ({"staleness": 0, "precision": "fp16"}, "precision=fp16 with staleness=0"),

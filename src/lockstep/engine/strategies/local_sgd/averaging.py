@@ -16,22 +16,16 @@ from lockstep.engine.exchange.base import Forest
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
 from lockstep.errors import ModelError
 
-#: Of which parameter, and what it is called there.
+#: Position of a parameter, and the name of a value in its state.
 _Slot = tuple[int, str]
-#: What is told of something that an optimizer remembers: shape and type of a tensor, and what is no tensor
-#: with a mean.
-_Told = list[Any]
+#: Description of a value in an optimizer's state: shape and type of a tensor, or the value itself.
+_Description = list[Any]
 #: How much of a digest ranks compare, in numbers of 64 bits.
 _DIGEST = 4
 
 
 class Averaging:
-    """Takes means over the ranks of a group.
-
-    Args:
-        group: the ranks.
-        device: where tensors are that go between them.
-    """
+    """Takes means over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -41,9 +35,7 @@ class Averaging:
     def of(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
         """Return the mean of each of `tensors`, which have the same shapes on all ranks.
 
-        Args:
-            tensors: of this rank.
-            shares: what part of each mean this rank's tensor is; the ranks' parts add up to 1.
+        `shares`: what part of each mean this rank's tensor is; the ranks' parts add up to 1.
         """
         kinds: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
@@ -65,26 +57,26 @@ class Averaging:
             slot.copy_(flat)
         return self._exchange.start([slot], last=True).wait()
 
-    def all_of(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
-        """Return what each rank gives: some numbers, and something that JSON can hold.
+    def gather(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
+        """Gather some numbers and a JSON value of each rank.
 
-        The latter crosses the link only where it is not the same on all ranks.
+        The value is sent only where ranks differ in it.
         """
         text = json.dumps(value).encode()
         digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
         head = [*numbers, len(text), *digest.view(torch.int64).tolist()]
         heads = self._gather(torch.tensor(head, dtype=torch.int64)).tolist()
-        told = [one[: -1 - _DIGEST] for one in heads]
-        sizes = [one[-1 - _DIGEST] for one in heads]
-        if all(one[-_DIGEST:] == head[-_DIGEST:] for one in heads):
-            return [(one, value) for one in told]
+        given = [row[: -1 - _DIGEST] for row in heads]
+        sizes = [row[-1 - _DIGEST] for row in heads]
+        if all(row[-_DIGEST:] == head[-_DIGEST:] for row in heads):
+            return [(row, value) for row in given]
         # Spaces at its end are no part of a JSON text.
         padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
         texts = [row.numpy().tobytes() for row in self._gather(padded)]
-        return [(one, json.loads(theirs)) for one, theirs in zip(told, texts, strict=True)]
+        return [(row, json.loads(theirs)) for row, theirs in zip(given, texts, strict=True)]
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks."""
+        """All-gather one row of each rank."""
         own = row.to(self._device)
         rows = own.new_empty(self.size * own.numel())
         self._wire.gather(own, rows).wait()
@@ -96,7 +88,7 @@ class Averaging:
 
 
 def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list[float]:
-    """Return what part of a mean each rank's tensor is.
+    """Return the weight of each rank in a mean.
 
     Args:
         weights: how many samples each rank has seen.
@@ -109,35 +101,32 @@ def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list
     return [count / sum(counted) for count in counted]
 
 
-def describe_memory(
+def describe_state(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
-) -> list[dict[str, _Told]]:
-    """Return what an optimizer remembers of each parameter, without the tensors; JSON can hold it.
+) -> list[dict[str, _Description]]:
+    """Describe an optimizer's state of each parameter, without the tensors, as JSON values.
 
     Raises:
-        ModelError: for what has no mean, and cannot be told either.
+        ModelError: for a value that has no mean, and is no JSON value.
     """
-    return [_describe(optimizer.state.get(parameter, {})) for parameter in parameters]
+    states = (optimizer.state.get(parameter, {}) for parameter in parameters)
+    return [{key: _describe(key, value) for key, value in state.items()} for state in states]
 
 
-def average_memory(
+def average_state(
     optimizer: Optimizer,
     parameters: Sequence[torch.Tensor],
-    all_ranks: Sequence[list[dict[str, _Told]]],
+    all_ranks: Sequence[list[dict[str, _Description]]],
     weights: Sequence[int],
     averaging: Averaging,
 ) -> None:
-    """Give an optimizer on all ranks the mean of what it remembers, such as its momentum.
+    """Average an optimizer's state, such as momentum, over the ranks.
 
-    A rank whose samples have never used a parameter remembers nothing of it: then the mean is over the
-    ranks that do, and it is this rank's, too.
+    A rank whose samples have never used a parameter has no state of it: then the mean is over the ranks
+    that have, and becomes this rank's, too.
 
-    Args:
-        optimizer: of this rank.
-        parameters: of the model.
-        all_ranks: what `describe_memory` returned on each rank.
-        weights: how many samples each rank has seen.
-        averaging: over the ranks.
+    `all_ranks`: what `describe_state` returned on each rank. `weights`: how many samples each rank has
+    seen.
     """
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):
@@ -148,7 +137,8 @@ def average_memory(
                 continue
             dtype = getattr(torch, kind)
             if not dtype.is_floating_point:
-                memory[key] = _like(memory.get(key), torch.tensor(value, dtype=dtype).view(shape))
+                made, own = torch.tensor(value, dtype=dtype).view(shape), memory.get(key)
+                memory[key] = made if own is None else made.to(own.device)
                 continue
             slots.append((place, key))
             if key not in memory:
@@ -162,25 +152,16 @@ def average_memory(
         torch._foreach_copy_(tensors, averaging.of(tensors, shares))
 
 
-def _like(own: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` where this rank's own is, if it has one."""
-    return value if own is None else value.to(own.device)
-
-
-def _merge(ranks: Sequence[dict[str, _Told]]) -> dict[str, _Told]:
-    """Return what any rank remembers of a parameter; of several values the first rank's."""
-    merged: dict[str, _Told] = {}
+def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
+    """Return the state that any rank has of a parameter; of several values the first rank's."""
+    merged: dict[str, _Description] = {}
     for rank in ranks:
         merged = {**rank, **merged}
     return dict(sorted(merged.items()))
 
 
-def _describe(state: dict[str, Any]) -> dict[str, _Told]:
-    """Return shape and type of tensors, and the value of what is the same on all ranks."""
-    return {key: _tell(key, value) for key, value in state.items()}
-
-
-def _tell(key: str, value: Any) -> _Told:
+def _describe(key: str, value: Any) -> _Description:
+    """Return shape and type of a tensor; the value of what is the same on all ranks."""
     if isinstance(value, torch.Tensor):
         shape, kind = list(value.shape), str(value.dtype).removeprefix("torch.")
         if value.is_floating_point():
@@ -199,7 +180,7 @@ def _tell(key: str, value: Any) -> _Told:
 
 
 def _fits_json(value: Any) -> bool:
-    """Whether the other ranks get the same as this one has."""
+    """Whether JSON gives other ranks the same value."""
     try:
         # A NaN is not equal to itself.
         return bool(json.loads(json.dumps(value)) == value) or isinstance(value, float)

@@ -15,39 +15,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engine.data.microbatch import Microbatch
-from lockstep.engine.exchange.choose import POWERSGD_KEYWORDS
-from lockstep.engine.strategies.buffers import Buffers, broadcast, start_alike
-from lockstep.engine.strategies.checks import shares_buffers
+from lockstep.engine.strategies.buffers import Buffers, broadcast, broadcast_model
+from lockstep.engine.strategies.checks import named_buffers_of_own
 from lockstep.engine.strategies.gradient_accumulation import GradientAccumulation, take_gradients
 from lockstep.engine.strategies.local_sgd.averaging import (
     Averaging,
-    average_memory,
-    describe_memory,
+    average_state,
+    describe_state,
     shares_of,
 )
 from lockstep.engine.strategies.local_sgd.outer import Mean, Nesterov, Outer
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import MismatchError, ModelError
-
-#: Default steps between two averages. Local SGD: Lin et al., "Don't Use Large
-#: Mini-Batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217), use up to 16. DiLoCo: the smallest number
-#: of those that Douillard et al. compare (50 to 2000; their runs have a hundred thousand steps).
-EVERY = {"local-sgd": 16, "diloco": 50}
+from lockstep.registry import EXCHANGES
 
 
 class LocalModel(WrappedModel):
     """A model that each rank trains independently between averages.
 
     Args:
-        module: the user's model, already on its device.
-        context: where it is to live.
         every: steps between two averages.
-        outer: makes one model of several.
     """
 
     exactness = "approximate"
-    acts_alone = True
+    steps_locally = True
 
     def __init__(self, module: nn.Module, context: ModelContext, every: int, outer: Outer) -> None:
         super().__init__(module, context, shares_buffers=False)
@@ -67,7 +59,7 @@ class LocalModel(WrappedModel):
         self._batch = self._samples = 0
         self._has_own_buffers = False
 
-    # --- by itself -------------------------------------------------------------------------------
+    # --- local steps -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """The model is about to be called."""
@@ -78,7 +70,7 @@ class LocalModel(WrappedModel):
         if microbatch.first:
             self._weight, self._batch = 0.0, 0
 
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         self._weight += microbatch.weight
         self._batch += microbatch.size
         self.accumulation.push(take_gradients(self.parameters))
@@ -92,8 +84,8 @@ class LocalModel(WrappedModel):
         if there and self._weight:
             torch._foreach_div_(there, self._weight)
 
-    def optimized_by(self, optimizer: Optimizer) -> None:
-        """Take note of the optimizer, whose memory is averaged, too.
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Register the optimizer, whose state is averaged, too.
 
         Raises:
             ModelError: for a second one: it would step after the average.
@@ -114,40 +106,40 @@ class LocalModel(WrappedModel):
         self._steps += 1
         self._samples, self._batch = self._samples + self._batch, 0
         if self._steps == self._every:
-            self.come_together()
+            self.synchronize()
         return result
 
-    # --- together --------------------------------------------------------------------------------
+    # --- averages --------------------------------------------------------------------------------
 
     @property
-    def is_whole(self) -> bool:
+    def is_synchronized(self) -> bool:
         """Whether all ranks have the same parameters: just after an average."""
         return not self._steps and not self._has_own_buffers
 
-    def come_together(self) -> None:
-        """Become one model again, where ranks have gone ways of their own; all of them call this.
+    def synchronize(self) -> None:
+        """Average the models of all ranks, where they have stepped since the last average; collective.
 
         Raises:
-            MismatchError: if they have not gone as many steps.
-            ModelError: if what an optimizer remembers has no mean.
+            MismatchError: if they have done different numbers of steps.
+            ModelError: if the state of an optimizer has no mean.
         """
-        if self.is_whole:
+        if self.is_synchronized:
             return
         with torch.no_grad(), self._sharing():
             if self._steps:
-                self._become_one()
+                self._average()
             buffers = [buffer.detach() for buffer in self.module.buffers()]
             if buffers:
                 self._buffers.finish()
                 broadcast(buffers, self._group)
         self._steps, self._samples, self._has_own_buffers = 0, 0, False
 
-    def _become_one(self) -> None:
+    def _average(self) -> None:
         optimizer, parameters = self._optimizer, self.parameters
-        own = None if optimizer is None else describe_memory(optimizer, parameters)
-        told = self._averaging.all_of([self._steps, self._samples], own)
-        steps = [theirs for (theirs, _), _ in told]
-        weights = [samples for (_, samples), _ in told]
+        own = None if optimizer is None else describe_state(optimizer, parameters)
+        gathered = self._averaging.gather([self._steps, self._samples], own)
+        steps = [theirs for (theirs, _), _ in gathered]
+        weights = [samples for (_, samples), _ in gathered]
         if len(set(steps)) > 1:
             raise MismatchError(
                 f"since the last average, ranks have done {steps} steps of "
@@ -158,21 +150,20 @@ class LocalModel(WrappedModel):
         share = shares_of(weights)[self._averaging.rank]
         self._outer.finish(self._averaging.of(self._outer.outgoing(), [share] * len(parameters)))
         if optimizer is not None:
-            memories = [memory for _, memory in told]
-            average_memory(optimizer, parameters, memories, weights, self._averaging)
+            states = [state for _, state in gathered]
+            average_state(optimizer, parameters, states, weights, self._averaging)
 
     # --- state -----------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """Return what the outer optimizer remembers.
+        """Return the state of the outer optimizer.
 
-        Where the ranks were one the last time needs not be saved: a state is taken only when they are one
-        again, and then it is where the parameters are.
+        Its anchors are not saved: states are taken just after an average, when they are the parameters.
         """
         return {"outer": self._outer.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take what `extras` returned."""
+        """Load what `extras` returned."""
         # A run may continue with another exchange than it began with.
         if extras.get("outer"):
             self._outer.load(extras["outer"])
@@ -182,39 +173,55 @@ class LocalModel(WrappedModel):
         self._averaging.close()
 
 
-def hold_local(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> LocalModel:
-    """Let each rank train `module` by itself for some steps at a time.
+def wrap_local_sgd(
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
+) -> LocalModel:
+    """Wrap a model for local SGD, which averages parameters.
 
-    Args:
-        module: the user's model, already on its device.
-        context: where it is to live.
-        settings: keyword arguments for DistributedDataParallel, which nothing here needs.
+    The default of 16 steps between averages is the most that Lin et al. use, "Don't Use Large Mini-Batches,
+    Use Local SGD" (ICLR 2020, arXiv:1808.07217).
 
     Raises:
-        ModelError: for one that asks for other results.
+        ModelError: for a keyword that asks for another result.
     """
+    return _wrap("local-sgd", module, context, settings, context.sync_every or 16, Mean)
+
+
+def wrap_diloco(
+    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
+) -> LocalModel:
+    """Wrap a model for DiLoCo, whose outer optimizer takes the averaged change for a gradient.
+
+    The default is the smallest number of steps that Douillard et al. compare: 50 to 2000, in runs of a
+    hundred thousand steps.
+
+    Raises:
+        ModelError: for a keyword that asks for another result.
+    """
+    return _wrap("diloco", module, context, settings, context.sync_every or 50, Nesterov)
+
+
+def _wrap(
+    name: str,
+    module: nn.Module,
+    context: ModelContext,
+    settings: Mapping[str, Any],
+    every: int,
+    outer: Callable[[list[nn.Parameter]], Outer],
+) -> LocalModel:
     assert context.group is not None
-    _check_settings(settings, context)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    start_alike(module, context.group)
-    outer: Outer = Mean(parameters) if context.exchange == "local-sgd" else Nesterov(parameters)
-    return LocalModel(module, context, context.sync_every or EVERY[context.exchange], outer)
-
-
-def _check_settings(settings: Mapping[str, Any], context: ModelContext) -> None:
-    """Refuse what would change the result in DistributedDataParallel; of the rest, say that it is idle."""
-    if not shares_buffers(settings):
-        name = next(
-            name for name in settings if name.endswith("_buffers") and settings[name] is False
-        )
+    own_buffers = named_buffers_of_own(settings)
+    if own_buffers is not None:
         raise ModelError(
-            f"{name}=False with exchange={context.exchange}, whose ranks take rank 0's buffers "
-            "at each average",
-            hint=f"leave {name} out: between two averages each rank has buffers of its own",
+            f"{own_buffers}=False with strategy={name}, whose ranks take rank 0's buffers at each average",
+            hint=f"leave {own_buffers} out: between two averages each rank has buffers of its own",
         )
-    idle = sorted(name for name in settings if name not in POWERSGD_KEYWORDS)
+    idle = sorted(settings.keys() - EXCHANGES.keywords())
     if idle:
         context.warn(
-            f"lockstep: exchange {context.exchange}: no effect of {', '.join(idle)}: "
-            "no gradients meet"
+            f"lockstep: strategy {name}: no effect of {', '.join(idle)}: no gradients are summed"
         )
+    broadcast_model(module, context.group)
+    context.say(f"lockstep: strategy {name}: parameters are averaged every {every} steps")
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return LocalModel(module, context, every, outer(parameters))

@@ -3,63 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Outer(Protocol):
-    """Makes one model of those that the ranks have come to."""
-
-    def begin(self) -> None:
-        """All ranks hold the same parameters, and are about to go ways of their own."""
-
-    def outgoing(self) -> list[torch.Tensor]:
-        """Return what this rank gives to the mean, one tensor per parameter."""
-
-    def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Give the parameters what follows from the mean of what the ranks gave."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the outer step besides the parameters; the same on all ranks."""
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` returned."""
-
-
-class _Way:
-    """The way that a rank has gone since all were one.
-
-    Args:
-        parameters: of the model.
-    """
+class _Change:
+    """The change of a rank's parameters since the last average."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        # Where all ranks were one. When they are one again it is where the parameters are.
+        # The parameters after the last average.
         self._anchors = [parameter.detach().clone() for parameter in parameters]
 
     def begin(self) -> None:
-        """Remember where the way begins: the script may have loaded other weights since the last one."""
+        """Copy the parameters, before the first step: the script may have loaded other weights."""
         torch._foreach_copy_(self._anchors, self._now())
 
     def _now(self) -> list[torch.Tensor]:
-        # Asked for anew each time: a script may give a parameter other memory.
+        # Not kept: a script may give a parameter other memory.
         return [parameter.detach() for parameter in self._parameters]
 
     def outgoing(self) -> list[torch.Tensor]:
-        """Return the way of this rank, backwards, as gradients point."""
+        """Return the change of this rank, with the sign of a gradient."""
         return list(torch._foreach_sub(self._anchors, self._now()))
 
 
-class Mean(_Way):
+class Mean(_Change):
     """Local SGD: the mean of the parameters (Stich, ICLR 2019, arXiv:1805.09767).
 
-    It is taken of the ways. So a parameter that no rank has moved keeps its bits, whatever ranks weigh.
+    It is taken of the changes: a parameter that no rank has changed keeps its bits, whatever the weights.
     """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Take the mean."""
+        """Set the parameters to the mean."""
         torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
 
     def state(self) -> dict[str, Any]:
@@ -67,16 +44,13 @@ class Mean(_Way):
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to take."""
+        """Load nothing."""
 
 
-class Nesterov(_Way):
-    """DiLoCo: the ranks' mean way is a gradient for an outer optimizer, SGD with Nesterov momentum.
+class Nesterov(_Change):
+    """DiLoCo: the ranks' mean change is a gradient for an outer optimizer, SGD with Nesterov momentum.
 
     Learning rate and momentum are those of the paper: Douillard et al. 2023 (arXiv:2311.08105).
-
-    Args:
-        parameters: of the model.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -84,7 +58,7 @@ class Nesterov(_Way):
         self._optimizer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Let the outer optimizer go the mean way."""
+        """Let the outer optimizer step with the mean change as gradient."""
         for anchor, mean in zip(self._anchors, means, strict=True):
             anchor.grad = mean
         self._optimizer.step()
@@ -96,5 +70,8 @@ class Nesterov(_Way):
         return self._optimizer.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take the outer momentum."""
+        """Load the outer momentum."""
         self._optimizer.load_state_dict(dict(state))
+
+
+Outer = Mean | Nesterov

@@ -1,6 +1,6 @@
 """Chunks of a batch: split the tensors of a call, and merge the outputs.
 
-Cut is what has one row per sample, and that is said, not guessed: a mask may be as long as the batch.
+Tensors with one row per sample are cut. The user names them, since a mask may be as long as the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a call goes through the stages in chunks.
+    """Division of a call's tensors into chunks.
 
     Attributes:
         sizes: how many samples each chunk has; no chunk is empty, whatever the batch.
@@ -59,16 +59,14 @@ def split(
     chunks: int,
     named: Collection[str] | None,
 ) -> Split:
-    """Return how the tensors of a call are cut.
+    """Return the division of a call's tensors into chunks.
 
-    Args:
-        tensors: of the call.
-        arguments: for each of them, the argument of `forward` that it is in.
-        chunks: how many chunks there are to be; a batch of fewer samples has as many as samples.
-        named: arguments whose tensors have one row per sample; `None` for the only tensor of the call.
+    `arguments`: for each of them, the argument of `forward` that it is in. `chunks`: how many chunks
+    there are to be; a batch of fewer samples has as many as samples. `named`: arguments whose tensors
+    have one row per sample; `None` for the only tensor of the call.
 
     Raises:
-        ModelError: if it is not said which tensors are to be cut, or if they differ in length.
+        ModelError: if the user does not name the tensors that are cut, or if they differ in length.
     """
     if chunks == 1:
         return Split([1], frozenset())
@@ -85,9 +83,9 @@ def split(
         places = [place for place in places if arguments[place] in named]
     lengths = {len(tensors[place]): arguments[place] for place in places}
     if len(lengths) > 1:
-        told = ", ".join(f"{name} has {length}" for length, name in lengths.items())
+        found = ", ".join(f"{name} has {length}" for length, name in lengths.items())
         raise ModelError(
-            f"chunk_inputs names tensors of different lengths: {told} rows; expected one row per sample",
+            f"chunk_inputs names tensors of different lengths: {found} rows; expected one row per sample",
             hint="name those alone that have one row per sample: others go to each chunk whole",
         )
     batch = next(iter(lengths), 1)

@@ -15,11 +15,11 @@ import lockstep
 from lockstep.engine.strategies.pipeline.p2p import Row
 from lockstep.errors import MismatchError
 
-#: Where a model is called that is called outside of all loops.
+#: The place of a call outside of all loops.
 OUTSIDE = "outside of a loop"
-#: Bytes of each tensor that are compared: enough to tell batches, and next to nothing to read.
+#: Bytes of each tensor that are compared: enough to distinguish batches, and fast to read.
 _COMPARED = 4096
-#: Bytes of a script's name that are told: a message has room for some 500 in all.
+#: Bytes of a script's name in a message, which has room for some 500 in all.
 _NAMED = 80
 #: Code that is not the script's.
 _OTHERS = (str(Path(lockstep.__file__).parent), str(Path(torch.__file__).parent), "<frozen ")
@@ -35,13 +35,7 @@ class CallCheck:
     Without it a call that one rank makes by itself would go through the stages with another rank's, as
     messages come in the order in which they were sent.
 
-    Args:
-        row: the ranks that hold the model.
-        number: which of the run's models it is.
-        name: of the model's class.
-
     Attributes:
-        name: of the model's class.
         where: the batch that the script is in.
     """
 
@@ -56,21 +50,18 @@ class CallCheck:
         return self._calls
 
     def check(self, kind: str, call: int, values: str = "") -> None:
-        """Compare a pass with those of the other ranks that hold the model.
+        """Compare a pass with those of the other ranks of the row.
 
-        Args:
-            kind: which pass.
-            call: the number of the call that it belongs to.
-            values: what tells one input from another.
+        `values`: fingerprint of the input.
 
         Raises:
             MismatchError: if another rank is in another pass, or the same with another input.
         """
         own = [self._number, kind, call, self.where, values]
-        told = [_parse(one) for one in self._row.compare(_say(own, _script()))]
-        for rank, (theirs, line) in enumerate(told):
+        calls = [_decode(text) for text in self._row.compare(_encode(own, _script_line()))]
+        for rank, (theirs, line) in enumerate(calls):
             if theirs != own:
-                mine = told[self._row.rank][1]
+                mine = calls[self._row.rank][1]
                 raise self._mismatch(own, f" at {mine}", theirs, f" at {line}", rank)
 
     def _mismatch(
@@ -84,29 +75,29 @@ class CallCheck:
                 hint=_HINT,
             )
         return MismatchError(
-            f"{here} is in {_told(own)}{mine}, {there} in {_told(theirs)}{line}; "
+            f"{here} is in {_describe(own)}{mine}, {there} in {_describe(theirs)}{line}; "
             "expected the same pass on all ranks of a model",
             hint=_HINT,
         )
 
 
-def _told(said: Sequence[Any]) -> str:
-    number, kind, call, where, *_ = said
+def _describe(description: Sequence[Any]) -> str:
+    number, kind, call, where, *_ = description
     return f"the {kind} of call {call} of model {number} (counted from 0), {where},"
 
 
-def _say(own: Sequence[Any], line: str) -> bytes:
-    """Return a pass as words for `Row.compare`; the line comes last, as a long one is cut."""
+def _encode(own: Sequence[Any], line: str) -> bytes:
+    """Return a pass as text for `Row.compare`; the line comes last, as a long one is cut."""
     return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
 
 
-def _parse(said: bytes) -> tuple[list[Any], str]:
-    own, _, line = said.partition(b"\n")
+def _decode(text: bytes) -> tuple[list[Any], str]:
+    own, _, line = text.partition(b"\n")
     return json.loads(own), line.decode(errors="ignore")
 
 
-def _script() -> str:
-    """Return the line of the script that has led here."""
+def _script_line() -> str:
+    """Return file and line of the script in the call stack."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
@@ -115,7 +106,7 @@ def _script() -> str:
 
 
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """Return what tells the values of a call from others; on a GPU, only shapes, without a wait."""
+    """Return a checksum of the values of a call; on a GPU of shapes alone, without a wait."""
     crc = zlib.crc32(json.dumps(parts).encode())
     for tensor in tensors:
         crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,64 +15,53 @@ from lockstep.engine.strategies.buffers import Buffers
 from lockstep.engine.strategies.gradient_accumulation import take_gradients
 from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
 from lockstep.engine.strategies.model_context import ModelContext
-from lockstep.engine.strategies.model_part_reducer import Reducer, make_reducer
+from lockstep.engine.strategies.model_part_reducer import Reducer, SpreadModel, make_reducer
 from lockstep.engine.strategies.optimizer_state import numbered
+from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict
 from lockstep.engine.strategies.pipeline.consistency import OUTSIDE, CallCheck
 from lockstep.engine.strategies.pipeline.p2p import Row
 from lockstep.engine.strategies.pipeline.partition import cut
 from lockstep.engine.strategies.pipeline.schedule import Schedule
 from lockstep.engine.strategies.pipeline.stage import Program
 from lockstep.engine.strategies.rng import draws, looks_at_batches
-from lockstep.engine.strategies.wrapped_model import WrappedModel
-from lockstep.errors import ExactnessError, ModelError, UsageError
+from lockstep.errors import ExactnessError, UsageError
 
 
-class PipelinedModel(WrappedModel):
+class PipelinedModel(SpreadModel):
     """A model of which this rank has one stage.
 
     The user's module stays what the script calls: its `forward` goes through the stages of all ranks.
     Parameters of other stages are on the device `meta`, where they have a shape and no memory. So every
     rank's optimizer counts the parameters of the whole model, and acts on those that get gradients here.
-
-    Args:
-        module: the user's model, cut in place.
-        context: where it lives.
-        schedule: goes through its stages.
-        reducer: of the gradients of this rank's stage; `None` where there is only one model.
     """
-
-    is_split = True
 
     def __init__(
         self, module: nn.Module, context: ModelContext, schedule: Schedule, reducer: Reducer | None
     ) -> None:
-        super().__init__(module, context)
-        self._warn = context.warn
-        if (
-            schedule.chunks > 1
-        ):  # what looks at a whole batch, or draws for it, does another thing then
+        super().__init__(module, context, reducer)
+        if schedule.chunks > 1:
+            # Statistics of a batch, and random numbers for it, are others for chunks.
             other = looks_at_batches(module) or draws(module)
             self.exactness = "approximate" if other else "close"
-            schedule.drawn = self._has_drawn
-        self._row, self._schedule, self._reducer = schedule.row, schedule, reducer
+            schedule.drawn = lambda: self._warn_of_draws("for each chunk by itself")
+        self._row, self._schedule = schedule.row, schedule
         group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
         stage, waiting = schedule.stage.module, context.sharing
         self._buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
         self._own = [p for p in self.parameters if not p.is_meta]
         module.__dict__["forward"] = schedule
-        module.__dict__["__deepcopy__"] = _Refusal(type(module).__name__)
-        module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+        module.__dict__["__deepcopy__"] = RefusedCopy(
+            f"{type(module).__name__}, of which this rank has a stage",
+            "copy the module before run.model, and give the copy to run.model, too: it is cut alike, "
+            "so that an average of weights works on both; leave requires_grad on",
+        )
+        refuse = refuse_state_dict("has one stage of it")
+        module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What the graph of a loss that depends on the model ends at."""
+        """The leaf of the graph of a loss that depends on the model."""
         return [self._schedule.leaf]
-
-    def _has_drawn(self) -> None:
-        if self.exactness != "approximate":
-            self.exactness = "approximate"
-            name = type(self.module).__name__
-            self._warn(f"lockstep: {name} draws, for each chunk by itself: the run is approximate")
 
     def _prepare(self, microbatch: Microbatch) -> None:
         where = (
@@ -81,71 +70,68 @@ class PipelinedModel(WrappedModel):
         self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """The loop's body is done with `microbatch`."""
+        """End a microbatch, after the loop's body."""
         super().microbatch_ends(microbatch, left=left)
         self._schedule.calls.where = OUTSIDE
 
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
             return
-        self.accumulation.push(take_gradients(self._own))
-        if not microbatch.last:
+        total = self._accumulate(take_gradients(self._own), microbatch)
+        if total is None:
             return
-        nodes = self.accumulation.take()
-        total = nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
         for parameter, gradient in zip(self._own, total, strict=True):
             parameter.grad = gradient
 
     # --- the whole of it -------------------------------------------------------------------------
 
     def _gathered(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of all stages; all ranks call this together."""
+        """Return the entries of all stages; collective."""
         return {key: value for part in self._row.gather(dict(own)) for key, value in part.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`; all ranks call this together."""
+        """Return the whole model's `state_dict`; collective."""
         state = self.module.state_dict(keep_vars=True)
-        own = {n: v.detach() for n, v in state.items() if _is_held(v)}
+        own = {n: v.detach() for n, v in state.items() if _is_here(v)}
         everything = self._gathered(own)
         return {name: everything.get(name, value) for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole model's `state_dict`."""
+        """Load this rank's part of a whole model's `state_dict`."""
         known = self.module.state_dict(keep_vars=True)
         if known.keys() != state.keys():
             missing, strange = known.keys() - state.keys(), state.keys() - known.keys()
             raise RuntimeError(f"missing: {sorted(missing)}; unexpected: {sorted(strange)}")
-        held = {n: v for n, v in state.items() if not _is_meta(known[n])}
-        self.module.load_state_dict(held, strict=False)
+        own = {
+            name: value
+            for name, value in state.items()
+            if not (isinstance(known[name], torch.Tensor) and known[name].is_meta)
+        }
+        self.module.load_state_dict(own, strict=False)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return all of the gradients that wait for a step."""
+        """Return the gradients of all stages that wait for a step."""
         return self._gathered(super().gradients())
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of what `gradients` returned."""
-        held = {name for name, p in self.module.named_parameters() if not p.is_meta}
-        super().load_gradients({n: v for n, v in gradients.items() if n in held})
+        """Load this rank's part of what `gradients` returned."""
+        here = {name for name, p in self.module.named_parameters() if not p.is_meta}
+        super().load_gradients({n: v for n, v in gradients.items() if n in here})
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers of all stages that `state_dict` leaves out."""
         own = super().unsaved_buffers()
-        return self._gathered({name: value for name, value in own.items() if _is_held(value)})
+        return self._gathered({name: value for name, value in own.items() if _is_here(value)})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` that an optimizer of the whole model would have."""
         state = optimizer.state_dict()
-        held = _held_numbers(
-            optimizer, state
-        )  # Adagrad has state of others' parameters, too: no values
-        own = {number: value for number, value in state["state"].items() if number in held}
+        own = _of_stage(optimizer, state)  # Adagrad has state of others' parameters, too: no values
         return {**state, "state": dict(sorted(self._gathered(own).items()))}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimizer its part of what `optimizer_state` returned."""
-        held = _held_numbers(optimizer, state)
-        own = {number: value for number, value in state["state"].items() if number in held}
-        super().load_optimizer(optimizer, {**state, "state": own})
+        """Load this rank's part of what `optimizer_state` returned."""
+        super().load_optimizer(optimizer, {**state, "state": _of_stage(optimizer, state)})
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of all gradients, as a single process computes it."""
@@ -161,21 +147,9 @@ class PipelinedModel(WrappedModel):
         """Return bytes that went to other stages, and came from them."""
         return self._row.moved
 
-    def close(self) -> None:
-        """Close the exchange."""
-        if self._reducer is not None:
-            self._reducer.close()
 
-
-def hold_pipelined(
-    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
-) -> PipelinedModel:
-    """Cut `module` into stages and hold this rank's.
-
-    Args:
-        module: the model, the same on all ranks, not on their device yet.
-        context: where it is to live.
-        settings: `chunks`, `chunk_inputs` and `split`, where the user has given them.
+def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> PipelinedModel:
+    """Cut `module` into stages and wrap this rank's.
 
     Raises:
         UsageError: if stages don't fit the ranks, or the exchange cannot serve them.
@@ -192,13 +166,11 @@ def hold_pipelined(
         f"lockstep: {type(module).__name__} in {row.size} stages: {stages}; "
         f"{chunks} chunk{'s' if chunks > 1 else ''} per batch"
     )
-    held = {id(t) for t in _tensors(program.stages[row.rank].module)}
-    used = {id(t) for stage in program.stages for t in _tensors(stage.module)}
-    if row.rank == row.size - 1:
-        held |= {
-            id(t) for t in _tensors(module)
-        } - used  # what no stage computes with is somewhere, too
-    _keep(module, held, context.device)
+    own_ids = {id(t) for t in _tensors(program.stages[row.rank].module)}
+    if row.rank == row.size - 1:  # has the tensors that no stage computes with, too
+        used = {id(t) for stage in program.stages for t in _tensors(stage.module)}
+        own_ids |= {id(t) for t in _tensors(module)} - used
+    _place(module, own_ids, context.device)
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     reducer = make_reducer(own, context, row.rank)
     calls = CallCheck(row, context.number, type(module).__name__)
@@ -234,15 +206,15 @@ def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
     return list(asked)
 
 
-def _keep(module: nn.Module, held: set[int], device: torch.device) -> None:
-    """Move what is held to its device, and let go of the rest."""
+def _place(module: nn.Module, own_ids: set[int], device: torch.device) -> None:
+    """Move this rank's tensors to its device, and all others to `meta`."""
     shapes: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for own in (part._parameters, part._buffers):
             for name, tensor in own.items():
                 if tensor is None:
                     continue
-                if id(tensor) in held:
+                if id(tensor) in own_ids:
                     _move(tensor, device)
                 elif not tensor.is_meta:
                     # One for all names: an optimizer counts a tied parameter once.
@@ -275,39 +247,11 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _held_numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> set[int]:
-    """Return the numbers in an optimizer's `state` of the parameters that this rank has."""
-    return {n for n, p in numbered(optimizer, state).items() if not p.is_meta}
+def _of_stage(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
+    """Return an optimizer's state of the parameters that this rank has, by their numbers."""
+    here = {number for number, p in numbered(optimizer, state).items() if not p.is_meta}
+    return {number: value for number, value in state["state"].items() if number in here}
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _is_held(value: Any) -> bool:
+def _is_here(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_meta
-
-
-class _Refusal:
-    """The `__deepcopy__` of a model that is cut: it raises an error."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, _memo: object) -> NoReturn:
-        raise ModelError(
-            f"copy.deepcopy of {self._name}, of which this rank has a stage; a copy would be no model",
-            hint="copy the module before run.model, and give the copy to run.model, too: it is cut alike, "
-            "so that an average of weights works on both; leave requires_grad on",
-        )
-
-
-def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    """Refuse `state_dict()`: this rank has a stage only. With `keep_vars` it is not for saving."""
-    if not keep_vars:
-        raise ModelError(
-            f"{type(module).__name__}.state_dict() was called, and this rank has one stage of it; "
-            "expected a call of the run's",
-            hint="run.export(path) writes whole weights, run.save() the state of the run, and "
-            "run.digest() tells whether bits are the same",
-        )

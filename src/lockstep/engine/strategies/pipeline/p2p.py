@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.scatter import told_by_all
+from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.errors import ModelError
 
 _BLOCK = 512  # bytes; one message is enough for the header of a few tensors
 _LENGTH = 8
-_WORDS = 512  # bytes
+_TEXT = 512  # bytes
 _SMALL = (
     1 << 14
 )  # bytes up to which a tensor goes in one piece with others: each piece takes its time
@@ -55,7 +55,7 @@ def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def assemble(parts: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that `dismantle` has made `parts` of."""
+    """Return the value from the `parts` and `tensors` of `dismantle`."""
     ((kind, content),) = parts.items()
     if kind == "tensor":
         return tensors[content]
@@ -70,7 +70,7 @@ def assemble(parts: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A value that has come: its structure, its tensors, and which of them need gradients."""
+    """A received value: its structure, its tensors, and which of them need gradients."""
 
     parts: Any
     tensors: list[torch.Tensor]
@@ -85,13 +85,7 @@ class Message:
 class Row:
     """The ranks that hold one model together, in order.
 
-    Args:
-        group: their process group.
-        device: what this rank computes on.
-
     Attributes:
-        rank: this rank's place among them.
-        size: how many there are.
         moved: bytes that it has sent and received, without those of `gather`.
     """
 
@@ -106,13 +100,13 @@ class Row:
         return dist.get_global_rank(self._group, place)
 
     def compare(self, text: bytes) -> list[bytes]:
-        """Return what every rank says in some words, 512 bytes at most; all call it together."""
-        return told_by_all(text, _WORDS, self._group)
+        """Gather a text of each rank, of at most 512 bytes; collective."""
+        return gather_texts(text, _TEXT, self._group)
 
     # --- from one to the next --------------------------------------------------------------------
 
     def send(self, value: Any, to: int) -> None:
-        """Begin to send `value` to another rank; nothing in it may change until `flush`."""
+        """Begin to send `value` to another rank; it must not change until `flush`."""
         header, flats = _outgoing(value, self._device)
         for block in (*_blocks(header), *flats):
             work = dist.isend(block, group=self._group, group_dst=to)
@@ -138,12 +132,10 @@ class Row:
     # --- from one to all -------------------------------------------------------------------------
 
     def share(self, value: Any, source: int, device: torch.device | None = None) -> Message:
-        """Return what rank `source` gives as `value`, on every rank; all call it together.
+        """Broadcast the `value` of rank `source`; collective.
 
-        Args:
-            value: anything, on the other ranks.
-            source: place of the rank that gives.
-            device: where tensors are to be; by default what this rank computes on.
+        `value`: anything, on the other ranks. `device`: where tensors are to be; by default what this
+        rank computes on.
         """
         device = device or self._device
 
@@ -163,7 +155,7 @@ class Row:
         return Message(parts, [tensor.to(device) for tensor in tensors], needy)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank gives, in the processor's memory; all call it together."""
+        """Gather a value of each rank, on the CPU; collective."""
         moved, cpu = dict(self.moved), torch.device("cpu")
         values = [self.share(value, other, cpu).value for other in range(self.size)]
         self.moved = moved
@@ -192,7 +184,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory, in whatever order: then it can be sent as it lies there."""
+    """Whether the elements fill their memory, in any order, so that it can be sent as it is."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -215,7 +207,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _incoming(fill: Any, device: torch.device) -> Message:
-    """Return a message, of which `fill` writes one block after the other to the memory it is given."""
+    """Return a message whose blocks `fill` receives, one after the other, into the memory it is given."""
     block = torch.empty(_BLOCK, dtype=torch.uint8)
     fill(block)
     data = block.numpy().tobytes()

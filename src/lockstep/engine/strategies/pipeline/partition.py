@@ -1,7 +1,7 @@
 """Partition of a model into stages, one for each rank.
 
 A row of modules is cut between its modules. Any other model is cut where its forward pass allows it
-(`fx_trace.py`).
+(`fx_stages.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.layout.balance import balance
-from lockstep.engine.strategies.pipeline.fx_trace import cut_traced
+from lockstep.engine.strategies.pipeline.fx_stages import cut_traced
 from lockstep.engine.strategies.pipeline.stage import Program, Stage, find, pieces_from, weight
 from lockstep.errors import ModelError, UsageError
 
@@ -22,11 +22,8 @@ from lockstep.errors import ModelError, UsageError
 def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
     """Return `module` as `count` stages.
 
-    Args:
-        module: the model.
-        count: number of stages.
-        split: names of the parts that the second and each later stage begin with; by default stages are
-            to have as many bytes of parameters as each other, as far as the parts allow it.
+    `split`: names of the parts that the second and each later stage begin with; by default stages are to
+    have as many bytes of parameters as each other, as far as the parts allow it.
 
     Raises:
         UsageError: if the stages don't fit the ranks.

@@ -32,7 +32,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class _Arrival:
-    """A tensor that has come from elsewhere, and the gradient that is to go back there."""
+    """A tensor from another stage, and its gradient, which is sent back there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -40,7 +40,7 @@ class _Arrival:
 
 
 class _Arrive(torch.autograd.Function):
-    """Begins a graph with a tensor that is no leaf: the next module may change it in place."""
+    """Starts a graph with a tensor that is no leaf: the next module may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, _leaf: torch.Tensor, arrival: _Arrival) -> torch.Tensor:
@@ -79,14 +79,10 @@ class _Call(torch.autograd.Function):
 
 
 class Schedule:
-    """What a rank does in the passes through one model.
+    """The part of a rank in forward and backward passes through one model.
 
     Args:
-        program: the model's stages; this rank needs its own alone.
-        row: the ranks that have one each.
         chunks: in how many parts a batch goes through the stages, and the arguments that are cut for it.
-        calls: compares passes with those of the other ranks.
-        waiting: makes what is entered while ranks of the row wait for each other.
 
     Attributes:
         leaf: what the graph of a loss ends at where it depends on the model.
@@ -107,11 +103,11 @@ class Schedule:
         self._end = get_gradient_edge(self.leaf).node
         self._waiting = waiting
         self._is_interrupted = False
-        self.drawn: Callable[[], None] = _nothing
+        self.drawn: Callable[[], None] = lambda: None
 
     @property
     def stage(self) -> Stage:
-        """This rank's."""
+        """This rank's stage."""
         return self.program.stages[self.row.rank]
 
     @property
@@ -173,12 +169,7 @@ class Schedule:
 
 
 class _Pass:
-    """One call of the model: its chunks on their way forward, and back.
-
-    Args:
-        schedule: what the rank does.
-        values: what the call begins with.
-    """
+    """One call of the model: forward and backward passes of its chunks."""
 
     def __init__(self, schedule: Schedule, values: Values) -> None:
         self._schedule = schedule
@@ -208,7 +199,8 @@ class _Pass:
             "forward pass", self._number, fingerprint(self._parts, self._tensors)
         )
         if len(self._sizes) == 1:
-            return self._forward_whole()
+            # Draws as one process would: each stage resumes from where the one before has drawn.
+            return self._share(*self._forward_chunk(0, Generators.now()))
         # What a chunk draws cannot resume from where the chunk before has drawn in later stages.
         key = derive(int(torch.randint(2**62, ())), FORWARD, self._schedule.row.rank)
         with undisturbed():
@@ -216,10 +208,6 @@ class _Pass:
             outputs = [self._forward_chunk(chunk)[0] for chunk in range(len(self._sizes))]
         merged = chunking.merge(outputs, self._sizes) if self._schedule.is_last else None
         return self._share(merged, None)
-
-    def _forward_whole(self) -> Message:
-        """Draw as one process would: each stage resumes from where the one before has drawn."""
-        return self._share(*self._forward_chunk(0, Generators.now()))
 
     def _share(self, output: Any, states: States | None) -> Message:
         """Return the last rank's `output`, and take its generators' states."""
@@ -238,10 +226,8 @@ class _Pass:
     ) -> tuple[Any, States | None]:
         """Go through the stage with one chunk; return its output where it is the model's.
 
-        Args:
-            chunk: its number.
-            begin: where the generators stood when the model was called, if the stages draw in turn;
-                then where they stand afterwards is returned, or `None` if no chunk has drawn.
+        `begin`: where the generators stood when the model was called, if the stages draw in turn; then
+        where they stand afterwards is returned, or `None` if no chunk has drawn.
         """
         schedule = self._schedule
         message = None if schedule.is_first else schedule.row.receive(schedule.row.rank - 1)
@@ -262,12 +248,13 @@ class _Pass:
         return None, states
 
     def _compute(self, chunk: int, message: Message | None) -> Any:
-        """Return what this rank's stage, or the model, gives for a chunk."""
+        """Return the output of this rank's stage, or of the model, for a chunk."""
         schedule, stage = self._schedule, self._schedule.stage
         values = self._begin(chunk)
         arrived: list[_Arrival] = []
         if message is not None:
-            tensors = [self._enter(t, n, arrived) for t, n in _pairs(message)]
+            pairs = zip(message.tensors, message.needy, strict=True)
+            tensors = [self._enter(tensor, needy, arrived) for tensor, needy in pairs]
             came, *_ = assemble(message.parts, tensors)
             values |= dict(
                 zip(schedule.program.stages[schedule.row.rank - 1].keeps, came, strict=True)
@@ -280,7 +267,7 @@ class _Pass:
         return kept
 
     def _begin(self, chunk: int) -> Values:
-        """Return what the call begins with, cut to a chunk."""
+        """Return the inputs of the call, cut to a chunk."""
         tensors: list[torch.Tensor] = []
         begun: list[_Arrival] = []
         for place, tensor in enumerate(self._tensors):
@@ -346,7 +333,7 @@ class _Pass:
             torch.autograd.grad(outputs, [self._schedule.leaf], gradients, allow_unused=True)
 
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
-        """Return the gradients of what the stage gave for a chunk."""
+        """Return the gradients of the stage's output for a chunk."""
         schedule = self._schedule
         if not self._left[chunk]:
             return []
@@ -358,7 +345,7 @@ class _Pass:
         return [None if g is None else torch.split(g, self._sizes)[chunk] for g in gradients]
 
     def _gradients_of_inputs(self) -> Gradients:
-        """Add up what the stages that took the call's tensors have come to."""
+        """Sum the gradients of the stages that take the call's tensors."""
         if not self._given:
             return []
         own = [
@@ -379,10 +366,6 @@ class _Pass:
         return total
 
 
-def _nothing() -> None:
-    """Without checks whether a chunk has drawn."""
-
-
 def _dismantled(
     values: Values, inputs: dict[str, str]
 ) -> tuple[Values, list[torch.Tensor], list[str]]:
@@ -401,10 +384,6 @@ def _dismantled(
             hint="take it apart in the script, and call the model with its tensors",
         ) from error
     return parts, tensors, arguments
-
-
-def _pairs(message: Message) -> list[tuple[torch.Tensor, bool]]:
-    return list(zip(message.tensors, message.needy, strict=True))
 
 
 def _needy(value: Any) -> list[torch.Tensor]:

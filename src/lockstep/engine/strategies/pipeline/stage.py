@@ -20,12 +20,11 @@ class Stage:
     """A piece of a model.
 
     Attributes:
-        module: computes it; made of the model's own parts.
-        takes: names of the values that it is called with.
-        gives: names of what it returns, a tuple of as many values.
-        keeps: names of the values that later stages take from this one or from earlier ones.
-        first: what it begins with, in the model's own words.
-        last: what it ends with.
+        takes: names of its inputs.
+        gives: names of its outputs, which it returns as a tuple.
+        keeps: names of the values that later stages take from this or earlier stages.
+        first: name of its first part in the model.
+        last: name of its last part.
     """
 
     module: nn.Module
@@ -50,10 +49,9 @@ class Program:
     """A model as stages.
 
     Attributes:
-        stages: in order.
         signature: of the model's own `forward`.
         inputs: for each argument, its name as a value.
-        fixed: arguments that have to have the value that they have by default.
+        fixed: arguments that must have their default values.
     """
 
     stages: tuple[Stage, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engine.data.microbatch import Microbatch
-from lockstep.engine.exchange.scatter import Scattering, TreeScatter, group_of_its_own
+from lockstep.engine.exchange.scatter import Scattering, TreeScatter, clone_group
 from lockstep.engine.strategies.dtensor import CutState, check_updates
 from lockstep.engine.strategies.gradient_accumulation import Gradients
 from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
 from lockstep.engine.strategies.model_context import ModelContext
+from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict
 from lockstep.engine.strategies.sharded.units import (
     Gather,
     Gathers,
@@ -32,18 +33,14 @@ from lockstep.state.checkpoint.parts import local, whole
 
 
 class ShardedModel(CutState, WrappedModel):
-    """A model of which every rank holds a part of each parameter.
+    """A model with parameters that are sharded over all ranks.
 
     torch gathers the parameters of a unit where it computes with them. Gradients never go through its
     own reduce-scatter: they are taken from autograd, and each unit's go to the ranks that hold its
     parts as soon as they are complete, in an order of units that is the same on all ranks.
 
     Args:
-        module: the user's model, sharded in place.
-        context: where it lives.
         units: its units; the last is the model itself.
-        scatter: reduce-scatter of gradients; `None` on a single rank.
-        gather: `unit` or `batch`, as `run.model` was given it.
     """
 
     mixes = True
@@ -76,7 +73,7 @@ class ShardedModel(CutState, WrappedModel):
         self._is_over = False
         self._path: list[int] = []
         group = context.group if self._size > 1 else None
-        own = None if group is None else group_of_its_own(group)
+        own = None if group is None else clone_group(group)
         names, on_cpu = [unit.name for unit in units], context.device.type == "cpu"
         self._gathers = Gathers(names, own, self._waiting, always=on_cpu)
         self._started: list[Scattering | Gradients] = []
@@ -87,13 +84,19 @@ class ShardedModel(CutState, WrappedModel):
 
     def _watch_forward(self) -> None:
         self.module.register_forward_hook(self._watch_gradients)
+        refuse = refuse_state_dict("holds a part of each parameter")
+        copied = RefusedCopy(
+            f"{type(self.module).__name__}, which is cut over ranks",
+            "copy the module before run.model, and give the copy to run.model, too, with requires_grad "
+            "as it is: their parameters are cut alike, which an average of weights needs",
+        )
         for number, unit in enumerate(self._all):
             unit.module.set_custom_all_gather(Gather(number, self._gathers))  # type: ignore[arg-type]
             part = cast("nn.Module", unit.module)
             part.register_forward_pre_hook(_Passing(self._path, number))
-            part.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+            part.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
             # What copy.deepcopy asks an object for.
-            part.__dict__["__deepcopy__"] = _Refusal(type(self.module).__name__)
+            part.__dict__["__deepcopy__"] = copied
         # The tensors that torch gathers into are made by the first gathering: one under
         # torch.inference_mode() would make ones that no backward pass could use.
         with torch.inference_mode(False):
@@ -102,7 +105,7 @@ class ShardedModel(CutState, WrappedModel):
                 unit.module.reshard()
 
     def _watch_gradients(self, *called: object) -> None:
-        """Take gradients as they come, of all parameters that have been gathered by now."""
+        """Register hooks on the parameters that have been gathered by now."""
         if called and not self._may_skip:
             refuse_graphs_of_gradients(type(self.module).__name__, called[-1])
         for unit in self._units:
@@ -116,9 +119,9 @@ class ShardedModel(CutState, WrappedModel):
     # --- a batch ---------------------------------------------------------------------------------
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Let go of what was gathered outside of loops, and gather for the batch, where that is due."""
+        """Reshard what was gathered outside of loops; gather for the batch with `gather="batch"`."""
         if microbatch.first:
-            self._let_go()
+            self._reshard()
             self._gathers.batch_begins(microbatch)
         super().microbatch_begins(microbatch)
         self._path.clear()
@@ -127,13 +130,13 @@ class ShardedModel(CutState, WrappedModel):
                 unit.module.unshard()
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Let go of what is gathered for the batch."""
+        """Reshard after the batch."""
         if microbatch.last or left:
-            self._let_go()
+            self._reshard()
             self._gathers.batch_ends()
         super().microbatch_ends(microbatch, left=left)
 
-    def _let_go(self) -> None:
+    def _reshard(self) -> None:
         for unit in self._all:
             unit.module.reshard()
 
@@ -163,7 +166,7 @@ class ShardedModel(CutState, WrappedModel):
             )
 
     def _advance(self) -> None:
-        """A gradient has come: send those units that are complete, in their order."""
+        """Send the units whose gradients are complete, in their order; called for each gradient."""
         if not self._expects:
             for unit in self._units:
                 unit.take()
@@ -177,14 +180,13 @@ class ShardedModel(CutState, WrappedModel):
                 return
             self._start()
             # No waiting here: another rank may wait for this one to gather parameters.
-            while self._finished < len(self._started) and self._is_there(self._finished):
+            while self._finished < len(self._started):
+                started = self._started[self._finished]
+                if isinstance(started, Scattering) and not started.has_arrived:
+                    break
                 self._finish()
 
-    def _is_there(self, number: int) -> bool:
-        started = self._started[number]
-        return not isinstance(started, Scattering) or started.has_arrived
-
-    def _meet(self, microbatch: Microbatch) -> None:
+    def _sum_gradients(self, microbatch: Microbatch) -> None:
         self._expects = self._is_early = False
         if not microbatch.last:
             flat: Gradients = [None] * len(self.parameters)
@@ -196,7 +198,7 @@ class ShardedModel(CutState, WrappedModel):
         while len(self._started) < len(self._units):
             self._start()
         self.accumulation.take()  # those of earlier replicas went with the messages
-        self._let_go()
+        self._reshard()
         while self._finished < len(self._units):
             self._finish()
 
@@ -220,7 +222,7 @@ class ShardedModel(CutState, WrappedModel):
         self._started.append(self._scatter.start(out))
 
     def _finish(self) -> None:
-        """Give the parameters of the next unit their gradients, and let go of the message."""
+        """Give the parameters of the next unit their gradients, and free the message."""
         number = self._finished
         unit, started = self._units[number], self._started[number]
         self._started[number] = []
@@ -261,12 +263,12 @@ class ShardedModel(CutState, WrappedModel):
 
     def state(self) -> dict[str, Any]:
         """Return the model's `state_dict`, with this rank's part of each tensor."""
-        self._let_go()
+        self._reshard()
         return super().state()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of a whole model's `state_dict`."""
-        self._let_go()
+        self._reshard()
         super().load(state)
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -276,7 +278,7 @@ class ShardedModel(CutState, WrappedModel):
         norms = [each_norm([whole(one)], norm_type)[0] for one in gradients]
         return total_norm(norms, norm_type)
 
-    def optimized_by(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse optimizers whose updates depend on where a parameter is cut.
 
         Raises:
@@ -289,16 +291,16 @@ class ShardedModel(CutState, WrappedModel):
             check_updates(optimizer, updated)
 
     def close(self) -> None:
-        """The run is over: there is no rank to gather from."""
+        """Note that the run is over: there is no rank to gather from."""
         self._is_over = True
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Return what is entered where ranks wait for each other to gather parameters."""
+        """Return a context manager for waits in which parameters are gathered."""
         context = self._context
         return context.gathering_in_backward() if self._expects else context.gathering()
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        """Say it of whole gradients, the same on all ranks: one's own part may be zeros."""
+        """Return it for whole gradients, the same on all ranks: this rank's part may be zeros."""
         own = [local(gradient).count_nonzero() for gradient in gradients]
         found = torch.stack(own).to(self._context.device)
         if self._size > 1:
@@ -312,15 +314,8 @@ class ShardedModel(CutState, WrappedModel):
                 local(parameter.grad).clamp_(-value, value)
 
 
-def hold_sharded(
-    module: nn.Module, context: ModelContext, settings: dict[str, Any]
-) -> ShardedModel:
-    """Shard `module` over the ranks that hold the same part of it: all ranks.
-
-    Args:
-        module: the model, changed in place.
-        context: where it lives.
-        settings: `wrap`, `gather`, and what `fully_shard` takes.
+def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ShardedModel:
+    """Shard `module` over all ranks.
 
     Raises:
         ModelError: if it cannot be sharded so.
@@ -332,40 +327,15 @@ def hold_sharded(
     units = [Unit(one, names[id(one)], reduce_type) for one in made]
     scatter = None
     if context.group is not None and dist.get_world_size(context.group) > 1:
-        scatter = TreeScatter(group_of_its_own(context.group), context.forest)
+        scatter = TreeScatter(clone_group(context.group), context.forest)
     return ShardedModel(module, context, units, scatter, settings.get("gather", "unit"))
 
 
 class _Passing:
-    """Notes that a unit takes part in a forward pass."""
+    """Forward hook that appends the number of a unit to the path of the pass."""
 
     def __init__(self, path: list[int], number: int) -> None:
         self._path, self._number = path, number
 
     def __call__(self, _module: nn.Module, _inputs: object) -> None:
         self._path.append(self._number)
-
-
-class _Refusal:
-    """The error of a copy of a sharded model."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, _memo: object) -> NoReturn:
-        raise ModelError(
-            f"copy.deepcopy of {self._name}, which is cut over ranks; a copy would be no model",
-            hint="copy the module before run.model, and give the copy to run.model, too, with "
-            "requires_grad as it is: their parameters are cut alike, which an average of weights needs",
-        )
-
-
-def _refuse_state(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    """Refuse `state_dict()`: this rank has parts only. With `keep_vars` it is not for saving."""
-    if not keep_vars:
-        raise ModelError(
-            f"{type(module).__name__}.state_dict() was called, and this rank holds a part of each "
-            "parameter; expected a call of the run's",
-            hint="run.export(path) writes whole weights, run.save() the state of the run, and "
-            "run.digest() tells whether bits are the same",
-        )

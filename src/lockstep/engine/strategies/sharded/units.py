@@ -17,26 +17,24 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from lockstep.engine.data.microbatch import Microbatch
-from lockstep.engine.exchange.scatter import Outgoing, TreeScatter, agree
+from lockstep.engine.exchange.scatter import Outgoing, TreeScatter, gather_numbers
 from lockstep.engine.exchange.tree import all_gather
 from lockstep.engine.strategies.dtensor import assembled, cut_dimension
-from lockstep.engine.strategies.gradient_accumulation import NOTHING, Gradients, add
+from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT, Gradients, add
 from lockstep.engine.strategies.model_context import Waiting
 from lockstep.errors import MismatchError, ModelError, StepError
 from lockstep.state.checkpoint.parts import local
 
 
 class Unit:
-    """One unit, and the gradients that this rank has of it.
+    """One unit of FSDP2, and its gradients on this rank.
 
     Args:
-        module: what torch gathers the parameters of.
-        name: what it is called in the model.
-        sum_type: in which type gradients are summed; `None` for the one that they come in.
+        sum_type: type in which gradients are summed; `None` for their own.
 
     Attributes:
-        parameters: this rank's shards of those that take part in training.
-        gradients: whole ones of the latest backward pass, `None` where there is none yet.
+        parameters: this rank's shards of trainable parameters.
+        gradients: unsharded, of the latest backward pass; `None` where there is none yet.
     """
 
     def __init__(self, module: FSDPModule, name: str, sum_type: torch.dtype | None) -> None:
@@ -55,7 +53,7 @@ class Unit:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What autograd computes gradients of; empty before the first forward pass."""
+        """Unsharded parameters, which have gradients; none before the first forward pass."""
         return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
 
     @property
@@ -64,7 +62,7 @@ class Unit:
         return all(gradient is not None for gradient in self.gradients)
 
     def watch(self, arrived: Callable[[], None]) -> None:
-        """Take gradients from autograd as they come, and say so."""
+        """Take gradients from autograd as they come, and call `arrived`."""
         if self._handles or not self.leaves:
             return
         for place, leaf in enumerate(self.leaves):
@@ -79,41 +77,40 @@ class Unit:
             self._handles.append(handle)
 
     def take(self) -> Gradients:
-        """Return the gradients, and have none afterwards."""
+        """Return the gradients, and reset them."""
         gradients, self.gradients = self.gradients, [None] * len(self.parameters)
         return gradients
 
-    # --- what goes to other ranks ----------------------------------------------------------------
+    # --- messages to other ranks ----------------------------------------------------------------
 
     def pack(
         self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
     ) -> Outgoing:
-        """Write `nodes` as one message to each of `size` ranks: its part of each parameter.
+        """Write `nodes` as one message to each of `size` ranks, with its part of each parameter.
 
-        A row is laid out as the parameters' shards are, one after the other, each as long as the longest.
+        A row has the parameters' shards one after the other, each as long as the longest.
         """
         filled = [self._filled(node) for node in nodes]
         share = sum(self._share(parameter, size) for parameter in self.parameters)
         out = scatter.memory(filled[0][0], share, notes)
         for node, slot in zip(filled, out.nodes, strict=True):
-            rows = [
-                _by_rows(gradient, cut_dimension(parameter), size)
-                for gradient, parameter in zip(node, self.parameters, strict=True)
-            ]
+            rows = []
+            for gradient, parameter in zip(node, self.parameters, strict=True):
+                dimension = cut_dimension(parameter)
+                # The ranks' parts below each other, along whatever dimension the parameter is cut.
+                parts = torch.chunk(gradient, size, dim=dimension) if dimension else (gradient,)
+                rows.append(torch.cat(parts) if dimension else gradient)
             torch._chunk_cat(rows, 0, size, out=slot)
         return out
 
     def _filled(self, node: Gradients) -> list[torch.Tensor]:
-        kind = next((g.dtype for g in node if g is not None), self._type)
-        device = self.leaves[0].device
+        first = self.leaves[0]
+        kind = next((g.dtype for g in node if g is not None), self._sum_type or first.dtype)
+        device = first.device
         return [
-            torch.full(parameter.shape, NOTHING, dtype=kind, device=device) if g is None else g
+            torch.full(parameter.shape, NO_GRADIENT, dtype=kind, device=device) if g is None else g
             for g, parameter in zip(node, self.parameters, strict=True)
         ]
-
-    @property
-    def _type(self) -> torch.dtype:
-        return self._sum_type or self.leaves[0].dtype
 
     @staticmethod
     def _share(parameter: DTensor, size: int) -> int:
@@ -121,7 +118,7 @@ class Unit:
         return -(-length // size) * (parameter.numel() // length) if length else 0
 
     def unpack(self, total: torch.Tensor, size: int) -> Iterator[tuple[DTensor, torch.Tensor]]:
-        """Yield each parameter with this rank's part of the gradient, which looks into `total`."""
+        """Yield each parameter with this rank's part of the gradient, a view of `total`."""
         offset = 0
         for parameter in self.parameters:
             own = local(parameter)
@@ -130,7 +127,7 @@ class Unit:
             offset += self._share(parameter, size)
 
     def give(self, parameter: DTensor, part: torch.Tensor) -> None:
-        """Let `part` be this rank's part of the gradient, or add it to what there is."""
+        """Set this rank's part of the gradient, or add to it."""
         own = local(parameter)
         part = part.to(device=own.device, dtype=own.dtype)
         if parameter.grad is None:
@@ -140,17 +137,14 @@ class Unit:
 
 
 class Gathers:
-    """What the units of one model share: whether ranks compare which one they gather.
+    """Compares between ranks which unit of a model they are about to gather.
 
-    Messages for one unit may be taken for those of another: with Gloo the process ends there and then if
-    they are larger, and the numbers are wrong if they are not.
+    Otherwise messages for one unit may be received as those of another: with Gloo the process ends if they
+    are larger, and the numbers are wrong if they are not.
 
     Args:
-        names: what the units are called.
-        group: of its own, so that ranks which call something else wait, and are told of; `None` for one
-            rank.
-        waiting: makes what is entered while they wait for each other.
-        always: whether they compare every unit, and not in the first batches only.
+        group: used for nothing else, so that ranks in another call wait; `None` for one rank.
+        always: whether every unit is compared, also after the first batches.
     """
 
     def __init__(
@@ -168,26 +162,26 @@ class Gathers:
         self._is_first = False
 
     def batch_begins(self, microbatch: Microbatch) -> None:
-        """What is gathered from here on is for this batch."""
+        """Begin a batch, for which units are gathered from here on."""
         loader, epoch, round_, step, _ = microbatch.numbers
         self._place, self._is_first = (loader, epoch, round_, step, microbatch.turn), True
 
     def batch_ends(self) -> None:
-        """What is gathered from here on is for no batch."""
+        """End the batch."""
         self._place, self._is_first = _OUTSIDE, False
 
     def check_all(self) -> None:
-        """Compare with other ranks that are about to gather the whole model."""
+        """Compare with other ranks before the whole model is gathered."""
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
-        """Compare unit `number` with those that other ranks are about to gather.
+        """Compare unit `number` with the units that other ranks are about to gather.
 
-        Where not all are compared, the first of each batch is: ranks may be in different batches.
+        The first of each batch is always compared: ranks may be in different batches.
 
         Raises:
             MismatchError: if another rank is in another batch.
-            ModelError: if one of them is about to gather another unit.
+            ModelError: if another rank is about to gather another unit.
         """
         is_first, self._is_first = self._is_first, False
         self._batches += is_first
@@ -198,15 +192,15 @@ class Gathers:
         if self._group is None:
             return
         with self._waiting():
-            found = agree([*self._place, number], self._group)
+            found = gather_numbers([*self._place, number], self._group)
         first = found[0]
         other, there = next(
             ((rank, one) for rank, one in enumerate(found) if one != first), (0, first)
         )
         if there[:-1] != first[:-1]:
             raise MismatchError(
-                f"rank 0 is {_tell(first[:-1])}, rank {other} {_tell(there[:-1])}, and both are about to "
-                "gather parameters; expected all ranks in the same batch",
+                f"rank 0 is {_describe(first[:-1])}, rank {other} {_describe(there[:-1])}, and both are "
+                "about to gather parameters; expected all ranks in the same batch",
                 hint="a `break` or `continue` must not depend on the rank or on one rank's values; reduce "
                 "them first, for instance with run.mean",
             )
@@ -225,7 +219,7 @@ _COMPARED = 8
 _OUTSIDE = (-1, -1, -1, -1, -1)
 
 
-def _tell(place: Sequence[int]) -> str:
+def _describe(place: Sequence[int]) -> str:
     if tuple(place) == _OUTSIDE:
         return "outside of a batch"
     loader, epoch, _, step, _ = place
@@ -241,7 +235,7 @@ class Gather:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return memory for what is gathered."""
+        """Return memory for the gathered parameters."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -260,18 +254,11 @@ class Gather:
 
 
 def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
-    """Return a unit's nodes once `last` is there, which the `count` latest ones are merged with."""
+    """Return a unit's nodes with the gradients `last`, merged with the `count` latest nodes."""
     kept = len(nodes) - count
     for node in reversed(nodes[kept:]):
         last = add(node, last)
     return [*nodes[:kept], last]
-
-
-def _by_rows(gradient: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    """Return a gradient with the parts of the ranks below each other, whatever it is cut along."""
-    if dimension == 0:
-        return gradient
-    return torch.cat(torch.chunk(gradient, size, dim=dimension), dim=0)
 
 
 def _fsdp_params(module: FSDPModule) -> list[Any]:
@@ -285,7 +272,7 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 
 
 def refuse_graphs_of_gradients(name: str, output: object) -> None:
-    """Refuse create_graph=True for what a model has computed: its parameters are let go of after a pass."""
+    """Refuse create_graph=True for outputs of a model, whose parameters are resharded after a pass."""
 
     def check(_gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():

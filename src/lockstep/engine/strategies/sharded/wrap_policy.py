@@ -120,17 +120,17 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
 
 
 def _default(module: nn.Module, prefix: str = "", *, listed: bool = False) -> list[str]:
-    """Return the names of the parts that are units by themselves, unless a script says which.
+    """Return the names of the default units.
 
     Large children of Sequential, ModuleList and ModuleDict, and large parts that have none of those inside.
     """
     names = []
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        holds = any(isinstance(part, _CONTAINERS) for part in child.modules())
+        has_container = any(isinstance(part, _CONTAINERS) for part in child.modules())
         if isinstance(child, _CONTAINERS):
             names += _default(child, f"{path}.", listed=True)
-        elif holds and not listed:
+        elif has_container and not listed:
             names += _default(child, f"{path}.")
         elif sum(p.numel() for p in child.parameters()) >= MIN_PARAMETERS:
             names.append(path)
@@ -163,7 +163,7 @@ def _asked(module: nn.Module, wrap: Any) -> list[str]:
 
 
 def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set[str]]:
-    """Return the units that hold each parameter; the model itself is the unit named by nothing."""
+    """Return the units of each parameter; the model itself is the unit with an empty name."""
     there = dict(module.named_modules(remove_duplicate=False))
     # By identity: one part may have several names.
     units = {id(there[name]): name for name in reversed(names)} | {id(module): ""}

@@ -22,7 +22,7 @@ class Pair:
         return place
 
     def compare(self, text: bytes) -> list[bytes]:
-        return [one[: p2p._WORDS].rstrip() for one in (text, self._other or text)]
+        return [one[: p2p._TEXT].rstrip() for one in (text, self._other or text)]
 
 
 def test_inputs_are_told_apart() -> None:
@@ -87,14 +87,14 @@ def test_scripts_of_any_name(name: str) -> None:
     pair = CallCheck(Pair(b""), 10**9, "Net")  # type: ignore[arg-type]
     pair.where = WHERE
     in_script(pair, "backward pass for inputs alone", 10**12)
-    other = consistency._say([0, "forward pass", 1, "outside of a loop", ""], "火" * 300 + ":7")
+    other = consistency._encode([0, "forward pass", 1, "outside of a loop", ""], "火" * 300 + ":7")
     apart = CallCheck(Pair(other), 0, "Net")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match="call 1 of model 0"):
         in_script(apart, "backward pass", 1)
 
 
 def test_the_line_is_named_to_its_end() -> None:
-    other = consistency._say([0, "forward pass", 1, "outside of a loop", ""], "train.py:7")
+    other = consistency._encode([0, "forward pass", 1, "outside of a loop", ""], "train.py:7")
     apart = CallCheck(Pair(other), 0, "Net")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match=r"обучение\.py:\d+, .* at train\.py:7;"):
         script_named(f"{'обучение' * 10}.py")(apart, "backward pass", 1)

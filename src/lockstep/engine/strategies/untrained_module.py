@@ -1,4 +1,4 @@
-"""Modules that the run does not train, such as averages of weights: buffers of replica 0."""
+"""Modules that the run does not train, such as averages of weights: their buffers are replica 0's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.passes import watch_forward
 
 
-class FollowedModule:
-    """A module whose forward passes in loops change its buffers as those of a model do.
-
-    Args:
-        module: the module.
-        context: where the run's models live.
-    """
+class UntrainedModule:
+    """A module whose forward passes in loops change its buffers as those of a model do."""
 
     is_split = False
 
@@ -39,15 +34,15 @@ class FollowedModule:
                 self._buffers.before_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """The loop's body is about to see `microbatch`."""
+        """Begin a microbatch, before the loop's body."""
         self._watching = True
         if microbatch.first:
             self._buffers.finish()
-            self._buffers.look()
+            self._buffers.record_shapes()
             self._buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """The loop's body is done with `microbatch`; where it was left, buffers wait for the next call."""
+        """End a microbatch; where the body was left, buffers wait for the next call."""
         self._watching = False
         if microbatch.audit:
             self._buffers.discard()
@@ -56,7 +51,7 @@ class FollowedModule:
         elif not left:
             self._buffers.finish()
         if microbatch.last or left:
-            self._buffers.look_away()
+            self._buffers.end_batch()
 
     def finish_buffers(self) -> None:
         """Let all ranks take replica 0's buffers now."""

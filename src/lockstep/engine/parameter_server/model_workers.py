@@ -1,4 +1,4 @@
-"""`Session` of a server: the workers of one model, their sums and their optimizers.
+"""`ModelWorkers`: the workers of one model, as a server has them, with their sums and optimizers.
 
 Sums are taken in the order of the tree, as soon as all workers' nodes are there.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lockstep.engine.exchange.base import Forest
 from lockstep.engine.parameter_server.connection import BrokenError, Connection, Pool
 from lockstep.engine.parameter_server.messages import DTYPES, Kind, Message
-from lockstep.engine.parameter_server.server_optimizer import Request, ServerOptimizer
+from lockstep.engine.parameter_server.server_optimizer import ServerOptimizer, WorkerRequest
 from lockstep.errors import MismatchError, ModelError
 
 _BATCH_HINT = (
@@ -20,21 +20,15 @@ _BATCH_HINT = (
 )
 
 
-class Session:
-    """The workers of one model.
-
-    Args:
-        size: number of workers.
-        replicas: number of replicas in all.
-        pool: memory.
-    """
+class ModelWorkers:
+    """The workers that train one model together, and what this server computes for them."""
 
     def __init__(self, size: int, replicas: int, pool: Pool) -> None:
         self._workers: dict[int, Connection] = {}
         self._forest, self._pool = Forest.of(replicas, size, 0), pool
-        self._buckets: dict[int, dict[int, Request]] = defaultdict(dict)  # by number, by rank
+        self._buckets: dict[int, dict[int, WorkerRequest]] = defaultdict(dict)  # by number, by rank
         self._optimizers: dict[int, ServerOptimizer] = {}  # by the number of the optimizer
-        self._left: str | None = None  # what is said of the last worker that left
+        self._left: str | None = None  # message about the last worker that left
         self._left_hint = ""
         self._error: dict[str, str | None] | None = None  # why the workers cannot continue
 
@@ -50,7 +44,7 @@ class Session:
             connection.send(Kind.ERROR, meta=self._error)
 
     def leave(self, connection: Connection) -> None:
-        """A worker's connection has ended: the others get no more sums."""
+        """Remove a worker whose connection has ended: the others get no more sums."""
         rank = connection.rank
         self._workers.pop(rank, None)
         for optimizer in self._optimizers.values():
@@ -63,17 +57,17 @@ class Session:
         self._check_left()
 
     def handle(self, connection: Connection, message: Message) -> None:
-        """Do what a worker asks for; where that fails, all workers are told.
+        """Serve a request of a worker; if that fails, send all workers the error.
 
         Raises:
-            BrokenError: if no worker asks for this.
+            BrokenError: if no worker sends such a request.
         """
         if message.header.kind == Kind.BYE:
             connection.has_left = True
         if connection.has_left or self._error is not None:
             return
         try:
-            self._serve(Request(connection, message))
+            self._serve(WorkerRequest(connection, message))
             self._check_left()
         except MismatchError as error:
             self._fail(error.message, _BATCH_HINT, kind="mismatch")
@@ -82,13 +76,17 @@ class Session:
         except BrokenError:
             raise
         except Exception as error:  # whatever an optimizer's step raises
-            told = f"the update failed in a server: {type(error).__name__}: {error}"
-            self._fail(told, None, kind="model")
+            message_text = f"the update failed in a server: {type(error).__name__}: {error}"
+            self._fail(message_text, None, kind="model")
 
-    def _serve(self, request: Request) -> None:
-        kind, tag = request.header.kind, request.header.tag
+    def _serve(self, request: WorkerRequest) -> None:
+        kind, tag, number = request.header.kind, request.header.tag, request.header.number
         if kind == Kind.PUSH:
-            self._push(request)
+            bucket = self._buckets[number]
+            bucket[request.connection.rank] = request
+            if len(bucket) == self._forest.size:
+                del self._buckets[number]
+                self._send_sum([bucket[rank] for rank in range(self._forest.size)])
             return
         optimizer = self._optimizers.setdefault(tag, ServerOptimizer(tag, self._forest, self._pool))
         if kind == Kind.BEGIN:
@@ -101,13 +99,13 @@ class Session:
             raise BrokenError("it asks for what servers don't do")
 
     def _check_left(self) -> None:
-        """Fail where a worker waits for one that has left."""
+        """Fail if a worker waits for another one that has left."""
         waits = self._buckets or any(optimizer.waits for optimizer in self._optimizers.values())
         if waits and self._left is not None:
             self._fail(self._left, self._left_hint)
 
     def _fail(self, message: str, hint: str | None, *, kind: str = "peer") -> None:
-        """Tell the workers why they cannot continue; `kind` is one of `FAILURES` in client.py."""
+        """Send the workers the error that ends them; `kind` is one of `FAILURES` in client.py."""
         if self._error is None:
             self._error = {"message": message, "hint": hint, "kind": kind}
             for worker in self._workers.values():
@@ -115,18 +113,7 @@ class Session:
 
     # --- sums ------------------------------------------------------------------------------------
 
-    def _push(self, request: Request) -> None:
-        """Take one worker's nodes of a bucket; send all workers the sum, if these were the last."""
-        number = request.header.number
-        bucket = self._buckets[number]
-        bucket[request.connection.rank] = request
-        if len(bucket) == self._forest.size:
-            del self._buckets[number]
-            requests = [bucket[rank] for rank in range(self._forest.size)]
-            self._check(requests)
-            self._send_sum(requests)
-
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check(self, requests: Sequence[WorkerRequest]) -> None:
         first = requests[0].header
         size = first.payload // self._forest.counts[0]
         for rank, (request, count) in enumerate(zip(requests, self._forest.counts, strict=True)):
@@ -139,7 +126,9 @@ class Session:
                     f"expected {count * size}, as rank 0 has them"
                 )
 
-    def _send_sum(self, requests: Sequence[Request]) -> None:
+    def _send_sum(self, requests: Sequence[WorkerRequest]) -> None:
+        """Send all workers the sum of a bucket, of which each has sent its nodes."""
+        self._check(requests)
         dtype = DTYPES[requests[0].header.tag]
         payloads = [request.message.payload for request in requests]
         total = self._forest.sum_in_place(

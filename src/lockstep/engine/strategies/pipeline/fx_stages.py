@@ -1,0 +1,181 @@
+"""Stages of models that are not sequential: the graph of the forward pass (torch.fx), split.
+
+The model's own `forward` runs once on symbols, and the parts that it calls stay whole. Only a part that is
+heavier than a stage should be, or has the place where the user wants a cut inside of it, is traced in turn.
+
+`torch.fx.passes.split_module` makes stages, too, but hands parameters from one to the next as values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from torch import fx, nn
+
+from lockstep.engine.layout.balance import balance
+from lockstep.engine.strategies.pipeline.fx_graph import Traced, trace
+from lockstep.engine.strategies.pipeline.stage import (
+    HINT,
+    Program,
+    Stage,
+    find,
+    pieces_from,
+)
+from lockstep.errors import ModelError, UsageError
+
+#: Part of its weight that the heaviest stage may keep, for a part to be traced.
+_WORTH = 0.9
+
+
+def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
+    """Return `module` as `count` stages.
+
+    `split`: names of the parts that the second and each later stage begin with.
+
+    Raises:
+        UsageError: if there are not enough parts.
+        ModelError: if the model cannot be traced, or cut there.
+    """
+    for name in split or ():
+        find(name, [other for other, _ in module.named_modules() if other])
+    traced = _open(module, count, split or ())
+    starts = _balanced(traced, module, count)
+    if split is not None:
+        starts = [0, *(_begin(name, traced) for name in split)]
+    return _program(module, traced, pieces_from(starts, len(traced.steps), split))
+
+
+# --- where to cut ----------------------------------------------------------------------------------
+
+
+def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
+    """Trace `module`, and look into parts where that makes the heaviest stage a good deal lighter."""
+    opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
+    traced = best = trace(module, opened)
+    least = _heaviest(traced, count)
+    closed: set[str] = set()
+    while not split and (heavy := _too_heavy(module, traced, count, closed)) is not None:
+        try:
+            traced = trace(module, traced.opened | {heavy})
+        except ModelError:
+            closed.add(heavy)
+            continue
+        if (lightest := _heaviest(traced, count)) < _WORTH * least:
+            best, least = traced, lightest
+    return best
+
+
+def _heaviest(traced: Traced, count: int) -> float:
+    """Return the weight of the heaviest of `count` stages; infinite if there cannot be as many."""
+    weights = [weight for weight in traced.weights if weight]
+    if len(weights) < count:
+        return float("inf")
+    return max(sum(weights[place] for place in piece) for piece in balance(weights, count))
+
+
+def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) -> str | None:
+    """Return the heaviest part that is worth a look inside; `None` if the stages are fine as it is."""
+    share = sum(traced.weights) / count
+    few = sum(weight > 0 for weight in traced.weights) < count
+    candidates = [
+        (weight, str(node.target))
+        for node, weight in zip(traced.steps, traced.weights, strict=True)
+        if node.op == "call_module"
+        and str(node.target) not in closed
+        and any(True for _ in module.get_submodule(str(node.target)).children())
+        and (few or weight > share)
+    ]
+    return max(candidates)[1] if candidates else None
+
+
+def _begin(name: str, traced: Traced) -> int:
+    """Return the first step that belongs to the part `name`."""
+    for place, node in enumerate(traced.steps):
+        if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
+            return place
+    raise ModelError(
+        f"split names {name!r}, which the model's forward pass does not call", hint=HINT
+    )
+
+
+def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
+    """Return where stages begin that have about as many bytes of parameters as each other."""
+    heavy = [place for place, weight in enumerate(traced.weights) if weight]
+    if len(heavy) < count:
+        raise UsageError(
+            f"pipeline stages don't fit ranks: {type(module).__name__} has {len(heavy)} parts with "
+            f"parameters that can be told apart, for {count} ranks of a model",
+            hint="choose another mesh (--mesh DATAxMODEL), or " + HINT,
+        )
+    alive = _alive(traced)
+    starts = [0]
+    for piece in balance([traced.weights[place] for place in heavy], count)[1:]:
+        # What has no parameters may go to either side: cut where the fewest values cross.
+        before, begin = heavy[piece.start - 1], heavy[piece.start]
+        starts.append(min(range(begin, before, -1), key=lambda place: len(alive[place])))
+    return starts
+
+
+def _alive(traced: Traced) -> list[list[fx.Node]]:
+    """Return, for each step, the results of steps before it that it or later ones use."""
+    places = {node: place for place, node in enumerate(traced.steps)}
+    end = len(traced.steps)
+    last = {node: max((places.get(u, end) for u in node.users), default=-1) for node in places}
+    return [[node for node in traced.steps[:place] if last[node] >= place] for place in range(end)]
+
+
+# --- stages ----------------------------------------------------------------------------------------
+
+
+def _program(module: nn.Module, traced: Traced, pieces: Sequence[range]) -> Program:
+    alive = _alive(traced)
+    stages = []
+    for piece in pieces:
+        end = piece.stop == len(traced.steps)
+        keeps = () if end else tuple(node.name for node in alive[piece.stop])
+        stages.append(_stage(module, traced, traced.steps[piece.start : piece.stop], keeps))
+    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    signature = inspect.signature(module.forward)
+    inputs = dict(zip(signature.parameters, placeholders, strict=True))
+    return Program(tuple(stages), signature, inputs, traced.fixed)
+
+
+def _stage(
+    module: nn.Module, traced: Traced, steps: Sequence[fx.Node], keeps: tuple[str, ...]
+) -> Stage:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    outputs = [n for n in traced.graph.nodes if n.op == "output" and steps[-1] is traced.steps[-1]]
+    used = [n for node in (*steps, *outputs) for n in node.all_input_nodes]
+    constants = dict.fromkeys(n for n in used if n.op == "get_attr")
+    takes = dict.fromkeys(n for n in used if n not in set(steps) and n.op != "get_attr")
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+    for node in (*constants, *steps):
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    if outputs:
+        gives: tuple[str, ...] = ("output",)
+        graph.output((fx.map_arg(outputs[0].args[0], lambda n: copies[n]),))
+    else:
+        gives = tuple(node.name for node in steps if node.name in keeps)
+        graph.output(tuple(copies[node] for node in steps if node.name in keeps))
+    own = vars(module)
+    own.update(traced.constants)  # torch looks for them there
+    try:
+        compiled = fx.GraphModule(module, graph)
+    finally:
+        for name in traced.constants:
+            del own[name]
+    _without_strangers(compiled, module)
+    called = [str(n.target) for n in steps if n.op == "call_module"] or [n.name for n in steps]
+    return Stage(compiled, tuple(n.name for n in takes), gives, keeps, called[0], called[-1])
+
+
+def _without_strangers(compiled: nn.Module, module: nn.Module) -> None:
+    """Make plain attributes of what fx has made buffers, and are none of the model's: constants."""
+    own = {id(buffer) for buffer in module.buffers()}
+    for part in compiled.modules():
+        for name, tensor in list(part._buffers.items()):
+            if tensor is not None and id(tensor) not in own:
+                del part._buffers[name]
+                vars(part)[name] = tensor
