@@ -25,7 +25,7 @@ def bits(tensor: torch.Tensor) -> Bits:
     Words of eight bytes are read as integers and laid out in rows. The sums of all rows and of all columns
     are weighted by constants and added, modulo 2^64: a single bit that changes always changes both.
     """
-    data = _bytes(local(tensor.detach()))
+    data = _bytes(local(tensor).detach())
     if data.device.type == "cpu" and len(data) <= _SMALL:
         digest = hashlib.blake2b(data.numpy().data, digest_size=16).digest()
         return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")

@@ -102,7 +102,8 @@ def local(value: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
     if not is_dtensor(value):
         return value
-    own: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+    with torch.inference_mode(False):  # in it, a parameter that is a DTensor cannot be detached
+        own: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
     return own
 
 
