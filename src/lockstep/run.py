@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -104,14 +103,14 @@ class Run(RunMetrics):
         world_size: int | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        place = None if run_dir is None else Path(run_dir)
-        asked = {**locals(), "run_dir": place, "loggers": tuple(loggers)}
+        # Arguments have the names of settings; the others are for the rendezvous.
+        run_dir = None if run_dir is None else Path(run_dir)
+        values = {**locals(), "loggers": tuple(loggers)}
         show_plainly()
-        # An argument for each setting, under its name; the others are for the rendezvous.
-        settings = Settings(name=name, **{one: asked[one] for one in OF_SCRIPTS})
+        settings = Settings(name=name, **{setting: values[setting] for setting in OF_SCRIPTS})
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
-        self._end: str | None = None
+        self._digest: str | None = None
 
     def __enter__(self) -> Self:
         self._begin_once()
@@ -119,20 +118,17 @@ class Run(RunMetrics):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # sys.exit(0) is the script's own end, as that of the block is.
+        # sys.exit(0) ends the run as the end of the block does.
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            told = explained(error, self._session.state.models)
-            self._session.close(told or error)
-            if told is not None:
-                raise told.with_traceback(traceback) from error
+            explanation = explained(error, self._session.state.models)
+            self._session.close(explanation or error)
+            if explanation is not None:
+                raise explanation.with_traceback(traceback) from error
             return
         try:
-            self._end = self._session.finish()
+            self._digest = self._session.finish()
         except BaseException as late:
             self._session.close(late)
             raise
@@ -262,11 +258,11 @@ class Run(RunMetrics):
         Raises:
             LoaderError: if the data cannot be split over the replicas.
         """
-        asked = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn}
-        asked |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
-        asked |= {"batch_sampler": batch_sampler, **workers}
+        settings = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate_fn}
+        settings |= {"shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
+        settings |= {"batch_sampler": batch_sampler, **workers}
         self._require_open("run.loader")
-        return self._session.loaders.make(data, asked)
+        return self._session.loaders.make(data, settings)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
         """Yield global batches; iterate over each one once per update, as for a GAN."""
@@ -324,8 +320,8 @@ class Run(RunMetrics):
         """
         if not self._loop.acts_now():
             return torch.tensor(float("nan"))
-        own = optimizers.listed(parameters)
-        return optimizers.clip(own, max_norm, norm_type, self._session.state.models)
+        models = self._session.state.models
+        return optimizers.clip(optimizers.listed(parameters), max_norm, norm_type, models)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
@@ -335,8 +331,8 @@ class Run(RunMetrics):
             clip_value: upper limit of the magnitude.
         """
         if self._loop.acts_now():
-            own = optimizers.listed(parameters)
-            optimizers.clip_values(own, float(clip_value), self._session.state.models)
+            models = self._session.state.models
+            optimizers.clip_values(optimizers.listed(parameters), float(clip_value), models)
 
     def log(self, **values: Any) -> None:
         """Record values of this step, without waiting for other ranks or the device.
@@ -344,25 +340,13 @@ class Run(RunMetrics):
         Args:
             values: numbers, or tensors of one element, by name.
         """
-        session = self._session
-        if not (session.loop.is_on_the_way or session.loop.is_audited):
-            session.context.record.log(values)
-
-    # --- together --------------------------------------------------------------------------------
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context: its body runs on the main rank, then one rank per node, then the others."""
-        self._loop.require_common_point("run.main_process_first", of_models=False)
-        return self._session.rank_order.first()
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called it."""
-        self._loop.require_common_point("run.barrier", of_models=False)
-        self._session.barrier()
+        if not (self._loop.is_replaying or self._loop.is_audited):
+            self._session.context.record.log(values)
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Print on the main rank, above the progress bar."""
-        if not (self._loop.is_entered_again or self._loop.is_audited):  # else it is printed twice
+        repeats = self._loop.is_replaying and self._loop.progress.depth > 0
+        if not (repeats or self._loop.is_audited):  # else it is printed twice
             self._session.context.record.print(sep.join(map(str, values)))
 
     def digest(self) -> str:
@@ -371,11 +355,11 @@ class Run(RunMetrics):
         Raises:
             StepError: inside a microbatch, with several replicas and a sharded model.
         """
-        if self._end is not None and self._session.state.is_split:
-            return self._end  # the other ranks, which hold the rest of the models, have left
         if self._session.state.is_split:
+            if self._digest is not None:
+                return self._digest  # the other ranks, with the rest of the models, have left
             self._loop.require_common_point("run.digest")
-        # During replay models hold the state that is restored, and not the one that is asked for.
+        # During replay models have the state that is restored, and not that of this line.
         return self._session.metrics.once("run.digest", self._session.digest)
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
@@ -391,13 +375,13 @@ class Run(RunMetrics):
             UsageError: if the suffix is another one.
             StepError: inside a microbatch, with several replicas and a sharded model.
         """
-        held = self._session.models.find(model)
-        if held.is_split or self._loop.microbatch is None:
+        wrapped = self._session.models.find(model)
+        if wrapped.is_split or self._loop.microbatch is None:
             self._loop.require_common_point("run.export")
-        held.check_gathering()
-        # During replay the file has been written, with the weights of then.
-        writes = self.is_main_process and not self._loop.is_on_the_way
-        weights_only.write_weights(Path(path), held.state(), here=writes)
+        wrapped.check_gathering()
+        # A replayed call has written the file, with the weights of then.
+        writes = self.is_main_process and not self._loop.is_replaying
+        weights_only.write_weights(Path(path), wrapped.state(), here=writes)
 
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Load a `state_dict` from a file into a model; every rank reads the file.
@@ -416,6 +400,3 @@ class Run(RunMetrics):
         """
         self._loop.require_common_point("run.load")
         self._session.models.load(model, weights_only.read_weights(Path(path)))
-
-
-__all__: Sequence[str] = ["Run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from lockstep.engine.training.carried_variables import CarriedVariables
 from lockstep.engine.training.checksums import Checksums
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.divergence import check_states
+from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.metrics import Metrics
 from lockstep.registry import STRATEGIES
 from lockstep.state.checkpoint import state_codec
 from lockstep.state.checkpoint.catalog import DIRECTORY
@@ -41,29 +43,20 @@ _PREPARED_AT = 50
 _LOOKED_UNTIL = 1 << 14
 
 
-@dataclass(slots=True)
-class _Asked:
-    """What the script has asked to be saved: the state at the next point."""
-
-    best: float | None = None
-
-
-class Checkpointing:
-    """Looks at every point of a run whether its state is to be kept.
+class Checkpointing(PointListener):
+    """Saves the state at points of a run, as snapshots in memory and as checkpoints on disk.
 
     Args:
         context: of the run.
-        state: what the run has been told of.
-        loop: where the run stands.
-        coordination: with the other ranks.
+        state: models and all else that is saved.
+        loop: position of the run.
+        metrics: those under way are part of the position.
+        coordination: agreement of all ranks on the point.
         schedule: of snapshots; `None` without a launcher whose memory outlives this process.
         checkpoints: on disk.
         aligned: whether all ranks are of one launcher, and take snapshots at the same points.
         apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
         variables: returns fingerprints of the script's variables, of the same length on all ranks.
-
-    Attributes:
-        stop_asked: whether the run was asked to end.
     """
 
     def __init__(
@@ -71,6 +64,7 @@ class Checkpointing:
         context: Context,
         state: State,
         loop: Loop,
+        metrics: Metrics,
         coordination: Coordination,
         schedule: Schedule | None,
         checkpoints: Checkpoints,
@@ -79,7 +73,7 @@ class Checkpointing:
         apart: bool,
         variables: Callable[[], str] = str,
     ) -> None:
-        self._context, self._state, self._loop = context, state, loop
+        self._context, self._state, self._loop, self._metrics = context, state, loop, metrics
         self._variables = variables
         self._coordination, self._schedule, self._checkpoints = coordination, schedule, checkpoints
         self._aligned, self._apart = aligned, apart
@@ -87,18 +81,18 @@ class Checkpointing:
         self._every = context.settings.checkpoint_every if context.world.is_main else 0.0
         self.stop_asked = False
         self._saved = time.monotonic()
-        self._asked: _Asked | None = None
+        # Whether the script has asked for the state at the next point, and with which score.
+        self._is_asked = False
+        self._best: float | None = None
         self._has_looked = False
         self._points = 0
-        # No other rank has to hold the same.
+        # No other rank has to have the same state.
         self._is_alone = context.group is None or not context.settings.exact
 
     def ask(self, best: float | None) -> None:
         """Save the state at the next point: when the script is done with this batch, or this epoch."""
-        if self._asked is None:
-            self._asked = _Asked(best)
-        elif best is not None:
-            self._asked.best = best
+        self._is_asked = True
+        self._best = self._best if best is None else best
 
     def stop(self) -> None:
         """End the run, its state saved, at the next step that all ranks agree on."""
@@ -106,30 +100,30 @@ class Checkpointing:
         self._coordination.ask("stop")
 
     def at_point(self) -> None:
-        """The state is whole: keep it, where that is due.
+        """Save the state, where that is due.
 
         Raises:
             Preempted: if the run is asked to end; its state is on disk then.
             CheckpointError: if it cannot be written.
         """
-        loop, schedule = self._loop, self._schedule
+        steps, schedule = self._loop.steps, self._schedule
         if self._every and time.monotonic() - self._saved > self._every:
             self._saved = time.monotonic()
             self._coordination.ask("save")
-        request = self._coordination.at_point(loop.steps)
+        request = self._coordination.at_point(steps)
         due = 0 if schedule is None else self._due(schedule, request)
-        saves = self._asked is not None or request in ("save", "stop")
+        saves = self._is_asked or request in ("save", "stop")
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
         looks = self._looks(schedule)
         if saves or due or looks or self._points == 1:
-            self._keep(schedule, due, saves=saves, looks=looks)
+            self._save_state(schedule, due, saves=saves, looks=looks)
         if request == "stop":
             self._wait("a checkpoint")
-            raise Preempted(loop.steps)
+            raise Preempted(steps)
 
-    def _keep(self, schedule: Schedule | None, due: int, *, saves: bool, looks: bool) -> None:
+    def _save_state(self, schedule: Schedule | None, due: int, *, saves: bool, looks: bool) -> None:
         began, captured = time.monotonic(), None
         if self._compares(saves=saves, due=due, looks=looks):
             captured = self._state.capture()
@@ -137,21 +131,36 @@ class Checkpointing:
         if not (saves or due or looks):
             return
         if saves or due:
-            self._loop.note_partial()
+            self._metrics.note_partial()
         text, tensors = self._capture(captured)
         if schedule is not None and due:
             schedule.take(due, text, tensors, began)
         elif schedule is not None and schedule.needs_memory:
-            self._prepare(schedule, text, tensors)
+            problem = schedule.prepare(text, tensors)
+            if problem is not None:
+                self._context.record.warn(
+                    f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
+                    "checkpoint (--checkpoint-every)"
+                )
         if saves:
             self._save(text, tensors)
 
-    def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
-        """End the run in a loop that only evaluates, its state before that saved.
+    def epoch_begins(self) -> None:
+        """Copy the small registered objects, for a resume in this epoch."""
+        self._state.epoch_begins()
 
-        Args:
-            loop: the loop.
-            counters: as they were when it had begun.
+    def arrived(self) -> None:
+        """Warn of loops that only evaluate and ran again with other parameters than before."""
+        again = sorted(set(self._loop.progress.evaluated_again))
+        if again:
+            self._context.record.warn(
+                f"lockstep: warning: loops over loader {', '.join(map(str, again))} that only evaluate "
+                f"have run again, with the parameters of step {self._loop.steps}; run.mean, run.sum and "
+                "run.gather return what they returned before"
+            )
+
+    def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
+        """Save the state before a loop that only evaluates, begun at `counters`, and end the run in it.
 
         Raises:
             Preempted: unless the loop belongs to a metric that trains, too.
@@ -160,14 +169,14 @@ class Checkpointing:
         if not metrics:
             self._loop.progress.trained(replace(loop, batches=0, last=0, losses=[], events=[]))
         elif len(metrics) > 1 or metrics[0].events or metrics[0].value is not None:
-            return  # what trains in a metric goes on to its next point
+            return  # a loop that trains in a metric continues to its next point
         else:
             counters = metrics[0].after
-        position = replace(self._loop.position, counters=counters)
+        position = self._loop.progress.position(self._loop.points)
         captured = self._state.capture()
         if not self._is_alone:
             self._check_same(captured)
-        self._save(*self._capture(captured, position))
+        self._save(*self._capture(captured, replace(position, counters=counters)))
         self._wait("a checkpoint")
         raise Preempted(self._loop.steps)
 
@@ -179,13 +188,13 @@ class Checkpointing:
                 self._coordination.ask("snapshot")
             return schedule.number if request is not None else 0
         if due and self._loop.progress.open_metrics and not self._aligned:
-            # What a metric under way has seen must be had from all ranks: they take no snapshot together.
+            # A metric's partial sums are those of all ranks, which take no snapshot together here.
             schedule.postpone()
             return 0
         return due
 
     def _looks(self, schedule: Schedule | None) -> bool:
-        """Whether memory for snapshots may be taken now; where ranks gather the state, all say so."""
+        """Whether memory for snapshots may be taken now, the same on all ranks where they gather state."""
         if schedule is None:
             return False
         if self._state.is_gathered:
@@ -195,7 +204,7 @@ class Checkpointing:
         return schedule.needs_memory
 
     def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
-        """Whether all ranks compare what they hold now: at the first point, and before it is kept."""
+        """Whether all ranks compare their state now: at the first point, and before it is saved."""
         if self._is_alone or (self._state.is_gathered and not (saves or due or looks)):
             return False  # ranks would gather it for nothing else
         kept = saves or (due > 0 and (self._aligned or self._apart))
@@ -208,33 +217,26 @@ class Checkpointing:
         with context.collectives.collective("the comparison of states"):
             check_states(context.rendezvous, context.group, own, self._loop.steps, models)
 
-    def _prepare(self, schedule: Schedule, text: str, tensors: dict[str, torch.Tensor]) -> None:
-        problem = schedule.prepare(text, tensors)
-        if problem is not None:
-            self._context.record.warn(
-                f"lockstep: warning: {problem}: a rank that dies costs what was done since the last "
-                "checkpoint (--checkpoint-every)"
-            )
-
     def _save(self, text: str, tensors: dict[str, torch.Tensor]) -> None:
-        asked, self._asked = self._asked, None
+        kind, best = "run.save" if self._is_asked else "a checkpoint", self._best
+        self._is_asked, self._best = False, None
         self._saved = time.monotonic()
-        best = None if asked is None else asked.best
-        with self._context.heartbeat.collective("a checkpoint" if asked is None else "run.save"):
+        with self._context.heartbeat.collective(kind):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(
         self, captured: Mapping[str, Any] | None = None, at: Position | None = None
     ) -> tuple[str, dict[str, torch.Tensor]]:
         self._context.record.flush()
-        position, answers = (at or self._loop.position).as_json()
+        at = at or self._loop.progress.position(self._loop.points)
+        position, answers = at.as_json()
         captured = self._state.capture() if captured is None else captured
         state, tensors = state_codec.flatten({**captured, ANSWERS: answers})
         if not self._has_looked:
             self._has_looked = True
             self._check_forgotten()
-        told = {"position": position, "state": state, "variables": self._variables()}
-        return json.dumps(told), tensors
+        saved = {"position": position, "state": state, "variables": self._variables()}
+        return json.dumps(saved), tensors
 
     def _check_forgotten(self) -> None:
         name = self._state.forgotten_scheduler()
@@ -252,8 +254,8 @@ class Checkpointing:
             )
 
     def finish(self) -> None:
-        """The script is done: what it has asked for is on disk when this returns."""
-        if self._asked is not None:
+        """Write what the script has asked for, and wait until it is on disk."""
+        if self._is_asked:
             captured = self._state.capture()
             if not self._is_alone:
                 self._check_same(captured)
@@ -265,12 +267,14 @@ class Checkpointing:
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
-        """Stop; a checkpoint that is being written has so many seconds left."""
+        """Stop; a checkpoint that is being written has `patience` seconds left."""
         self._checkpoints.close(patience)
 
 
-def begin(context: Context, state: State, loop: Loop, variables: CarriedVariables) -> Checkpointing:
-    """Let the run begin, or resume from its newest state; return what saves it from there on.
+def begin(
+    context: Context, state: State, loop: Loop, variables: CarriedVariables, metrics: Metrics
+) -> Checkpointing:
+    """Begin the run, or resume it from its newest state; return what saves it from there on.
 
     Raises:
         RunDirectoryError: if the directory has a checkpoint of another run.
@@ -301,6 +305,7 @@ def begin(context: Context, state: State, loop: Loop, variables: CarriedVariable
         context,
         state,
         loop,
+        metrics,
         coordination,
         memory.schedule if memory is not None and has_room else None,
         checkpoints,
@@ -316,11 +321,7 @@ def begin(context: Context, state: State, loop: Loop, variables: CarriedVariable
 
 
 def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> str:
-    """Let the loop begin, or resume from the newest state that any rank finds.
-
-    Returns:
-        The fingerprints of the script's variables that are part of it.
-    """
+    """Begin, or resume from the newest state that any rank finds; return its variables' fingerprints."""
     memory = context.memory
     snapshots = None if memory is None else memory.snapshots
     is_new = context.resume_info.is_new and context.world.generation == 0
@@ -333,11 +334,10 @@ def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints)
     if saved is None:
         context.record.begin(0, None)
         return ""
-    position = saved.position
-    context.record.begin(position.steps, saved.source)
+    loop.resume(saved, state)
+    context.record.begin(loop.resumed, saved.source)
     if memory is not None and has_memory:
-        memory.schedule.go_on(position.steps)
-    loop.resume(position, lambda whole: saved.restore(state, whole=whole))
+        memory.schedule.go_on(loop.resumed)
     return saved.variables
 
 
@@ -354,7 +354,7 @@ def _coordination(context: Context, *, aligned: bool) -> Coordination:
 
 
 def _store_of(context: Context, purpose: str) -> dist.Store | None:
-    """Return a client of the store for another thread; the main one's may be busy waiting."""
+    """Return a client of the store for another thread: the main thread's may be waiting."""
     if context.world.size == 1:
         return None
     own: dist.Store = context.rendezvous.store.clone()  # type: ignore[attr-defined]

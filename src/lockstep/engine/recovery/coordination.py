@@ -1,13 +1,13 @@
 """Agreement of all ranks on the step after which they save, take a snapshot or end.
 
-Ranks of one launcher look at its status page at every point: rank 0 names the next step there. No rank
-has done it yet, since none gets through a step without rank 0, which comes to it later. With a staleness
-K ranks may be K steps ahead of rank 0, which names the first step beyond.
+Ranks of one launcher read its status page at every point: rank 0 names the next step there. No rank has
+done that step yet, since none gets through a step without rank 0, which comes to it later. With a
+staleness K ranks may be K steps ahead of rank 0, which names the first step beyond.
 
-Ranks of several launchers, or of none, have only the store, and to look there each time costs too much.
-A rank that is asked says so in the store. The watchdog's thread of every rank looks there now and then;
-where it finds something, its main thread begins to look at every point, and says that it does. Once all
-do, rank 0 names the next step. So a run without such a request pays for a look at a flag.
+Ranks of several launchers, or of none, have only the store, and to read it at each point costs too much.
+A rank with a request writes it to the store. The watchdog's thread of every rank reads the store now and
+then; where it finds a request, the main thread begins to read at every point, and the rank writes that it
+does. Once all do, rank 0 names the next step. A run without requests reads only a flag.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.state.checkpoint.shared_memory import StatusPage
 Request = Literal["snapshot", "save", "stop"]
 
 
-#: What covers what is before it.
+#: Requests by strength: a later one includes those before it.
 _REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
 
 
@@ -39,7 +39,7 @@ class Coordination(abc.ABC):
     @property
     @abc.abstractmethod
     def stop_is_asked(self) -> bool:
-        """Whether a rank is asked to end the run, as far as this one sees now."""
+        """Whether a rank is asked to end the run, as far as this rank has read."""
 
     @abc.abstractmethod
     def at_point(self, steps: int) -> Request | None:
@@ -51,26 +51,23 @@ def _stronger(one: Request | None, other: Request) -> Request:
 
 
 class Alone(Coordination):
-    """A single rank agrees with itself."""
+    """Coordination of a single rank."""
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether it is asked to end the run."""
+        """Whether this rank is asked to end the run."""
         return self._request == "stop"
 
     def at_point(self, steps: int) -> Request | None:
-        """Return what was asked for."""
+        """Return the request."""
         request, self._request = self._request, None
         return request
 
 
 class OnStatusPage(Coordination):
-    """All ranks of one launcher agree on its status page.
+    """Coordination through the status page of the one launcher of all ranks.
 
-    Args:
-        page: the launcher's.
-        leads: whether this is rank 0.
-        ahead: by how many steps another rank may be ahead of it.
+    `leads` says whether this is rank 0, and `ahead` by how many steps another rank may be ahead of it.
     """
 
     def __init__(self, page: StatusPage, *, leads: bool, ahead: int = 0) -> None:
@@ -80,15 +77,15 @@ class OnStatusPage(Coordination):
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether a rank is asked to end the run; lets the others see that this one is."""
-        self._pass_on()
+        """Whether a rank is asked to end the run; writes this rank's request to the page."""
+        self._write_request()
         at, what = self._page.agreed
         agreed = what if at > self._done else 0
         return _REQUESTS.index("stop") in (self._page.asked, agreed)
 
-    def _pass_on(self) -> None:
+    def _write_request(self) -> None:
         if self._request is not None:
-            # At every point until it is so: the first rank may be clearing what another one asks.
+            # At every point until all agree on it: rank 0 may be clearing another rank's request.
             self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
 
     def at_point(self, steps: int) -> Request | None:
@@ -99,8 +96,8 @@ class OnStatusPage(Coordination):
             if self._request != "stop":
                 self._request = None
             return _REQUESTS[what]
-        self._pass_on()
-        # Not while others may still look what was agreed on before.
+        self._write_request()
+        # Not while others may still read the agreement before.
         is_past = steps >= max(self._named, self._done + self._next)
         if self._leads and self._page.asked and is_past:
             self._named = steps + self._next
@@ -110,26 +107,22 @@ class OnStatusPage(Coordination):
 
 
 class ThroughStore(Coordination):
-    """Ranks of several launchers agree through the store.
+    """Coordination through the store, of ranks of several launchers, or of none.
 
-    Args:
-        store: a store that all ranks reach, of this object's own.
-        rank: this rank.
-        size: number of ranks.
-        ahead: by how many steps another rank may be ahead of rank 0.
+    `store` is a client of its own, and `ahead` is by how many steps another rank may be ahead of rank 0.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
         super().__init__()
         self._rank, self._size, self._next = rank, size, ahead + 1
         self._turn = 0
-        # The turn that the thread has found, and has told the others that the main thread will heed.
+        # The turn that the thread has found; the other ranks read that the main thread heeds it.
         self._ready: int | None = None
         self._store = store
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether a rank is asked to end the run; the thread lets the others see that this one is."""
+        """Whether a rank is asked to end the run."""
         turn = self._ready
         return turn is not None and self._store.check([f"{turn}/stop"])
 
@@ -152,12 +145,12 @@ class ThroughStore(Coordination):
         )
         agreed: Request = next(asked, "snapshot")  # type: ignore[arg-type]
         if _stronger(self._request, agreed) == agreed:
-            self._request = None  # one that came too late for this turn is for the next
+            self._request = None  # a request that came too late for this turn is for the next
         self._turn, self._ready = turn + 1, None
         return agreed
 
     def look(self) -> None:
-        """Look whether a rank asks, and say that this one does; called now and then, in another thread."""
+        """Read requests of other ranks, and write this rank's; called now and then, in another thread."""
         # In this order: while nothing is ready, the main thread leaves the turn alone.
         if self._ready is not None:
             return
@@ -166,6 +159,6 @@ class ThroughStore(Coordination):
             self._store.set(f"{turn}/{request}", "1")
             self._store.set(f"{turn}/asked", "1")
         if self._store.check([f"{turn}/asked"]):
-            # In this order: what is told to the others must be true already.
+            # In this order: what the others read must be true already.
             self._ready = turn
             self._store.set(f"{turn}/ready/{self._rank}", "1")

@@ -1,9 +1,8 @@
 """Evaluations: a run that is asked to end does so in a loop that only evaluates, too.
 
-What is saved there is the state before the loop, or before the metric that it belongs to: the run that
-continues evaluates again. So nothing may have changed meanwhile: not the models since they were last
-trained, since a script may have put other weights in their place for a while, and not what is registered
-since the loop began. Otherwise the run ends at its next point.
+Saved is the state before the loop, or before the metric that it belongs to: a resumed run evaluates
+again. So the models must be as they were last trained, since a script may have put other weights in their
+place for a while, and registered objects as when the loop began. Otherwise the run ends at its next point.
 """
 
 from __future__ import annotations
@@ -26,14 +25,9 @@ _GO_ON = "go on"
 class Agreement:
     """Agreement of all ranks to end in one loop.
 
-    Ranks may go through the loop each at its own speed, or need all others in every batch. One that is
-    asked to end says that it is in the loop, and goes on. Once all have said so, one of them names the
-    next batch; a rank that comes to the end of the loop before that lets all go on.
-
-    Args:
-        store: where ranks leave notes for each other.
-        rank: this rank.
-        size: number of ranks.
+    Ranks may go through the loop each at its own speed, or need all others in every batch. A rank that is
+    asked to end writes to the store that it is in the loop, and continues. Once all have done so, one of
+    them names the next batch; a rank that comes to the end of the loop before that lets all continue.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -42,7 +36,7 @@ class Agreement:
         self.is_here = False
 
     def begins(self, loop: str) -> None:
-        """A loop begins, under a name that all ranks have for it."""
+        """Begin a loop, under a name that is the same on all ranks."""
         self._loop, self.is_here = loop, False
 
     def after(self, batch: int) -> bool:
@@ -56,13 +50,12 @@ class Agreement:
         return False
 
     def ends(self) -> bool:
-        """Return whether this rank ends, which has come to the end of the loop."""
+        """Return whether the run ends now that this rank is at the end of the loop."""
         return self.is_here and self._decide(_GO_ON) < float("inf")
 
     def _decide(self, wanted: str) -> float:
-        """Return after which batch all ranks end; the first rank to say so decides."""
-        told = self._store.compare_set(f"{self._loop}/end", "", wanted)
-        text = told.decode()
+        """Return after which batch all ranks end; the first rank's wish is the decision."""
+        text = self._store.compare_set(f"{self._loop}/end", "", wanted).decode()
         return float("inf") if text == _GO_ON else int(text)
 
 
@@ -71,11 +64,11 @@ _UNKNOWN: list[tuple[int, int]] = [(-1, -1)]
 
 
 class Evaluations:
-    """The loops of a run that only evaluate.
+    """Ends the run in a loop that only evaluates, if it is asked to end.
 
     Args:
-        state: what the run has been told of.
-        coordination: says whether the run is asked to end.
+        state: models and registered objects, which must not have changed.
+        coordination: knows whether the run is asked to end.
         agreement: with the other ranks; `None` for a single rank.
         leave: saves the state and ends the run; given the loop, and the counters when it had begun.
     """
@@ -96,10 +89,10 @@ class Evaluations:
         self._loop: LoopEvent | None = None
 
     def trained(self) -> None:
-        """The models have the weights that they were trained to.
+        """Hash the models as they were trained.
 
-        Where loops follow each other so fast that hashes would take more than 1 % of the time, there are
-        none: a run that is asked to end in an evaluation then ends behind it.
+        Where loops follow each other so fast that this would take more than 1 % of the time, models are
+        not hashed: a run that is asked to end in an evaluation then ends after it.
         """
         began = time.monotonic()
         if began < self._next:
@@ -110,7 +103,7 @@ class Evaluations:
         self._next = ended + 100 * (ended - began)
 
     def begins(self, loop: LoopEvent, counters: Counters) -> None:
-        """A loop begins, in no other one, of which nothing is known yet."""
+        """Begin an outermost loop, which may only evaluate."""
         self._loop, self._counters = loop, counters
         if self._models is None:
             self._models = self._sums_of_models()
@@ -120,11 +113,11 @@ class Evaluations:
             self._agreement.begins("/".join(map(str, loop.key)))
 
     def learns(self) -> None:
-        """The loop computes gradients: it does not only evaluate."""
+        """Note that the loop computes gradients: it does not only evaluate."""
         self._loop = None
 
     def batch_ends(self, batch: int) -> None:
-        """The script is done with so many batches of the loop.
+        """End the run after batch number `batch` of the loop, if all ranks agree to.
 
         Raises:
             Preempted: if the run ends here; its state is on disk then.
@@ -139,7 +132,7 @@ class Evaluations:
             self._leave(loop, self._counters)
 
     def loop_ends(self, *, trained: bool) -> None:
-        """The loop is over, which has trained models or not.
+        """End the loop, and the run with it, if all ranks agree to.
 
         Raises:
             Preempted: as `batch_ends`.
@@ -166,5 +159,6 @@ class Evaluations:
         return read([bits(t) for t in tensors if not (is_lazy(t) or t.is_meta)])
 
     def _sum_of_registered(self) -> str:
-        states = {name: one.state_dict() for name, one in self._state.registered.items()}
+        registered = self._state.registered
+        states = {name: value.state_dict() for name, value in registered.items()}
         return Checksums.of({"models": {}, "optimizers": {}, "registered": states}).brief()

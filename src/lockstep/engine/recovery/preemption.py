@@ -16,11 +16,7 @@ VARIABLE = TABLE["preempt_signal"].variable
 
 
 class Preempted(SystemExit):
-    """The run was asked to end, and has saved its state.
-
-    Attributes:
-        step: the step after which it ended.
-    """
+    """The run was asked to end, and has saved its state after step number `step`."""
 
     def __init__(self, step: int) -> None:
         super().__init__(PREEMPTED)
@@ -39,16 +35,10 @@ def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
 
 
 class Signals:
-    """Handlers of this process while a run is open: the first signal asks, the second ends at once.
+    """Signal handlers while a run is open: the first signal calls `ask`, the second ends the process.
 
-    Where the script has handlers of its own, or runs in another thread, there are none of ours.
-
-    Args:
-        ask: called when the first signal comes.
-        patient: whether further signals change nothing: a launcher passes them on, and knows when to end.
-
-    Attributes:
-        handled: the signals that have a handler of ours.
+    Where the script has handlers of its own, or runs in another thread, there are none of ours. When
+    `patient`, further signals change nothing: a launcher passes them on, and knows when to end.
     """
 
     def __init__(self, ask: Callable[[], None], *, patient: bool) -> None:
@@ -57,7 +47,7 @@ class Signals:
         self.handled: list[signal.Signals] = []
 
     def listen(self) -> None:
-        """Begin to handle signals."""
+        """Install the handlers."""
         wanted = chosen_signals(os.environ)
         if threading.current_thread() is not threading.main_thread():
             return
@@ -77,23 +67,23 @@ class Signals:
         os.kill(os.getpid(), signum)
 
     def close(self) -> None:
-        """Let signals do again what they do by default."""
+        """Restore the default actions."""
         while self.handled:
             signal.signal(self.handled.pop(), signal.SIG_DFL)
         if self in _listening:
             _listening.remove(self)
 
 
-#: Those of this process that handle signals.
+#: Handlers of this process that are installed.
 _listening: list[Signals] = []
-#: What threads that fork block otherwise, by thread.
+#: Signals that a forking thread blocks otherwise, by thread.
 _masks: dict[int, set[signal.Signals | int]] = {}
 
 
 def _before_fork() -> None:
-    """Let a signal that comes to the child before it has its own actions wait until it has."""
-    held = {signum for signals in _listening for signum in signals.handled}
-    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    """Block handled signals, which wait in the child until it has its own actions."""
+    handled = {signum for signals in _listening for signum in signals.handled}
+    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
 
 def _after_fork() -> None:
@@ -101,7 +91,7 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    """Give a forked child the default actions: it has no run to save, and is to end when it is told to."""
+    """Give a forked child the default actions: it has no run to save."""
     while _listening:
         _listening[-1].close()
     _after_fork()

@@ -1,7 +1,7 @@
-"""Progress of a run through its script: calls that a resumed run repeats up to its saved position.
+"""Progress of a run through its script, and replay: a resumed run repeats calls up to its saved position.
 
-A script that is started again runs from its top. Until it comes to the position, whatever it reaches is
-there already, and must look to the script as it did:
+A script that is started again runs from its top. Until it comes to the position, its calls return what
+they returned before:
 
 - of a phase that is over, the last epoch is entered again;
 - of a loop that is over, the last batch is computed again, so that the names which the loop's body assigns
@@ -32,20 +32,20 @@ from lockstep.state.checkpoint.position import (
 
 EventT = TypeVar("EventT", PhaseEvent, MetricEvent, SaveEvent)
 
-#: Of how many of the first and of the last loops that are over a batch is computed again: a script that
+#: A batch is computed again of so many of the first and of the last loops that are over: a script that
 #: makes its epochs by itself may have thousands of them.
 _AGAIN = 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Level:
-    """Events that a script reaches within a phase, a metric or a loop's batch, or outside of all.
+    """Events of a script within a phase, a metric or a loop's batch, or outside of all.
 
     Attributes:
-        events: those that it has reached.
-        ahead: during replay, those that it is to reach; `None` inside of what was not recorded.
-        of: what it is the inside of.
-        waits: whether the position lies behind what is entered again here.
+        events: those that the script has reached.
+        ahead: during replay, those still to be reached; `None` inside of an event that was not recorded.
+        of: the phase, metric or loop; `None` outside of all.
+        waits: whether the position lies behind the end of `of`, which is replayed.
     """
 
     events: list[Event]
@@ -55,41 +55,38 @@ class _Level:
 
 
 class Progress:
-    """Counts phases, epochs, loops and metrics, and passes over what is done.
+    """Counts steps, epochs, loops and metrics, and replays them up to a saved position, the target.
 
     Attributes:
-        steps: updates until here.
         stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
-        is_on_the_way: whether the target has not been reached yet.
-        evaluated_again: loaders of loops that were gone through again, since they only evaluate.
+        is_replaying: whether the target has not been reached yet.
+        evaluated_again: loaders of loops that ran again, since they only evaluate.
     """
 
     def __init__(self) -> None:
         self.steps = self.stretch = 0
-        self.is_on_the_way = False
+        self.is_replaying = False
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._loaders = 0
         self._levels = [_Level([])]
         self._target: Position | None = None
-        self._last: Event | None = None  # that leads to the target
+        self._last: Event | None = None  # before the target
         self.evaluated_again: list[int] = []
 
     # --- where it is -----------------------------------------------------------------------------
 
     def position(self, points: int) -> Position:
-        """Return where the run stands, having passed so many points."""
+        """Return the position of the run, at point number `points`."""
         return Position(points=points, counters=self.counters(), events=self._levels[0].events)
 
     def counters(self) -> Counters:
-        """Return what counts on."""
-        return Counters(
-            self.steps, self.stretch, self._loaders, tuple(sorted(self._rounds.items()))
-        )
+        """Return the numbers of steps, stretches, loaders and rounds."""
+        rounds = tuple(sorted(self._rounds.items()))
+        return Counters(self.steps, self.stretch, self._loaders, rounds)
 
     def _set(self, counters: Counters) -> None:
         self.steps, self.stretch, self._loaders = counters.steps, counters.stretch, counters.loaders
-        self._rounds.clear()
-        self._rounds.update(counters.rounds)
+        self._rounds = defaultdict(int, counters.rounds)
 
     def _begin_stretch(self) -> None:
         if self._rounds:
@@ -98,31 +95,22 @@ class Progress:
 
     @property
     def open_metrics(self) -> list[MetricEvent]:
-        """The calls of metrics that the script is in, the outermost first."""
+        """Unfinished calls of metrics, the outermost first."""
         return [level.of for level in self._levels if isinstance(level.of, MetricEvent)]
 
     @property
     def depth(self) -> int:
-        """How many phases, metrics and loops the script is in."""
+        """Number of phases, metrics and loops around the script's current line."""
         return len(self._levels) - 1
 
     # --- phases and epochs -----------------------------------------------------------------------
 
     def phase_begins(self, count: int) -> range:
-        """Return the epochs of a phase of `count` that are still to be run, or entered again.
+        """Return the epochs of a phase of `count` epochs that are still to be run, or replayed.
 
         Raises:
             StepError: inside of a metric.
         """
-        self._refuse_in_metric()
-        event = self._expect(PhaseEvent)
-        if event is None:
-            event = PhaseEvent(begin=self.counters())
-            self._enter(event)
-            return range(count)
-        return self._return_to(event, count)
-
-    def _refuse_in_metric(self) -> None:
         metrics = self.open_metrics
         if metrics and not self.is_in_epoch:
             raise StepError(
@@ -130,8 +118,10 @@ class Progress:
                 "loops over loaders",
                 hint=f"call {metrics[-1].call} in each epoch",
             )
-
-    def _return_to(self, event: PhaseEvent, count: int) -> range:
+        event = self._expect(PhaseEvent)
+        if event is None:
+            self._enter(PhaseEvent(begin=self.counters()))
+            return range(count)
         last = event.epoch
         if last is None:
             self._enter(event, waits=event.complete)
@@ -151,23 +141,23 @@ class Progress:
         return next(level.of for level in self._levels[::-1] if isinstance(level.of, PhaseEvent))
 
     def epoch_begins(self, epoch: int) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         phase = self._phase
-        level = self._levels[self._level_of(phase)]
+        level = self._level_of(phase)
         if self._target is not None and (level.ahead or level.waits or phase.epoch == epoch):
-            return  # entered again: it began as it did
+            return  # a replayed epoch begins as it did
         self._begin_stretch()
         phase.epoch, phase.begin, phase.ended = epoch, self.counters(), False
         phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """The script is done with an epoch.
+        """End an epoch.
 
         Raises:
-            CheckpointError: if it should have reached another event there.
+            CheckpointError: if the run had reached another event before.
         """
         phase = self._phase
-        level = self._levels[self._level_of(phase)]
+        level = self._level_of(phase)
         if self._target is not None:
             self._skip(level)
             if level.ahead or not level.waits:
@@ -179,9 +169,9 @@ class Progress:
         phase.ended, phase.after = True, self.counters()
 
     def phase_ends(self) -> None:
-        """All epochs of a phase are done, or the script has left them."""
+        """End a phase, after its epochs or by a `break`."""
         phase = self._phase
-        self._leave(phase)
+        self._levels.remove(self._level_of(phase))
         if self._target is not None:
             self._set(phase.after)
             return
@@ -189,25 +179,25 @@ class Progress:
         phase.complete, phase.after = True, self.counters()
 
     def phase_left(self) -> None:
-        """The script has left the epochs by `break`, or by an exception, which looks the same here."""
+        """End a phase that was left by `break`, or by an exception, which looks the same here."""
         if self._target is None:
             self.epoch_ends()
         elif not self._phase.complete:
-            return  # not as before: what comes next says so
+            return  # not as before: the next call raises an error
         self.phase_ends()
 
     # --- loops -----------------------------------------------------------------------------------
 
     def new_loader(self) -> int:
-        """Return the number of a loader that the script makes now, part of its loops' keys."""
+        """Return the number of a new loader, part of its loops' keys."""
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
     def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Return where a loop over `loader` that begins now starts, with its event.
+        """Begin a loop over `loader`; return its event and its first batch.
 
         Raises:
-            RunDirectoryError: if the run was in the middle of it, when it had another `batching`.
+            RunDirectoryError: if the run was in the middle of the loop, with another `batching`.
         """
         epoch, round_ = self.stretch, self._rounds[loader]
         self._rounds[loader] += 1
@@ -216,11 +206,12 @@ class Progress:
             event = LoopEvent(loader=loader, stretch=epoch, round=round_, batching=batching)
             self._levels.append(_Level(event.events, None if self._target else [], event))
             return Start(epoch=epoch, round=round_, loop=event)
-        _check_the_same(done, batching, self._epoch)
-        again, over = None if many else _again(done), done.complete
-        start = Start(
-            epoch=epoch, round=round_, batch=done.batches, again=again, is_over=over, loop=done
-        )
+        over = done.complete
+        if not over:
+            self._check_batching(done, batching)
+        length = done.batching.batches
+        is_done = over or length is None or done.batches >= length
+        again = done.last if is_done and not many else None  # else other batches follow
         if again is None:
             self.steps = done.steps
             self._enter(done)
@@ -230,10 +221,11 @@ class Progress:
             ahead, done.events = done.events, []
             self.steps = done.before
             self._enter(done, ahead, waits=True)
-        return start
+        batch = done.batches
+        return Start(epoch=epoch, round=round_, batch=batch, again=again, is_over=over, loop=done)
 
     def _expect_loop(self, key: tuple[int, int, int]) -> tuple[LoopEvent | None, bool]:
-        """Return the loop that was there, and whether it is one of many in the middle."""
+        """Return the loop with this key to be reached, and whether it is one of many in the middle."""
         level = self._around
         ahead = level.ahead or []
         loop = next((event for event in ahead if not self._may_be_missing(event)), None)
@@ -250,43 +242,48 @@ class Progress:
         """Whether the script is in an epoch."""
         return any(isinstance(level.of, PhaseEvent) for level in self._levels)
 
-    @property
-    def _epoch(self) -> int | None:
-        return self._phase.epoch if self.is_in_epoch else None
+    def _check_batching(self, loop: LoopEvent, batching: Batching) -> None:
+        """Refuse to continue in the middle of a loop that makes other batches now."""
+        differences = loop.batching.differences(batching)
+        if differences:
+            where = f" of epoch {self._phase.epoch}" if self.is_in_epoch else ""
+            raise RunDirectoryError(
+                f"the run stopped after batch {loop.batches} of a loop{where} over loader {loop.loader}, "
+                "which makes other batches now: " + "; ".join(differences),
+                hint="continue with the batch size and the data that it began with; seed what draws them "
+                "before the run, and draw by registered values that the loop leaves alone; --fresh begins "
+                "anew",
+            )
 
     def trained(self, loop: LoopEvent) -> None:
-        """A loop has updated parameters: from here on it is part of the way."""
+        """Record a loop that has updated parameters: it is part of positions from here on."""
         events = self._around.events
         if not events or events[-1] is not loop:
             events.append(loop)
 
     def repeated(self, loop: LoopEvent) -> None:
-        """The last batch of a loop has been computed again."""
-        level = self._levels[self._level_of(loop)]
+        """Note that the last batch of a loop has been computed again."""
+        level = self._level_of(loop)
         level.waits, level.ahead = False, []
         self.steps = loop.steps
 
     def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
-        """A loop is over."""
-        if (
-            self._target is not None
-            and self._levels[self._level_of(loop)].ahead is None
-            and not early
-        ):
+        """End a loop: not always the innermost, where loops are zipped."""
+        level = self._level_of(loop)
+        if self._target is not None and level.ahead is None and not early:
             self.evaluated_again.append(loop.loader)
-        self._leave(loop)
+        self._levels.remove(level)
 
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Return a call of a metric that begins now; during replay with the value that it had."""
+        """Begin a call of a metric; during replay its event has the value that it returned."""
         event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call, after=self.counters())
-            ahead: list[Event] | None = None if self._target else []
-            if ahead is not None:
+            if self._target is None:
                 self._levels[-1].events.append(event)
-            self._levels.append(_Level(event.events, ahead, event))
+            self._levels.append(_Level(event.events, None if self._target else [], event))
         elif event.done:
             self._levels[-1].events.append(event)
             self._set(event.after)
@@ -296,20 +293,20 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """A call of a metric returns `value`: the events of its items are not needed any more."""
-        self._leave(event)
+        """End a call of a metric, which returns `value`; the events of its items are dropped."""
+        self._levels.remove(self._level_of(event))
         event.done, event.value, event.key, event.after = True, value, key, self.counters()
         event.events = []
 
     def metric_left(self, event: MetricEvent) -> None:
-        """A call of a metric has ended with an exception."""
-        self._leave(event)
+        """Remove a call of a metric that has ended with an exception."""
+        self._levels.remove(self._level_of(event))
         events = self._levels[-1].events
         if events and events[-1] is event:
             events.pop()
 
     def passes_save(self) -> bool:
-        """The script calls `run.save` outside of loops; return whether that is to do nothing."""
+        """Note a call of `run.save` outside of loops; return whether it is replayed, and saves nothing."""
         event = self._expect(SaveEvent)
         if event is not None or self._target is None:
             self._levels[-1].events.append(event or SaveEvent())
@@ -318,11 +315,10 @@ class Progress:
     # --- levels ----------------------------------------------------------------------------------
 
     def _expect(self, kind: type[EventT], call: str = "") -> EventT | None:
-        """Return the event that the run has reached here before.
+        """Return the event of this kind that the run has reached here before; `None` for a new one.
 
-        A script may decide whether it saves or evaluates, by what it does not have during replay: the
-        best value until then, say. So these calls may be missing, and others may come, which return `None`
-        as they do off the way and inside of evaluations.
+        A script may decide by the best value so far, say, whether it saves or evaluates. During replay it
+        lacks that value. So these calls may be missing, and there may be new ones.
 
         Raises:
             CheckpointError: if the run has reached another event, without which it cannot continue.
@@ -341,11 +337,11 @@ class Progress:
         return None
 
     def _may_be_missing(self, event: Event) -> bool:
-        is_short = isinstance(event, SaveEvent) or (isinstance(event, MetricEvent) and event.done)
-        return is_short and event is not self._last
+        is_done = isinstance(event, MetricEvent) and event.done
+        return (is_done or isinstance(event, SaveEvent)) and event is not self._last
 
     def _skip(self, level: _Level) -> None:
-        """Leave out calls that are missing this time, up to something that may not be."""
+        """Drop calls that are missing in this replay, up to the first that may not be."""
         while level.ahead and self._may_be_missing(level.ahead[0]):
             level.ahead.pop(0)
 
@@ -359,84 +355,54 @@ class Progress:
     @property
     def _around(self) -> _Level:
         """The innermost level that is no loop's: iterators of loops that were left may be alive."""
-        place = -1
-        while isinstance(self._levels[place].of, LoopEvent):
-            place -= 1
-        return self._levels[place]
+        levels = reversed(self._levels)
+        return next(level for level in levels if not isinstance(level.of, LoopEvent))
 
-    def _leave(self, event: Event) -> None:
-        """Leave the inside of `event`: not always the innermost, where loops are zipped."""
-        del self._levels[self._level_of(event)]
-
-    def _level_of(self, event: Event) -> int:
-        return next(number for number, level in enumerate(self._levels) if level.of is event)
+    def _level_of(self, event: Event) -> _Level:
+        return next(level for level in self._levels if level.of is event)
 
     # --- replay ----------------------------------------------------------------------------------
 
-    def set_out(self, target: Position) -> None:
-        """The run was at `target` before: from here on, pass over what was done until then."""
-        self._target, self.is_on_the_way = target, True
+    def begin_replay(self, target: Position) -> None:
+        """Replay from here on, up to `target`."""
+        self._target, self.is_replaying = target, True
         self._levels = [_Level([], list(target.events))]
         events = target.events
         while events:
             self._last = last = events[-1]
-            events = last.events if _is_open(last) else ()
+            # The target is inside of the last event if that is open.
+            if isinstance(last, PhaseEvent):
+                events = () if last.ended or last.complete else last.events
+            else:
+                is_open = isinstance(last, MetricEvent) and not last.done
+                events = last.events if is_open else ()
 
     @property
-    def is_entered_again(self) -> bool:
-        """Whether the script has been before where it is, during replay, and its results are known."""
+    def is_repeating(self) -> bool:
+        """Whether the script's current call is replayed, and its results are known."""
         return self._target is not None and self._levels[-1].ahead is not None
 
     def check_arrived(self) -> None:
-        """The script is at its end.
+        """Check at the end of the script that replay is over.
 
         Raises:
-            CheckpointError: if it has not come to its target.
+            CheckpointError: if the script has not come to the target.
         """
         if self._target is not None:
             raise _elsewhere("at its end")
 
     @property
-    def is_there(self) -> bool:
-        """Whether the run has come to its target, and is to be told by `arrive`."""
-        return self._target is not None and not any(
-            level.waits or level.ahead for level in self._levels
-        )
+    def has_arrived(self) -> bool:
+        """Whether replay has come to its target; `arrive` ends it."""
+        is_open = any(level.waits or level.ahead for level in self._levels)
+        return self._target is not None and not is_open
 
     def arrive(self) -> Position:
-        """Return the target, which the run has reached: from here on nothing is passed over."""
-        target, self._target, self.is_on_the_way = self._target, None, False
-        assert target is not None, "there was a position to come to"
+        """End replay, and return the target."""
+        target, self._target, self.is_replaying = self._target, None, False
+        assert target is not None, "replay has a target"
         self._set(target.counters)
         return target
-
-
-def _again(loop: LoopEvent) -> int | None:
-    """Return which batch of a loop that was there is to be computed again; `None` where others follow."""
-    length = loop.batching.batches
-    if loop.complete or length is None or loop.batches >= length:
-        return loop.last
-    return None
-
-
-def _check_the_same(done: LoopEvent, batching: Batching, epoch: int | None) -> None:
-    """Refuse to continue in the middle of a loop whose batches are others now; one that is over may be."""
-    differences = [] if done.complete else done.batching.differences(batching)
-    if differences:
-        where = "" if epoch is None else f" of epoch {epoch}"
-        raise RunDirectoryError(
-            f"the run stopped after batch {done.batches} of a loop{where} over loader {done.loader}, "
-            "which makes other batches now: " + "; ".join(differences),
-            hint="continue with the batch size and the data that it began with; seed what draws them "
-            "before the run, and draw by registered values that the loop leaves alone; --fresh begins anew",
-        )
-
-
-def _is_open(event: Event) -> bool:
-    """Whether a position whose last event is this one is inside of it, at an event there."""
-    if isinstance(event, PhaseEvent):
-        return not (event.ended or event.complete)
-    return isinstance(event, MetricEvent) and not event.done
 
 
 def _elsewhere(where: str) -> CheckpointError:

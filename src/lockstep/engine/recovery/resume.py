@@ -1,4 +1,4 @@
-"""Resume: the state of a run directory, or the newest snapshot that any rank holds."""
+"""Resume: the newest state of a run, from its directory or from snapshots in memory."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 _NO_RANK = "-1"
-#: How a user asks for the newest unfinished run, and for one by its directory.
+#: Settings that ask for the newest unfinished run, and for one by its directory.
 _VARIABLES = {"resume": "LOCKSTEP_RESUME=1", "run_dir": "LOCKSTEP_RUN_DIR="}
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeInfo:
-    """What a run has been until now.
+    """What a run's directory says of it.
 
     Attributes:
-        generations: how many times its processes were started before.
-        replicas: number of replicas that it began with; `None` for a new run.
-        threads: intra-op threads that it began with.
+        generations: how often its processes were started before.
         is_ours: whether this launch has recorded it, before its processes were restarted.
-        directory: of the unfinished run that continues, where none was named; `None` for none.
+        directory: of the unfinished run that continues, where none was named.
         note: the line that names an unfinished run, where a new one begins.
     """
 
@@ -55,18 +53,13 @@ class ResumeInfo:
     note: str | None = None
 
     @property
-    def found(self) -> Path | None:
-        """The directory of the unfinished run that continues, where none was named."""
-        return None if self.directory is None else Path(self.directory)
-
-    @property
     def is_new(self) -> bool:
-        """Whether there was nothing before."""
+        """Whether the run has not been started before."""
         return self.generations == 0
 
 
 def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the name of the launch that this process belongs to; `None` where none is given."""
+    """Return the name of this process's launch; `None` without one."""
     return environ.get("LOCKSTEP_LAUNCH") if world.environment == "lockstep" else None
 
 
@@ -75,11 +68,7 @@ def recall(
 ) -> ResumeInfo:
     """Return what the main rank finds in the run's directory, the same on all ranks.
 
-    Args:
-        rendezvous: rendezvous of the ranks.
-        run_dir: the directory that is named; `None` for a new one, or an unfinished run's.
-        launch: name of this launch.
-        settings: whether an unfinished run is to continue, and one of another launch to be forgotten.
+    Without `run_dir` the run continues in the directory of an unfinished run, or begins in a new one.
 
     Raises:
         RunDirectoryError: if the record there is damaged.
@@ -100,8 +89,8 @@ def recall(
         replicas, threads = identity.get("replicas"), identity.get("threads")
         return ResumeInfo(len(generations), replicas, threads, is_ours, found, line)
 
-    told = rendezvous.broadcast("earlier", lambda: json.dumps(asdict(earlier())), "begin")
-    return ResumeInfo(**json.loads(told))
+    text = rendezvous.broadcast("earlier", lambda: json.dumps(asdict(earlier())), "begin")
+    return ResumeInfo(**json.loads(text))
 
 
 def _choose(
@@ -129,12 +118,12 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A state that was saved.
+    """A saved state.
 
     Attributes:
         text: its position and its numbers, JSON.
         tensors: by name, each read where it is needed.
-        source: where it was, in words.
+        source: its place, for messages.
         is_part: whether it has this rank's parts, and not all, of tensors that are cut over ranks.
     """
 
@@ -145,20 +134,20 @@ class Saved:
 
     @property
     def position(self) -> Position:
-        """Where the run was."""
-        names = len(ANSWERS) + 1
-        own = (n for n in self.tensors if n.startswith(f"{ANSWERS}."))
-        answers = {name[names:]: self.tensors[name].read() for name in own}
+        """Position of the run."""
+        prefix = f"{ANSWERS}."
+        own = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+        answers = {name.removeprefix(prefix): tensor.read() for name, tensor in own.items()}
         return Position.parse(_content(self.text, "position"), answers)
 
     @property
     def variables(self) -> str:
         """Fingerprints of the script's variables; empty in a state of an earlier version."""
-        told = json.loads(self.text).get("variables", "")
-        return told if isinstance(told, str) else ""
+        text = json.loads(self.text).get("variables", "")
+        return text if isinstance(text, str) else ""
 
     def restore(self, state: State, *, whole: bool) -> None:
-        """Give everything in `state` what was saved of it."""
+        """Load the saved state into the objects of `state`."""
         needed = state.needed_whole(self.tensors)
 
         def tensor(name: str) -> Any:
@@ -174,14 +163,7 @@ class Saved:
 
 
 class Search:
-    """Looks for the state of a run in memory and on disk, together with the other ranks.
-
-    Args:
-        rendezvous: rendezvous of the ranks.
-        group: the process group; `None` for a single rank.
-        snapshots: the memory that this rank sees, if any.
-        disk: the checkpoints of the run.
-    """
+    """Looks for the state of a run in memory and on disk, together with the other ranks."""
 
     def __init__(
         self,
@@ -192,7 +174,13 @@ class Search:
     ) -> None:
         self._rendezvous, self._group, self._disk = rendezvous, group, disk
         self._rank, self._size = rendezvous.world.rank, rendezvous.world.size
-        self._memory = _in_memory(snapshots, self._rank, self._size)
+        self._memory: Saved | None = None
+        found = None if snapshots is None else snapshots.found
+        is_usable = found is not None and (
+            found.is_whole or (found.size == self._size and self._rank in found.ranks)
+        )
+        if found is not None and is_usable:
+            self._memory = Saved(found.text, found.stored(), "memory", not found.is_whole)
         self._found: checkpoints.Found | None = None
 
     def find(self) -> Saved | None:
@@ -204,54 +192,47 @@ class Search:
         """
         if self._size == 1:
             disk = self._on_disk(beyond=_points(self._memory))
-            return self._memory if disk is None else self._read(disk)
-        own = [_points(self._memory), self._memory is not None and self._memory.is_part]
-        newest, path = json.loads(self._conclude("newest", json.dumps(own), self._newest))
+            return self._memory if disk is None else _read(disk)
+        mine = [_points(self._memory), self._memory is not None and self._memory.is_part]
+        newest, path = json.loads(self._conclude("newest", json.dumps(mine), self._newest))
+        own = self._memory if 0 <= newest == _points(self._memory) else None
         if path:
-            return self._spread(self._read_where_shared(path))
-        return self._spread(self._memory if 0 <= newest == _points(self._memory) else None)
+            own = None if self._found is None else _read(self._found)
+            if own is None:  # on a node that does not see the main rank's disk there is nothing
+                with contextlib.suppress(CheckpointError):
+                    own = _read(checkpoints.look(Path(path)))
+        return self._spread(own)
 
     def _on_disk(self, *, beyond: int) -> checkpoints.Found | None:
-        """Return the newest checkpoint that is further than `beyond` points; it is read only then."""
+        """Return the newest checkpoint, if its position is beyond so many points."""
         there = self._disk.newest_text()
         if there is not None and _points_of(there) <= beyond:
             return None
         found = self._disk.newest()  # where no text can be read, this says why
         return None if found is None or _points_of(found.manifest.text) <= beyond else found
 
-    def _newest(self, told: list[str]) -> str:
-        """Return, on the main rank, how far memory is and where something newer is on disk, if it is."""
-        newest = _newest_whole([json.loads(one) for one in told])
+    def _newest(self, answers: list[str]) -> str:
+        """Return the points of the newest state in memory, and the path of a newer checkpoint."""
+        newest = _newest_whole([json.loads(answer) for answer in answers])
         self._found = self._on_disk(beyond=newest)
         return json.dumps([newest, "" if self._found is None else str(self._found.path)])
-
-    def _read_where_shared(self, path: str) -> Saved | None:
-        """Return the checkpoint, or nothing where this node does not see the main rank's disk."""
-        if self._found is not None:
-            return self._read(self._found)
-        with contextlib.suppress(CheckpointError):
-            return self._read(checkpoints.look(Path(path)))
-        return None
-
-    def _read(self, found: checkpoints.Found) -> Saved:
-        tensors = dcp.stored(found.path, found.manifest)
-        return Saved(found.manifest.text, tensors, str(found.path))
 
     def _conclude(self, question: str, own: str, of: Callable[[list[str]], str]) -> str:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
-        """Let ranks that hold the state send it to those that don't."""
-        source = self._conclude("source", "0" if own is None else "1", _first_of_some)
+        """Let ranks that have the state send it to those that lack it."""
+        source = self._conclude("source", "0" if own is None else "1", _first_with_state)
         return own if source == _NO_RANK else self._broadcast(own, int(source))
 
     def _broadcast(self, own: Saved | None, source: int) -> Saved:
+        """Return the state that rank `source` sends to ranks without one."""
         store, is_source = self._rendezvous.store, self._rank == source
         if is_source:
             assert own is not None
             shapes = [
-                [name, str(one.dtype).removeprefix("torch."), list(one.shape)]
-                for name, one in own.tensors.items()
+                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+                for name, tensor in own.tensors.items()
             ]
             store.set("resume/head", json.dumps({"text": own.text, "tensors": shapes}))
         self._rendezvous.wait(["resume/head"], "find their state")
@@ -263,33 +244,30 @@ class Search:
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             # As bytes: not all types can be broadcast.
-            dist.broadcast(_bytes(tensor), src=source, group=self._group)
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=self._group)
             if own is None:
                 tensors[name] = Stored.of(tensor)
         return own or Saved(head["text"], tensors, f"rank {source}")
 
 
-def _first_of_some(have: list[str]) -> str:
-    """Return the first rank that has the state, where some lack it; else that none has to send it."""
-    return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
-
-
 def _newest_whole(states: list[Any]) -> int:
     """Return the points of the newest state that is in memory with all of its parts; -1 without one.
 
-    Args:
-        states: for each rank the points of what its memory has, and whether that is a part.
+    `states` has for each rank the points of what its memory has, and whether that is a part.
     """
     # Each rank has its part of it, or some of it is lost.
-    has_all = all(one == states[0] for one in states)
+    has_all = all(state == states[0] for state in states)
     return max((points for points, is_part in states if has_all or not is_part), default=-1)
 
 
-def _in_memory(snapshots: Snapshots | None, rank: int, size: int) -> Saved | None:
-    found = None if snapshots is None else snapshots.found
-    if found is None or not (found.is_whole or (found.size == size and rank in found.ranks)):
-        return None
-    return Saved(found.text, found.stored(), "memory", not found.is_whole)
+def _first_with_state(have: list[str]) -> str:
+    """Return the first rank that has the state, where some lack it; else `_NO_RANK`."""
+    return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
+
+
+def _read(found: checkpoints.Found) -> Saved:
+    tensors = dcp.stored(found.path, found.manifest)
+    return Saved(found.manifest.text, tensors, str(found.path))
 
 
 def _points(saved: Saved | None) -> int:
@@ -300,15 +278,11 @@ def _points_of(text: str) -> int:
     return Position.parse(_content(text, "position")).points
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _content(text: str, part: str) -> Any:
-    """Return a part of what was saved beside the tensors.
+    """Return a part of a saved state's text.
 
     Raises:
-        CheckpointError: if it is not what a run saves.
+        CheckpointError: if the text has no such part.
     """
     try:
         return json.loads(text)[part]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lockstep.engine.strategies import optimizer_extras, optimizer_state
 from lockstep.engine.strategies.dtensor import bytes_here
@@ -21,28 +22,20 @@ from lockstep.errors import CheckpointError, ModelError
 from lockstep.state.checkpoint import state_codec
 from lockstep.world import accelerator
 
-#: Where in what is saved the values of metrics are that are tensors.
+#: Name under which values of metrics are saved that are tensors.
 ANSWERS = "answers"
 
-#: What is saved of tensors that may be cut over ranks, besides their optimizers'.
+#: Saved tensors that may be cut over ranks, besides those of optimizers.
 _OF_MODELS = ("models", "gradients")
-#: Bytes up to which the state of a registered object is kept as it was when the epoch began: counters and
-#: best values, not averages of weights.
+#: Bytes up to which the state of a registered object is copied when an epoch begins: counters and best
+#: values, not averages of weights.
 _SMALL = 1 << 16
 #: For each group its parameters: the number of the model, and the name there.
 _Names = list[list[tuple[int, str]]]
 
 
 class State:
-    """Everything that a run has been told of.
-
-    Attributes:
-        models: the models that the run holds.
-        optimizers: those passed through `run.optimizer`.
-        schedulers: those passed through `run.scheduler`.
-        registered: what `run.register` was given, by name.
-        scaler: of the losses, in fp16.
-    """
+    """Models, optimizers, schedulers and registered objects of a run, in the script's order."""
 
     def __init__(self) -> None:
         self.scaler: Scaler | None = None
@@ -50,98 +43,138 @@ class State:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         self.registered: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}  # of what is registered and small, when the epoch began
-        self._groups: list[list[list[int]]] = []  # of each optimizer, when the run was given it
+        self._before: dict[str, Any] = {}  # of small registered objects, when the epoch began
+        self._groups: list[list[list[int]]] = []  # of each optimizer, when it was added
 
     def epoch_begins(self) -> None:
-        """Remember the state of what is registered: during replay a script decides by it as it did."""
-        states = {name: one.state_dict() for name, one in self.registered.items()}
-        self._before = {name: copy.deepcopy(one) for name, one in states.items() if _is_small(one)}
+        """Copy the state of small registered objects: during replay a script decides by it as it did."""
+        self._before = {}
+        for name, value in self.registered.items():
+            state = value.state_dict()
+            text, tensors = state_codec.flatten({"state": state})
+            if len(text) + sum(tensor.nbytes for tensor in tensors.values()) <= _SMALL:
+                self._before[name] = copy.deepcopy(state)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer that was passed through `run.optimizer`."""
+        """Add an optimizer that was passed through `run.optimizer`."""
         self.optimizers.append(optimizer)
         self._groups.append(_ids(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """Return what the result of the run is made of, each part under a name for messages.
+        """Return the state of each model and registered object, under a name for messages.
 
-        Some tensors may be cut over ranks, which gather them together; all ranks call this.
+        All ranks call this: some tensors may be cut over ranks, which gather them together.
         """
         for model in self.models:
             model.check_gathering()
-        one = len(self.models) == 1
         named = {
-            "parameters" if one else f"parameters of model {number}": model.state()
+            "parameters"
+            if len(self.models) == 1
+            else f"parameters of model {number}": model.state()
             for number, model in enumerate(self.models)
         }
         return named | {f"state of {name}": v.state_dict() for name, v in self.registered.items()}
 
     def capture(self) -> dict[str, Any]:
-        """Return the state of all; tensors are the ones in use, and some may be cut over ranks."""
+        """Return the whole state; tensors are the ones in use, and some may be cut over ranks."""
         return {
             "models": _numbered([model.state() for model in self.models]),
             "buffers": _numbered([model.unsaved_buffers() for model in self.models]),
             "gradients": _numbered([model.gradients() for model in self.models]),
             "modes": _numbered([_modes(model) for model in self.models]),
             "extras": _numbered([model.extras() for model in self.models]),
-            "optimizers": _numbered([self._saved(one) for one in self.optimizers]),
+            "optimizers": _numbered([self._optimizer_state(own) for own in self.optimizers]),
             "optimizer_extras": self._extras(),
-            "groups": self._changed_groups(),
-            "schedulers": _numbered([one.state_dict() for one in self.schedulers]),
-            "registered": {name: one.state_dict() for name, one in self.registered.items()},
+            # Parameters of optimizers whose groups the script has changed.
+            "groups": {
+                str(number): _names_of(optimizer, self.models)
+                for number, optimizer in enumerate(self.optimizers)
+                if _ids(optimizer) != self._groups[number]
+            },
+            "schedulers": _numbered([own.state_dict() for own in self.schedulers]),
+            "registered": {name: own.state_dict() for name, own in self.registered.items()},
             "before": self._before,
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Give everything the state that `capture` has returned.
+        """Load the state that `capture` has returned.
 
         Args:
-            state: nothing else holds its tensors; but for those of `needed_whole` they may be `Stored`.
-            whole: whether everything is expected to be there; before, a script may still make some.
+            state: nothing else refers to its tensors; those not in `needed_whole` may be `Stored`.
+            whole: whether all objects are expected to exist; before, a script may still make some.
 
         Raises:
-            CheckpointError: if the script has made other things than the state has.
+            CheckpointError: if the script has made other objects than the state has.
         """
-        _load(
-            "model", self._model_loaders(state["models"], whole=whole), state["models"], whole=whole
-        )
+        models: dict[str, Callable[[Any], object]] = {}
+        for number, model in enumerate(self.models):
+            masks = _masks(model.module, state["models"].get(str(number), {}))
+            if whole:
+                for name, mask in masks.items():
+                    part, _, own = name.rpartition(".")
+                    module = model.module.get_submodule(part)
+                    prune.custom_from_mask(module, own, mask)  # type: ignore[no-untyped-call]
+            if whole or not masks:  # a script prunes a model before its position, or replays that
+                models[str(number)] = model.load
+        _load("model", models, state["models"], whole=whole)
         for number, model in enumerate(self.models):
             _fill(model, state["buffers"].get(str(number)), state["gradients"].get(str(number)))
             if whole and str(number) in state["modes"]:
-                _set_modes(model, state["modes"][str(number)])
+                modules = model.module.modules()
+                for module, mode in zip(modules, state["modes"][str(number)], strict=False):
+                    module.training = mode == "1"
         extras = _numbered([model.load_extras for model in self.models])
         _load("strategy of model", extras, state.get("extras", {}), whole=False)
-        groups = state.get("groups", {})
-        optimizers = {
-            str(number): self._loader(one, groups.get(str(number)))
-            for number, one in enumerate(self.optimizers)
-            # A script adds or removes a group on its way to where it was, or has passed over that there.
-            if whole or len(groups.get(str(number), one.param_groups)) == len(one.param_groups)
-        }
-        _load("optimizer", optimizers, state["optimizers"], whole=whole)
-        more = {
-            str(number): functools.partial(optimizer_extras.load, one)
-            for number, one in enumerate(self.optimizers)
-            if str(number) in optimizers
-        }
-        _load("attributes of optimizer", more, state.get("optimizer_extras", {}), whole=False)
-        for optimizer in self.optimizers:
-            # It has stepped, in an earlier process; torch's schedulers warn where it has not.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        schedulers = _numbered([one.load_state_dict for one in self.schedulers])
+        self._load_optimizers(state, whole=whole)
+        schedulers = _numbered([own.load_state_dict for own in self.schedulers])
         _load("scheduler", schedulers, state["schedulers"], whole=whole)
-        registered = {name: one.load_state_dict for name, one in self.registered.items()}
+        registered = {name: own.load_state_dict for name, own in self.registered.items()}
         saved, before = state["registered"], state["before"]
-        # Until the position an epoch is gone through from its beginning.
+        # An epoch is replayed from its beginning up to the position.
         _load("registered object", registered, saved if whole else {**saved, **before}, whole=whole)
         self._before = copy.deepcopy(before)
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
 
+    def _load_optimizers(self, state: Mapping[str, Any], *, whole: bool) -> None:
+        groups = state.get("groups", {})
+        optimizers = {
+            str(number): functools.partial(self._load_optimizer, own, groups.get(str(number)))
+            for number, own in enumerate(self.optimizers)
+            # A script adds or removes a group before its position, or replays that.
+            if whole or len(groups.get(str(number), own.param_groups)) == len(own.param_groups)
+        }
+        _load("optimizer", optimizers, state["optimizers"], whole=whole)
+        extras = {
+            str(number): functools.partial(optimizer_extras.load, own)
+            for number, own in enumerate(self.optimizers)
+            if str(number) in optimizers
+        }
+        _load("attributes of optimizer", extras, state.get("optimizer_extras", {}), whole=False)
+        for optimizer in self.optimizers:
+            # It has stepped, in an earlier process; torch's schedulers warn where it has not.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _load_optimizer(self, optimizer: Optimizer, groups: _Names | None, state: Any) -> None:
+        """Load the state of an optimizer, with the groups that it had; new ones get the usual settings.
+
+        Raises:
+            KeyError: if a model has no parameter of that name.
+        """
+        if groups is not None:
+            pairs = zip(optimizer.param_groups, _names_of(optimizer, self.models), strict=True)
+            optimizer.param_groups[:] = [group for group, own in pairs if own in groups]
+            parameters = [dict(model.module.named_parameters()) for model in self.models]
+            for names in groups[len(optimizer.param_groups) :]:
+                own = [parameters[number][name] for number, name in names]
+                optimizer.add_param_group({"params": own})
+        holder = self._holder(optimizer)
+        take = optimizer_state.load if holder is None else holder.load_optimizer
+        take(optimizer, state)
+
     def register(self, name: str, value: Any) -> None:
-        """Count `value` as state of the run."""
+        """Add a registered object."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise ModelError(
@@ -155,93 +188,57 @@ class State:
 
     @property
     def is_split(self) -> bool:
-        """Whether no rank has all of it."""
+        """Whether no rank has the whole state."""
         return any(model.is_split for model in self.models)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether ranks capture it together, since some of them have nothing of a tensor."""
+        """Whether ranks capture the state together, since some of them have nothing of a tensor."""
         return any(model.is_split and not model.is_cut for model in self.models)
 
     def needed_whole(self, names: Iterable[str]) -> set[str]:
-        """Return those saved tensors, by their names in `capture`, of which this rank needs all.
+        """Return those of the saved tensors `names` of which this rank needs all.
 
-        Of models that are cut over ranks it reads its part, of those that are still to come nothing.
+        Of models that are cut over ranks a rank reads its part, of models not made yet nothing.
         """
         holders = [self._holder(optimizer) for optimizer in self.optimizers]
-        whole = tuple(
-            [
-                f"{kind}.{n}."
-                for n, m in enumerate(self.models)
-                for kind in _OF_MODELS
-                if not m.is_cut
-            ]
-            + [f"optimizers.{n}." for n, m in enumerate(holders) if m is None or not m.is_cut]
-        )
-        apart = tuple(f"{kind}." for kind in (*_OF_MODELS, "optimizers"))
-        return {name for name in names if name.startswith(whole) or not name.startswith(apart)}
+        models = [str(n) for n, model in enumerate(self.models) if not model.is_cut]
+        whole = [f"{kind}.{n}." for n in models for kind in _OF_MODELS]
+        whole += [f"optimizers.{n}." for n, m in enumerate(holders) if m is None or not m.is_cut]
+        cut = tuple(f"{kind}." for kind in (*_OF_MODELS, "optimizers"))
+        return {n for n in names if n.startswith(tuple(whole)) or not n.startswith(cut)}
 
     def _holder(self, optimizer: Optimizer) -> WrappedModel | None:
-        """Return the split model that an optimizer belongs to, if there is one; it has no other."""
+        """Return the split model whose parameters an optimizer has, if there is one."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         split = [model for model in self.models if model.is_split]
         return next((m for m in split if own & {id(p) for p in m.parameters}), None)
 
-    def _saved(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         holder = self._holder(optimizer)
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
     def _extras(self) -> dict[str, Any]:
-        """Return what optimizers hold beside their `state_dict`, of whole models."""
-        known = {id(one) for one in self.optimizers}
+        """Return attributes that optimizers of whole models have beside their `state_dict`."""
+        known = {id(own) for own in self.optimizers}
         return {
             str(number): extras
-            for number, one in enumerate(self.optimizers)
-            if self._holder(one) is None and (extras := optimizer_extras.capture(one, known))
+            for number, own in enumerate(self.optimizers)
+            if self._holder(own) is None and (extras := optimizer_extras.capture(own, known))
         }
 
     def forgotten_attributes(self) -> str | None:
         """Return the optimizer of a split model whose attributes are not saved, and their names."""
-        for one in self.optimizers:
-            extras = optimizer_extras.capture(one) if self._holder(one) is not None else {}
-            names = ", ".join(name for own in extras.values() for name in own)
-            if names:
-                return f"{type(one).__name__}: {names}"
+        for optimizer in self.optimizers:
+            if self._holder(optimizer) is not None:
+                extras = optimizer_extras.capture(optimizer).values()
+                names = ", ".join(name for own in extras for name in own)
+                if names:
+                    return f"{type(optimizer).__name__}: {names}"
         return None
 
-    def _model_loaders(
-        self, saved: Mapping[str, Any], *, whole: bool
-    ) -> dict[str, Callable[[Any], object]]:
-        """Return what loads the models; a script prunes one on its way, or has passed over that there."""
-        loaders: dict[str, Callable[[Any], object]] = {}
-        for number, model in enumerate(self.models):
-            own = saved.get(str(number), {})
-            if whole:
-                _prune_alike(model.module, own)
-            if whole or not _unpruned(model.module, own):
-                loaders[str(number)] = model.load
-        return loaders
-
-    def _changed_groups(self) -> dict[str, Any]:
-        """Return what the groups hold of those optimizers whose groups the script has changed."""
-        return {
-            str(number): _names_of(optimizer, self.models)
-            for number, optimizer in enumerate(self.optimizers)
-            if _ids(optimizer) != self._groups[number]
-        }
-
-    def _loader(self, optimizer: Optimizer, groups: Any) -> Callable[[Any], object]:
-        def load(state: Any) -> None:
-            if groups is not None:
-                _match_groups(optimizer, groups, self.models)
-            holder = self._holder(optimizer)
-            take = optimizer_state.load if holder is None else holder.load_optimizer
-            take(optimizer, state)
-
-        return load
-
     def forgotten_scheduler(self) -> str | None:
-        """Return the optimizer that has a learning rate scheduler the run has not been told of."""
+        """Return the optimizer whose learning rate scheduler is not part of the run, if there is one."""
         known = {id(getattr(scheduler, "optimizer", None)) for scheduler in self.schedulers}
         for optimizer in self.optimizers:
             # Set by torch.optim.lr_scheduler on the optimizer that it counts the steps of.
@@ -284,19 +281,9 @@ def _fill(
     model.load_gradients(gradients or {})
 
 
-def _is_small(state: Any) -> bool:
-    text, tensors = state_codec.flatten({"state": state})
-    return len(text) + sum(tensor.nbytes for tensor in tensors.values()) <= _SMALL
-
-
 def _modes(model: WrappedModel) -> str:
-    """Return which parts of a model are in training mode: a script may have said so long before."""
+    """Return `1` for each module of a model in training mode, `0` for the others."""
     return "".join("1" if part.training else "0" for part in model.module.modules())
-
-
-def _set_modes(model: WrappedModel, modes: str) -> None:
-    for part, mode in zip(model.module.modules(), modes, strict=False):
-        part.training = mode == "1"
 
 
 def _numbered(values: Sequence[Any]) -> dict[str, Any]:
@@ -331,11 +318,7 @@ def _load(
 
 
 def footprint(state: State, device: torch.device) -> dict[str, int]:
-    """Return in bytes what this rank has held of the run's models and optimizers, and its peaks of memory.
-
-    Args:
-        state: what the run has been told of.
-        device: what this rank computes on.
+    """Return this rank's memory of models and optimizers, and its peaks, in bytes.
 
     Returns:
         `parameters`, `buffers`, `gradients` (as they were when an optimizer first stepped) and `optimizer`:
@@ -351,7 +334,8 @@ def footprint(state: State, device: torch.device) -> dict[str, int]:
             value
             for optimizer in state.optimizers
             for own in optimizer.state.values()
-            for value in _tensors(own)
+            for value in tree_leaves(own)
+            if isinstance(value, torch.Tensor)
         ),
         # Linux counts in units of 1024 bytes.
         "peak_host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -359,17 +343,6 @@ def footprint(state: State, device: torch.device) -> dict[str, int]:
     if (peak := accelerator.peak_memory(device)) is not None:
         used["peak_device"] = peak
     return used
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 # --- what a script changes while it trains: added groups, pruned parameters ------------------------
@@ -380,7 +353,7 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
-    """Return what the groups of `optimizer` hold."""
+    """Return the names of the parameters in each group of `optimizer`."""
     named = {
         id(p): (number, name)
         for number, model in enumerate(models)
@@ -389,29 +362,8 @@ def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
     return [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _match_groups(optimizer: Optimizer, names: _Names, models: Sequence[WrappedModel]) -> None:
-    """Give `optimizer` the groups that it had when its state was saved; new ones with the usual settings.
-
-    Raises:
-        KeyError: if a model has no such parameter.
-    """
-    pairs = zip(optimizer.param_groups, _names_of(optimizer, models), strict=True)
-    optimizer.param_groups[:] = [group for group, own in pairs if own in names]
-    parameters = [dict(model.module.named_parameters()) for model in models]
-    for group in names[len(optimizer.param_groups) :]:
-        own = [parameters[number][name] for number, name in group]
-        optimizer.add_param_group({"params": own})
-
-
-def _unpruned(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the parameters of `module` that are pruned in `state`, a `state_dict`, and not yet here."""
-    masked = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
-    own = dict(module.named_parameters()) if masked else {}
-    return [name for name in masked if name in own and f"{name}_orig" in state]
-
-
-def _prune_alike(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Prune what is pruned in `state`."""
-    for name in _unpruned(module, state):
-        part, _, own = name.rpartition(".")
-        prune.custom_from_mask(module.get_submodule(part), own, state[f"{name}_mask"])  # type: ignore[no-untyped-call]
+def _masks(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the masks of parameters that are pruned in `state`, a `state_dict`, and not in `module`."""
+    names = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
+    own = dict(module.named_parameters()) if names else {}
+    return {n: state[f"{n}_mask"] for n in names if n in own and f"{n}_orig" in state}

@@ -1,14 +1,15 @@
 """`run.backward`: the backward pass of one microbatch, with its weight.
 
 A loss may be a mean over something else than samples, such as tokens. The mean over a global batch is
-`sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. What all of them have is known only
-when the last replica has been computed. So gradients of `w_r * loss_r` are summed, in tree order as ever,
-and are divided by the sum of the weights then.
+`sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. The sum of the weights is known only
+when the last replica has been computed. So gradients of `w_r * loss_r` are summed, in tree order, and
+divided by the sum of the weights then.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,21 +36,15 @@ from lockstep.errors import (
     UsageError,
 )
 
-#: Weights that are kept as tensors: a run without weights of its own has a few.
-_KEPT = 64
+#: Weights that are cached as tensors: a run without weights of its own has a few.
+_CACHED = 64
 
 
 class Backward:
     """Runs backward passes.
 
-    Args:
-        context: of the run.
-        state: what the run has been told of.
-        loop: where the run stands.
-        faults: those that this rank injects into itself, if any.
-
     Attributes:
-        passes: how many backward passes there were.
+        passes: number of backward passes so far.
         recomputed: compares losses with those from before a crash; the run sets it.
     """
 
@@ -61,7 +56,7 @@ class Backward:
         self.recomputed: Recomputed | None = None
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        """Compute the gradients of `loss` and sum them; see `Run.backward`."""
+        """Compute the gradients of `loss`, and sum them over the global batch; see `Run.backward`."""
         microbatch = self._loop.require_microbatch("run.backward")
         self._loop.first_error.check()
         try:
@@ -75,8 +70,13 @@ class Backward:
     ) -> None:
         loop, scaler = self._loop, self._state.scaler
         _check_loss(loss)
-        if self._context.settings.stop_on_nan and (weight is None or weight):
-            self._check_finite(loss, microbatch)
+        checks = self._context.settings.stop_on_nan and (weight is None or weight)
+        if checks and not (loop.is_replaying or torch.isfinite(loss).item()):
+            raise NonFiniteLossError(
+                f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
+                f"replica {microbatch.replica}, step {loop.steps + 1}",
+                hint="look at the samples and the learning rate; without --stop-on-nan the run continues",
+            )
         models = self._reached(loss)
         part = self._weighting.part(microbatch, models, loss, weight)
         is_left_out = weight is not None and not part and not math.isfinite(loss.item())
@@ -98,15 +98,15 @@ class Backward:
         if weight is not None:
             self._weighting.finish(microbatch, models)
         if scaler is not None and microbatch.last:
-            # Ranks that hold parts agree here, while they are still seen to wait.
+            # Ranks with parts of a model agree here, inside the watched collective.
             scaler.after_backward(models)
         loop.saw_loss(microbatch, loss)
         if self._context.watchdog is not None:
             self._context.watchdog.backward_ends()
 
     def _compute(self, loss: torch.Tensor, weight: float | None) -> None:
-        """Let autograd compute gradients; without a weight there are none."""
-        if weight is None:  # 0 times NaN is NaN, and so would the gradients be
+        """Compute gradients of the weighted loss; zero gradients without a weight."""
+        if weight is None:  # 0 times NaN would be NaN
             leaves = list(_leaves_behind(loss))
             torch.autograd.backward(leaves, [missing_like(leaf) for leaf in leaves])
         else:
@@ -115,18 +115,18 @@ class Backward:
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
-        """Announce the sum of gradients, and note the loss."""
+        """Tell the watchdog of the backward pass, and record the loss."""
         if (watchdog := self._context.watchdog) is not None:
-            places = [self._state.models.index(model) for model in models]
-            watchdog.backward_begins(microbatch, places)
+            numbers = [self._state.models.index(model) for model in models]
+            watchdog.backward_begins(microbatch, numbers)
         self.passes += 1
-        if self._loop.is_on_the_way or microbatch.audit:
+        if self._loop.is_replaying or microbatch.audit:
             return
         self._context.record.before_backward(microbatch, loss)
         if self.recomputed is not None:
             self.recomputed.saw(loss, self._loop.points, microbatch)
         if self._faults is not None:
-            self._faults.before_backward(self._loop.steps + 1)
+            self._faults.before_backward()
 
     def _reached(self, loss: torch.Tensor) -> list[WrappedModel]:
         """Return the models that the loss depends on."""
@@ -140,7 +140,7 @@ class Backward:
         return used
 
     def _unreached(self, loss: torch.Tensor) -> RunError:
-        """Return why a loss belongs to no forward pass that waits for its backward pass."""
+        """Return the error of a loss without a forward pass that waits for its backward pass."""
         for model in self._state.models:
             if _owners_behind(loss, {id(p): model for p in model.leaves}, 1):
                 return StepError(
@@ -154,31 +154,18 @@ class Backward:
             hint="call what run.model(…) returned, inside the loop over the loader",
         )
 
-    def _check_finite(self, loss: torch.Tensor, microbatch: Microbatch) -> None:
-        if self._loop.is_on_the_way or torch.isfinite(loss).item():
-            return
-        raise NonFiniteLossError(
-            f"the loss is {loss.item()} in epoch {microbatch.epoch}, batch {microbatch.step}, "
-            f"replica {microbatch.replica}, step {self._loop.steps + 1}",
-            hint="look at the samples and the learning rate; without --stop-on-nan the run continues",
-        )
-
     def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return the weight as a tensor like `loss`: the gradient that backward starts from."""
+        """Return the weight as a tensor like `loss`: the gradient that backward starts with."""
         key = weight, loss.dtype, loss.shape
         if key not in self._weights:
-            if len(self._weights) > _KEPT:  # weights of tokens are always others
+            if len(self._weights) > _CACHED:  # numbers of tokens differ from batch to batch
                 self._weights.clear()
             self._weights[key] = torch.full_like(loss.detach(), weight)
         return self._weights[key]
 
 
 class Weighting:
-    """Weights the losses of a run.
-
-    Args:
-        context: of the run.
-    """
+    """Weights the losses of a run."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -191,10 +178,10 @@ class Weighting:
         loss: torch.Tensor,
         weight: torch.Tensor | float | None,
     ) -> float:
-        """Return what the gradients of a microbatch's loss are multiplied with before the sum.
+        """Return the factor of a microbatch's gradients in their sum.
 
         Raises:
-            StepError: for a weight that is none, or for some microbatches of a batch only; for a loss that
+            StepError: for an invalid weight, or one for some microbatches of a batch only; for a loss that
                 is not finite, with the weight 0, of the only replica.
             UsageError: where ranks update by themselves before all weights are known.
         """
@@ -235,7 +222,7 @@ class Weighting:
     def _check_all(
         self, microbatch: Microbatch, models: Sequence[WrappedModel], expected: int
     ) -> None:
-        """Refuse a batch whose replicas are weighted in two ways."""
+        """Refuse a batch of which only some replicas have a weight."""
         weights = self._weights.get(_key(models), {})
         if not expected and microbatch.first:
             weights.clear()
@@ -253,24 +240,20 @@ class Weighting:
         """
         if not microbatch.last or self._context.replicas == 1:
             return
-        everything = self._total(self._weights.pop(_key(models)))
-        if not everything:
+        weights = torch.zeros(self._context.replicas, dtype=torch.float64)
+        for replica, weight in self._weights.pop(_key(models)).items():
+            weights[replica] = weight
+        if self._context.groups.data is not None:
+            # Every element is non-zero on one rank at most, so that this adds nothing but zeros.
+            dist.all_reduce(weights, group=self._context.groups.data)
+        numbers: list[float] = weights.tolist()
+        summed = total(numbers, operator.add)
+        if not summed:
             raise _weightless()
         for model in models:
             gradients = gradients_of(model)
             if gradients:
-                torch._foreach_div_(gradients, everything / _unit(microbatch))
-
-    def _total(self, weights: dict[int, float]) -> float:
-        """Return the sum over all replicas in tree order; all ranks call this together."""
-        shared = torch.zeros(self._context.replicas, dtype=torch.float64)
-        for replica, weight in weights.items():
-            shared[replica] = weight
-        if self._context.groups.data is not None:
-            # Every element is non-zero on one rank at most, so that this adds nothing but zeros.
-            dist.all_reduce(shared, group=self._context.groups.data)
-        numbers: list[float] = shared.tolist()
-        return total(numbers, lambda a, b: a + b)
+                torch._foreach_div_(gradients, summed / _unit(microbatch))
 
 
 def _check_loss(loss: torch.Tensor) -> None:
@@ -290,11 +273,7 @@ def _check_loss(loss: torch.Tensor) -> None:
 def _check_whole(
     microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
 ) -> None:
-    """Refuse to leave a microbatch out where other ranks wait for the backward pass of this one's part.
-
-    Raises:
-        StepError: if a model is split over ranks.
-    """
+    """Refuse to leave a microbatch out of a split model, whose ranks wait for each other."""
     for model in models:
         if model.is_split:
             raise StepError(

@@ -47,7 +47,7 @@ def _check(context: Context, state: State, module: nn.Module) -> None:
         raise ModelError(
             f"run.sync_batchnorm was given a {type(module).__name__}; expected a Module"
         )
-    if any(module in (held.module, held.wrapped) for held in state.models):
+    if any(module in (model.module, model.wrapped) for model in state.models):
         raise ModelError(
             f"run.sync_batchnorm was given a {type(module).__name__} that belongs to the run already",
             hint="model = run.model(run.sync_batchnorm(model))",

@@ -20,7 +20,7 @@ from typing import Any
 from lockstep.engine.data.loader import Loader
 from lockstep.engine.recovery.state import State
 from lockstep.engine.training import liveness, variables
-from lockstep.engine.training.listeners import Listener
+from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.observations import Change, Observation
 from lockstep.engine.training.own_objects import OwnObjects
@@ -48,7 +48,7 @@ _WORDS = {
 _NAMED = 8
 
 
-class CarriedVariables(Listener):
+class CarriedVariables(PointListener):
     """Looks at the variables that the script's loops carry.
 
     Args:
@@ -101,13 +101,13 @@ class CarriedVariables(Listener):
         self._is_new = True
         if self._loop.microbatch is None:
             self._place = (loader, epoch, round_)
-        if not (self._rank or self._points or self._initial or self._loop.is_on_the_way):
+        if not (self._rank or self._points or self._initial or self._loop.is_replaying):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """A loop over a loader is over."""
         self._frames.release((loader, epoch, round_))
-        is_outermost = self._loop.microbatch is None and not self._loop.is_on_the_way
+        is_outermost = self._loop.microbatch is None and not self._loop.is_replaying
         if is_outermost and not self._rank and self._looks < _LOOPS:
             self._ended = self.observe(sys._getframe(1), look=liveness.carried_around)
 

@@ -1,7 +1,7 @@
 """Collective check: every call of all ranks begins by comparing which call each rank makes.
 
-Costs one small message per call. Backward passes, which happen in every step, don't ask: the watchdog
-compares them when they take too long.
+Costs one small message per call. The watchdog compares, by the same function, calls that take too long,
+and backward passes, which send no message.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from lockstep.engine.exchange.scatter import gather_texts
+from lockstep.engine.training.first_error import FirstError
 from lockstep.engine.training.heartbeat import Call, Heartbeat
 from lockstep.errors import LockstepError, MismatchError, PeerError
 from lockstep.state.record import stacks
@@ -22,15 +23,15 @@ from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
-#: Bytes in which a rank says what it is in.
+#: Bytes of a message: kind of the call, and the line of the script.
 _LENGTH = 256
-#: How long a rank whose peer is gone waits to hear why.
+#: How long a rank whose peer is gone waits for the reason.
 _SECONDS = 1.0
 HINT = (
     "every rank must make the same calls in the same order: none of them may stand under an `if` that "
     "depends on the rank or on one rank's values"
 )
-#: Fields of a backward pass's detail that say which batch it belongs to; the models follow.
+#: Fields of a backward pass's detail that name its batch; those after them name models.
 BATCH = 5
 _MODELS_HINT = (
     "let the loss depend on the same models in every batch, on every rank; a model whose output does "
@@ -39,26 +40,21 @@ _MODELS_HINT = (
 
 
 class CollectiveCheck:
-    """The calls of this rank that all ranks make together.
-
-    Args:
-        heartbeat: where this rank stands.
-        group: the process group, or `None` for a single rank.
-        rendezvous: rendezvous of the ranks, with the errors of those that have ended.
-
-    Attributes:
-        fails: called with the error where ranks do not make the same call.
-    """
+    """Compares the calls that all ranks make together."""
 
     def __init__(
-        self, heartbeat: Heartbeat, group: dist.ProcessGroup | None, rendezvous: RankRendezvous
+        self,
+        heartbeat: Heartbeat,
+        group: dist.ProcessGroup | None,
+        rendezvous: RankRendezvous,
+        first_error: FirstError,
     ) -> None:
-        self._heartbeat, self._group, self._rendezvous = heartbeat, group, rendezvous
-        self.fails: Callable[[BaseException], None] = _ignore
+        self._heartbeat, self._group = heartbeat, group
+        self._rendezvous, self._first_error = rendezvous, first_error
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Come to the call `kind` with all ranks, and do in the body what it takes.
+        """Compare with all ranks that they are in the call `kind`, whose body follows.
 
         Raises:
             MismatchError: if another rank is in another call.
@@ -70,34 +66,28 @@ class CollectiveCheck:
             try:
                 self._compare(kind, self._group)
             except LockstepError as error:
-                self.fails(error)
+                self._first_error.keep(error)
                 raise
             yield
 
     def _compare(self, kind: str, group: dist.ProcessGroup) -> None:
         place = stacks.users(stacks.of(sys._getframe()))
         try:
-            told = gather_texts(f"{kind}\n{place}".encode(), _LENGTH, group)
+            texts = gather_texts(f"{kind}\n{place}".encode(), _LENGTH, group)
         except RuntimeError as error:
             why = self._rendezvous.failure_of_others(_SECONDS)
             if why is None:
                 raise
             raise PeerError(why) from error
-        check([one.decode(errors="ignore") for one in told], dist.get_rank(group))
-
-
-def _ignore(_error: BaseException) -> None:
-    """What is done with an error before the run's loop is there."""
+        ranks = [WaitingRank.of_call(number, text) for number, text in enumerate(texts)]
+        own = ranks[dist.get_rank(group)]
+        for other in ranks:
+            if (difference := mismatch(own, other)) is not None:
+                raise difference
 
 
 class RankOrder:
-    """The ranks of a run, one after the other.
-
-    Args:
-        world: rank and rendezvous of this process.
-        store: where ranks leave notes for each other.
-        heartbeat: where this rank says that it waits.
-    """
+    """Runs a body on the main rank first, for `run.main_process_first`."""
 
     def __init__(self, world: World, store: dist.Store, heartbeat: Heartbeat) -> None:
         self._world, self._store, self._heartbeat = world, store, heartbeat
@@ -105,7 +95,7 @@ class RankOrder:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Let the main rank go first, then one rank per node, then all others."""
+        """Run the body on the main rank, then on one rank per node, then on all others."""
         world = self._world
         self._taken += 1
         prefix = f"first/{self._taken}"
@@ -113,44 +103,28 @@ class RankOrder:
         if not world.is_main:
             leader = 0 if world.local_rank == 0 else world.node_rank
             with self._heartbeat.collective("run.main_process_first"):
-                self._wait(f"{prefix}/{leader}/0", leader)
+                try:
+                    self._store.wait([f"{prefix}/{leader}/0"], TIMEOUT)
+                except dist.DistError as error:
+                    raise PeerError(
+                        f"the first rank of node {leader} did not leave run.main_process_first() "
+                        f"within {TIMEOUT}"
+                    ) from error
         else:
-            self._heartbeat.pass_by("run.main_process_first")
+            self._heartbeat.enter("run.main_process_first")
+            self._heartbeat.leave()
         yield
         self._store.set(mine, "done")
-
-    def _wait(self, key: str, node: int) -> None:
-        try:
-            self._store.wait([key], TIMEOUT)
-        except dist.DistError as error:
-            raise PeerError(
-                f"the first rank of node {node} did not leave run.main_process_first() within {TIMEOUT}"
-            ) from error
-
-
-def check(calls: Sequence[str], rank: int) -> None:
-    """Refuse calls, one for each rank as `kind`, a line feed and its place, that are of several kinds.
-
-    Raises:
-        MismatchError: naming this rank's call, and the first that is another one.
-    """
-    kinds = [call.partition("\n")[0] for call in calls]
-    other = next((r for r, kind in enumerate(kinds) if kind != kinds[rank]), None)
-    if other is None:
-        return
-    here, there = (f"rank {r} is in {calls[r].replace(chr(10), ' at ')}" for r in (rank, other))
-    raise MismatchError(f"{here}, {there}; expected the same call on all ranks", hint=HINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRank:
-    """A rank that stands still in a call that all ranks make.
+    """A rank that waits in a collective call.
 
     Attributes:
-        rank: which one.
-        looks: how often it has been seen there in a row.
+        looks: how often in a row the watchdog has seen it there.
         place: the line of its script.
-        recent: the calls that it has come to; it is in the last one.
+        recent: its latest calls; it is in the last one.
     """
 
     rank: int
@@ -158,33 +132,39 @@ class WaitingRank:
     place: str
     recent: tuple[Call, ...]
 
+    @staticmethod
+    def of_call(rank: int, text: bytes) -> WaitingRank:
+        """Return a rank in its one call, given as the kind, a line feed, and the line of the script."""
+        kind, _, place = text.decode(errors="ignore").partition("\n")
+        return WaitingRank(rank=rank, looks=0, place=place, recent=(Call(0, kind, ()),))
+
     def dump(self) -> str:
-        """Return it as text."""
+        """Return the rank as JSON."""
         return json.dumps([self.rank, self.looks, self.place, self.recent])
 
     @staticmethod
     def load(text: str | bytes) -> WaitingRank:
-        """Return what `dump` has made text of."""
+        """Return the rank that `dump` has written."""
         rank, looks, place, recent = json.loads(text)
         calls = tuple(Call(number, kind, tuple(detail)) for number, kind, detail in recent)
         return WaitingRank(rank=rank, looks=looks, place=place, recent=calls)
 
     @property
     def now(self) -> Call:
-        """The call that it is in."""
+        """The call that the rank waits in."""
         return self.recent[-1]
 
     def at(self, number: int) -> Call | None:
-        """Return its call `number`, if that is still known."""
+        """Return call number `number`, if that is one of the latest."""
         return next((call for call in self.recent if call.number == number), None)
 
 
 def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
-    """Return why two ranks that wait do so in vain; `None` where they don't, as far as one can tell.
+    """Return the error of two ranks that wait in different calls; `None` if they may still continue.
 
-    Each waits for all others in its own call. Where the calls differ now, and differed at the place that
-    the slower one has come to, neither can continue. One that waits in another call because it has got
-    there by the same way is only further, and waits for a third rank.
+    A rank waits in its call for all others. Where the latest calls differ, and so do those of the same
+    number, which the slower rank is in, neither can continue. Where the calls of that number agree, one
+    rank is only further, and waits for a third.
     """
     number = min(own.now.number, other.now.number)
     mine, theirs = own.at(number), other.at(number)
@@ -197,17 +177,17 @@ def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
             hint=_MODELS_HINT,
         )
     return MismatchError(
-        f"{_tell(own, mine)}, {_tell(other, theirs)}; expected the same call on all ranks",
+        f"{_described(own, mine)}, {_described(other, theirs)}; expected the same call on all ranks",
         hint=HINT,
     )
 
 
-def _tell(waiting: WaitingRank, call: Call) -> str:
-    text = f"rank {waiting.rank} is in {_what(waiting.now)} at {waiting.place}"
-    return text if call[1:] == waiting.now[1:] else f"{text}, after {_what(call)}"
+def _described(waiting: WaitingRank, call: Call) -> str:
+    text = f"rank {waiting.rank} is in {_named(waiting.now)} at {waiting.place}"
+    return text if call[1:] == waiting.now[1:] else f"{text}, after {_named(call)}"
 
 
-def _what(call: Call) -> str:
+def _named(call: Call) -> str:
     if not call.detail:
         return call.kind
     loader, _, _, step, *_ = call.detail

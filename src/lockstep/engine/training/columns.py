@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -20,12 +21,9 @@ _Shape = tuple[int, ...] | None
 
 
 class Columns:
-    """Named sums: a column of one value per replica for each, floats in float64, integers exact.
+    """Named sums, each a column with one value per replica: floats in float64, integers exact.
 
-    Args:
-        replicas: number of replicas in all.
-        block: those of this rank: it adds to no others.
-        group: the process group, or `None` for a single rank.
+    A rank adds to the replicas of its `block` only.
     """
 
     def __init__(self, replicas: int, block: range, group: dist.ProcessGroup | None) -> None:
@@ -49,7 +47,7 @@ class Columns:
         column[replica] = value if there is None else there + value
 
     def complete(self) -> dict[str, list[Addend | None]]:
-        """Return the columns with what all ranks have added; they call this together.
+        """Return the columns of all ranks, which call this together.
 
         Raises:
             StepError: if ranks have added values of different shapes.
@@ -59,21 +57,20 @@ class Columns:
             for name, column in columns.items():
                 before = merged.get(name, [None] * self._replicas)
                 pairs = zip(before, column, strict=True)
-                merged[name] = [one if other is None else other for one, other in pairs]
+                merged[name] = [old if new is None else new for old, new in pairs]
         for name, column in merged.items():
             _check_shapes(name, [_shape(value) for value in column if value is not None])
         return merged
 
     def totals(self) -> dict[str, Any]:
-        """Return the sum of each column in tree order, the same on all ranks; they call this together."""
-        added = {
-            name: [0 if value is None else value for value in column]
+        """Return the sum of each column in tree order, the same on all ranks, which call this together."""
+        return {
+            name: total([0 if v is None else v for v in column], operator.add)
             for name, column in self.complete().items()
         }
-        return {name: total(column, lambda a, b: a + b) for name, column in added.items()}
 
     def resume(self, columns: Mapping[str, list[Addend | None]]) -> None:
-        """Take what `complete` has returned: of each column what belongs to this rank's replicas."""
+        """Take this rank's replicas of the columns that `complete` has returned."""
         for name, column in columns.items():
             own = [column[r] if r in self._block else None for r in range(self._replicas)]
             self._columns[name] = own
@@ -93,9 +90,9 @@ def _check_shapes(name: str, shapes: list[_Shape]) -> None:
 
 
 def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
-    """Return what every rank has given, in rank order; all of them call this together.
+    """Gather a value of each rank, in rank order: tensors, numbers and text in lists and mappings.
 
-    Tensors, numbers and texts in lists and mappings. Not `all_gather_object`, which unpickles anything.
+    `all_gather_object` would unpickle anything.
     """
     if group is None:
         return [own]
@@ -108,4 +105,4 @@ def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
     dist.all_gather(parts, nn.functional.pad(data, (0, longest - len(data))), group=group)
     texts = [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
-    return [torch.load(io.BytesIO(one), weights_only=True) for one in texts]
+    return [torch.load(io.BytesIO(text), weights_only=True) for text in texts]

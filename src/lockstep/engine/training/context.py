@@ -16,6 +16,7 @@ from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.precision import check_precision
 from lockstep.engine.training.collective_check import CollectiveCheck
 from lockstep.engine.training.fingerprint import describe, method_of
+from lockstep.engine.training.first_error import FirstError
 from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.engine.training.memory import Memory, find_slot
 from lockstep.engine.training.parallel_dims import (
@@ -53,23 +54,10 @@ class Context:
     """A run as all of its parts see it.
 
     Attributes:
-        settings: what is asked for.
-        rendezvous: rendezvous of the ranks, through which they report failures.
-        identity: what the result depends on.
-        resume_info: what the run directory says of the run until now.
         says_replicas: whether the script, the launch or an earlier launch says how many replicas there are.
-        dims: where this rank stands among the others.
-        groups: the process groups that it is in.
-        device: what this rank computes on.
-        threads: intra-op threads.
-        strategy: the one that wraps the run's models.
         exchange: name of the exchange; `none` on a single rank.
-        connection: the store in which ranks leave notes for each other, and the process group.
-        heartbeat: where this rank says where it stands.
-        collectives: checks that all ranks are in the same call.
-        memory: of the launcher; `None` without one.
-        record: writes what happens, and measures it.
-        watchdog: names ranks that do not come; `None` on a single rank.
+        memory: shared with the launcher; `None` without one.
+        watchdog: `None` on a single rank.
     """
 
     settings: Settings
@@ -85,6 +73,7 @@ class Context:
     exchange: str
     connection: Connection
     heartbeat: Heartbeat
+    first_error: FirstError
     collectives: CollectiveCheck
     memory: Memory | None
     record: Recorder
@@ -92,23 +81,18 @@ class Context:
 
     @property
     def world(self) -> World:
-        """Who this process is."""
+        """Rank and number of processes."""
         return self.rendezvous.world
 
     @property
     def replicas(self) -> int:
-        """Number of replicas in all."""
+        """Number of replicas of all ranks."""
         return self.dims.replicas
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of all ranks; `None` on a single rank."""
         return self.groups.everyone
-
-    @property
-    def store(self) -> dist.Store:
-        """Where ranks leave notes for each other."""
-        return self.connection.store
 
     def exactness(self, *of_models: str) -> str:
         """Return `exact`, `close` where another layout rounds otherwise, or `approximate`."""
@@ -118,7 +102,7 @@ class Context:
         return worst([self.strategy.exactness, of_sums, servers, *of_models])
 
     def of_model(self, number: int, servers: object = None) -> ModelContext:
-        """Return what a strategy is to hold model `number` with, and the run's parameter servers."""
+        """Return the context in which a strategy wraps model `number`; `servers` are the run's."""
         return ModelContext(
             number=number,
             device=self.device,
@@ -127,7 +111,7 @@ class Context:
             forest=self.dims.forest,
             group=self.groups.data,
             mesh=self.groups.mesh,
-            store=self.store,
+            store=self.connection.store,
             exchange=self.exchange,
             sync_every=self.settings.sync_every,
             exact=self.settings.exact,
@@ -144,12 +128,7 @@ class Context:
 
 
 def join(settings: Settings, world: World, store: dist.Store | None = None) -> Context:
-    """Meet the other ranks, and return what all of them agree on.
-
-    Args:
-        settings: what is asked for.
-        world: rank and rendezvous of this process.
-        store: a store that all ranks have, of the script's own.
+    """Join the other ranks, by a `store` of the script's own if it has one; return the common context.
 
     Raises:
         UsageError: for settings that cannot go together, or not here.
@@ -161,35 +140,37 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     world = rendezvous.world
     heartbeat = Heartbeat.begin(find_slot(os.environ, world), os.environ)
     with rendezvous.reporting_failure(), heartbeat.collective("the start of the run"):
-        run_dir, launch = _run_dir(settings, rendezvous.number), launch_of(world, os.environ)
-        resume_info = recall(rendezvous, run_dir, launch, settings)
+        run_dir = _run_dir(settings, rendezvous.number)
+        resume_info = recall(rendezvous, run_dir, launch_of(world, os.environ), settings)
         mesh = choose_mesh(settings, world)
-        said = settings.replicas or resume_info.replicas or settings.default_replicas
-        here = ParallelDims.of(mesh, world.rank, said or mesh.data)
+        replicas = settings.replicas or resume_info.replicas or settings.default_replicas
+        here = ParallelDims.of(mesh, world.rank, replicas or mesh.data)
         device = choose_device(settings.devices, world)
         asked = settings.threads or resume_info.threads or settings.default_threads
-        threads = _set_threads(asked, rendezvous, here.replicas * mesh.model)
+        threads = asked or _default_threads(rendezvous, here.replicas * mesh.model)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)  # the bits of sums depend on their number
         keep_freed_memory(device)
         if settings.exact:
             make_deterministic(device)
         check_precision(settings.precision, device)
-        counts = {"replicas": here.replicas, "threads": threads}
-        identity = describe(settings, **counts, device=device.type)
+        identity = describe(settings, replicas=here.replicas, threads=threads, device=device.type)
         memory = Memory.find(os.environ, rendezvous, identity, settings.staleness or 0)
-        needs_group = STRATEGIES.find(settings.strategy).needs_group
-        connection = connect(rendezvous, device, always=needs_group)
-        groups = Groups.of(connection.group, mesh, settings.strategy, device)
-        grouped = groups.data is not None
-    strategy = choose_strategy(settings.strategy, has_group=grouped, is_spread=mesh.model > 1)
+        entry = STRATEGIES.find(settings.strategy)
+        connection = connect(rendezvous, device, always=entry.needs_group)
+        groups = Groups.of(connection.group, mesh, entry.name, device)
+    grouped = groups.data is not None
+    strategy = choose_strategy(entry.name, has_group=grouped, is_spread=mesh.model > 1)
     exchange = choose_exchange(settings, here, world, device.type) if grouped else "none"
-    method = method_of(settings, exchange, alone=groups.everyone is None)
+    everyone, first_error = groups.everyone, FirstError(here.replicas)
+    method = method_of(settings, exchange, alone=everyone is None)
     record = _open_record(settings, rendezvous, identity, resume_info, here, device, method)
     return Context(
         settings=settings,
         rendezvous=rendezvous,
         identity=identity,
         resume_info=resume_info,
-        says_replicas=said is not None,
+        says_replicas=replicas is not None,
         dims=here,
         groups=groups,
         device=device,
@@ -198,32 +179,25 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         exchange=exchange,
         connection=connection,
         heartbeat=heartbeat,
-        collectives=CollectiveCheck(heartbeat, groups.everyone, rendezvous),
+        first_error=first_error,
+        collectives=CollectiveCheck(heartbeat, everyone, rendezvous, first_error),
         memory=memory,
         record=record,
-        watchdog=None if groups.everyone is None else Watchdog(rendezvous, heartbeat),
+        watchdog=None if everyone is None else Watchdog(rendezvous, heartbeat),
     )
 
 
 def _run_dir(settings: Settings, number: int) -> Path | None:
     run_dir = settings.run_dir
     if run_dir is not None and number > 0 and run_dir in taken_directories:
-        # The launcher names one directory; further runs of the script go below it.
+        # The launcher names one directory; further runs of the script are written below it.
         return run_dir / f"{settings.name}-{number + 1}"
     return run_dir
 
 
-def _set_threads(asked: int | None, rendezvous: RankRendezvous, replicas: int) -> int:
-    """Let torch use as many threads as the run is to have: its bits depend on their number."""
-    threads = asked or _default_threads(rendezvous, replicas)
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    return threads
-
-
 def _default_threads(rendezvous: RankRendezvous, replicas: int) -> int:
     """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
-    # A launcher that binds its ranks to cores has told what they share.
+    # A launcher that binds its ranks to cores names those that they share.
     alone = rendezvous.world.size == 1 or CORES in os.environ
     cores = None if alone else shared_cores(rendezvous)
     return int(
@@ -242,9 +216,10 @@ def _open_record(
 ) -> Recorder:
     global _before  # noqa: PLW0603 - of this process
     pid, before = _before or (0, None)
+    unfinished = None if resume_info.directory is None else Path(resume_info.directory)
     asked = RecordSettings(
         name=settings.name,
-        run_dir=_run_dir(settings, rendezvous.number) or resume_info.found,
+        run_dir=_run_dir(settings, rendezvous.number) or unfinished,
         fresh=settings.fresh and not resume_info.is_ours,
         progress=settings.progress,
         trace=settings.trace,

@@ -1,11 +1,10 @@
 """Digests of state: equal if and only if every bit is.
 
-A state is hashed entry by entry, depth first: path, type and shape, then bytes whose number these give.
-Keys that could be taken for a path are quoted, so that no two states have the same entries. It takes what
-`state/checkpoint/state_codec.py` can save, and nothing else: the text of another object may hold its
-address.
+A state is hashed entry by entry, depth first: path, type and shape, then bytes, whose number these give.
+Keys that look like a path are quoted, so that no two states have the same entries. Accepted are the types
+that `state/checkpoint/state_codec.py` can save: the text of another object may have its address.
 
-Of tensors that are cut over ranks all ranks gather one at a time, in the order in which they are hashed.
+All ranks gather tensors that are cut over ranks, one at a time, in the order in which they are hashed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lockstep.state.checkpoint.parts import whole
 #: Values whose text has all of their bits.
 _NUMBERS_AND_TEXT = (int, float, complex, str, type(None), torch.dtype, torch.device)
 _LISTS = ("list", "tuple", "deque", "Size")
-#: Characters that a key may not hold, or not begin with, to stand in a path as it is.
+#: Characters that a key may not contain, or not begin with, to be part of a path without quotes.
 _SEPARATORS, _QUOTES = "/:\0", ("'", '"', "(")
 
 
@@ -32,7 +31,7 @@ def digest(states: Iterable[Mapping[str, Any]]) -> str:
     """Return the SHA-256 of everything in `states`: names, types, shapes and bits.
 
     Raises:
-        ModelError: for a value whose bits are not known.
+        ModelError: for a value of another type.
     """
     hasher = hashlib.sha256()
     for state in states:
@@ -47,9 +46,16 @@ def _hash_items(hasher: Any, path: str, items: Mapping[Any, Any]) -> None:
 
 def _hash(hasher: Any, path: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        _hash_tensor(hasher, path, value)
+        if value.layout is not torch.strided or value.is_quantized:
+            raise _unknown(path, value)
+        hasher.update(f"{path}:{value.dtype}:{tuple(value.shape)}\0".encode())
+        plain = whole(value).cpu().resolve_conj().resolve_neg().contiguous()
+        hasher.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray | np.generic):
-        _hash_array(hasher, path, value)
+        if value.dtype.hasobject:
+            raise _unknown(path, value)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        hasher.update(f"{path}:{kind} {value.dtype.str} {value.shape}\0".encode() + value.tobytes())
     elif isinstance(value, _NUMBERS_AND_TEXT):
         hasher.update(f"{path}:{value!r}\0".encode())
     elif isinstance(value, bytes):
@@ -60,7 +66,7 @@ def _hash(hasher: Any, path: str, value: Any) -> None:
 
 def _hash_container(hasher: Any, path: str, value: Any) -> None:
     if isinstance(value, AbstractSet):
-        # By their digests: the order of a set is that of hashes, other ones in every process.
+        # Sorted by digests: the order of a set depends on Python's hashes, others in every process.
         parts = sorted(_digest_of(path, item) for item in value)
         hasher.update(f"{path}:set {len(parts)}\0".encode() + b"".join(parts))
         return
@@ -76,22 +82,6 @@ def _hash_container(hasher: Any, path: str, value: Any) -> None:
         _hash_items(hasher, path, value)
 
 
-def _hash_tensor(hasher: Any, path: str, value: torch.Tensor) -> None:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise _unknown(path, value)
-    hasher.update(f"{path}:{value.dtype}:{tuple(value.shape)}\0".encode())
-    plain = whole(value).cpu().resolve_conj().resolve_neg().contiguous()
-    hasher.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _hash_array(hasher: Any, path: str, value: np.ndarray[Any, Any] | np.generic) -> None:
-    if value.dtype.hasobject:
-        raise _unknown(path, value)
-    kind = "array" if isinstance(value, np.ndarray) else "scalar"
-    hasher.update(f"{path}:{kind} {value.dtype.str} {value.shape}\0".encode())
-    hasher.update(value.tobytes())
-
-
 def _digest_of(path: str, value: Any) -> bytes:
     hasher = hashlib.sha256()
     _hash(hasher, path, value)
@@ -99,7 +89,7 @@ def _digest_of(path: str, value: Any) -> bytes:
 
 
 def _part(key: Any) -> str:
-    """Return what stands for a key in a path, another text for every key."""
+    """Return the part of a path for a key, another text for every key."""
     if not isinstance(key, str):
         return f"({_digest_of('', key).hex()})"
     is_plain = key and not key.startswith(_QUOTES) and not any(c in key for c in _SEPARATORS)

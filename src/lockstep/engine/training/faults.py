@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.training.listeners import PointListener
 from lockstep.errors import UsageError
 from lockstep.world.model import World
 
@@ -20,24 +22,26 @@ _KINDS = ("kill", "term", "flip")
 _BIT = 1 << 16
 
 
-@dataclass(slots=True)
-class Faults:
-    """At which steps this rank, in this generation, is to be killed or asked to end.
+@dataclass
+class Faults(PointListener):
+    """Faults of this rank in this generation.
 
     Attributes:
-        kill: in the backward pass of which step; 0 for none.
-        term: after which steps; where the state is not whole there, at the next point at which it is.
-        flip: from which step on the first matrix product of a model has a wrong bit; 0 for none.
+        kill: step in whose backward pass it is killed; 0 for none.
+        term: steps after which it is asked to end; where the state is not whole there, at the next point.
+        flip: step from which on the first matrix product of a model has a wrong bit; 0 for none.
+        step: the last step that is done.
     """
 
     kill: int = 0
     term: frozenset[int] = frozenset()
     flip: int = 0
-    _done: int | None = None  # the step up to which signals have been sent
+    step: int = 0
+    _sent: int = 0  # the step up to which signals have been sent
 
     @staticmethod
     def of(environ: Mapping[str, str], world: World) -> Faults | None:
-        """Return the faults that are this rank's; `None` without any.
+        """Return this rank's faults; `None` without any.
 
         Each kill is the last rank's and happens once: the first in the first generation, the second in
         the next. Rank 0 is asked to end, in any generation that does the step. The last rank computes
@@ -56,15 +60,15 @@ class Faults:
         faults = Faults(due, terms if world.is_main else frozenset(), min(flips, default=0))
         return faults if faults.kill or faults.term or faults.flip else None
 
-    def damage(self, module: nn.Module, steps: Callable[[], int]) -> None:
-        """Let the first matrix product of `module` have a wrong bit from step `flip` on."""
+    def damage(self, module: nn.Module) -> None:
+        """Flip a bit of the first matrix product of `module` from step `flip` on."""
         products = (part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d))
         first = next(products, None)
         if not self.flip or first is None:
             return
 
         def flip(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-            if steps() + 1 < self.flip:
+            if self.step + 1 < self.flip:
                 return output
             wrong = output.detach().clone()
             wrong.view(-1)[:1].view(torch.int32).bitwise_xor_(_BIT)
@@ -72,21 +76,23 @@ class Faults:
 
         first.register_forward_hook(flip)
 
-    def go_on(self, step: int) -> None:
-        """The run resumes after step number `step`: what was to come until then has come."""
-        self._done = step
+    def resume(self, step: int) -> None:
+        """Continue after step number `step`: its faults have happened."""
+        self.step = self._sent = step
 
-    def before_backward(self, step: int) -> None:
-        """The gradients of step number `step` are about to be computed."""
-        if self._done is None:
-            self._done = step - 1
-        if step == self.kill:
+    def before_backward(self) -> None:
+        """Kill this process where the step has that fault."""
+        if self.step + 1 == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def after_step(self, step: int) -> None:
-        """Step number `step` is done, and the state is whole: a batch may have had several steps."""
-        done, self._done = step - 1 if self._done is None else self._done, step
-        if any(done < term <= step for term in self.term):
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """Step number `step` is done."""
+        self.step = step
+
+    def at_point(self) -> None:
+        """Send the signal of the steps that are done: a batch may have had several."""
+        sent, self._sent = self._sent, self.step
+        if any(sent < term <= self.step for term in self.term):
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -7,13 +7,9 @@ from lockstep.errors import LockstepError, StepError
 
 
 class FirstError:
-    """The first error of calls that all layouts must make alike.
+    """The first error of a call that all layouts must make alike.
 
-    It is kept, and raised again by every later call: what the script has not computed then on one rank,
-    other ranks may have.
-
-    Args:
-        replicas: number of replicas in all.
+    Every later call raises it again: other ranks may have computed what this rank has not.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -21,14 +17,14 @@ class FirstError:
         self._error: LockstepError | Preempted | None = None
 
     def check(self) -> None:
-        """Raise the error that is kept, if there is one."""
+        """Raise the first error, if there is one."""
         if self._error is not None:
             raise self._error
 
     def keep(self, error: BaseException) -> None:
         """Keep an error that a loop, or a call, raises to the script.
 
-        With several replicas also an error of the data: other replicas may not have it.
+        With several replicas errors of the data count, too: other replicas may not have them.
         """
         if self._error is not None:
             return

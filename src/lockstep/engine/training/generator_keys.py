@@ -8,11 +8,7 @@ from lockstep.engine.layout import keys
 
 
 class GeneratorKeys:
-    """Starts the generators at keys of what is computed.
-
-    Args:
-        seed: the run's seed.
-    """
+    """Starts the generators at keys of what is computed, which follow from the run's seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -33,22 +29,22 @@ class GeneratorKeys:
         set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
-        """A pass is over, of which `microbatch` was the last."""
+        """End a pass, of which `microbatch` was the last."""
         self.passed, self._key = microbatch, None
         if shown:  # else nothing draws until the next microbatch, or the end of the loop
-            self.set(self._behind(microbatch))
+            self.set(self._after(microbatch))
 
     @property
     def key(self) -> int | None:
-        """Where generators are to be started outside of microbatches, after all that was passed."""
+        """Key at which generators start outside of microbatches, after the last pass."""
         if self._key is None and self.passed is not None:
-            self._key = self._behind(self.passed)
+            self._key = self._after(self.passed)
         return self._key
 
     def of_step(self, purpose: str, step: int, *numbers: int) -> int:
         """Return the key of what is drawn once for a step, on all ranks alike."""
         return keys.derive(self._seed, purpose, step, *numbers)
 
-    def _behind(self, microbatch: Microbatch) -> int:
-        """Return the key behind a pass, of which `microbatch` was the last."""
+    def _after(self, microbatch: Microbatch) -> int:
+        """Return the key after a pass, of which `microbatch` was the last."""
         return keys.derive(self._seed, keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)

@@ -1,4 +1,4 @@
-"""Heartbeat and progress of this rank, written for its launcher and the watchdog.
+"""Heartbeat and collective calls of this rank, for its launcher and the watchdog.
 
 Costs less than a microsecond per event: a step has a handful of them.
 """
@@ -15,7 +15,7 @@ from lockstep.engine.training.listeners import Listener
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.state.record import stacks
 
-#: What a rank is in: which batch of which loop, and the models that a backward pass goes through.
+#: Numbers of a backward pass: loader, epoch, round, batch and turn, then its models.
 Detail = tuple[int, ...]
 
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
@@ -24,13 +24,7 @@ _RECENT = 16
 
 
 class Call(NamedTuple):
-    """A collective call.
-
-    Attributes:
-        number: how many of them the rank had come to, with this one.
-        kind: which call it is.
-        detail: what tells it from others of its kind; empty where nothing does.
-    """
+    """A collective call: its number on its rank, its name, and the numbers that identify it."""
 
     number: int
     kind: str
@@ -38,15 +32,15 @@ class Call(NamedTuple):
 
 
 class Heartbeat(Listener):
-    """Where this rank stands.
+    """Counts events of this rank, and keeps a log of its collective calls.
 
     Args:
-        slot: where the launcher looks; `None` without one.
+        slot: memory that the launcher reads; `None` without one.
 
     Attributes:
-        beat: grows with everything that happens.
-        recent: the calls that the rank has come to last.
-        waits: whether it is in the last of them.
+        beat: grows with each event.
+        recent: the latest calls.
+        waits: whether the rank is in the last of them.
     """
 
     def __init__(self, slot: Slot | None = None) -> None:
@@ -59,12 +53,7 @@ class Heartbeat(Listener):
 
     @staticmethod
     def begin(slot: Slot | None, environ: Mapping[str, str]) -> Heartbeat:
-        """Return the heartbeat of a rank that opens a run, and be ready to write stacks for its launcher.
-
-        Args:
-            slot: where the launcher looks; `None` without one.
-            environ: the environment of this process.
-        """
+        """Return the heartbeat of a rank that opens a run; with a launcher, prepare to write its stacks."""
         if slot is not None:
             stacks.offer(environ)
         heartbeat = Heartbeat(slot)
@@ -72,18 +61,18 @@ class Heartbeat(Listener):
         return heartbeat
 
     def closes(self, *, left: bool = False) -> None:
-        """The run is over: what comes now is the script's own affair, unless it `left` to end."""
+        """Note the end of the run: the rank may wait in the script's own code, unless it `left` to end."""
         self.moves()
         if not left:
             self._slot.waiting = AFTER_RUN
 
     def moves(self) -> None:
-        """Something has happened on this rank."""
+        """Count an event of this rank."""
         self.beat += 1
         self._slot.beat = self.beat + self._elsewhere
 
     def others_move(self) -> None:
-        """This rank stands still, but not all do: no launcher shall take it for a hang."""
+        """Count an event of another rank, so that a launcher takes this rank's wait for no hang."""
         self._elsewhere += 1
         self._slot.beat = self.beat + self._elsewhere
 
@@ -104,16 +93,11 @@ class Heartbeat(Listener):
         self._slot.waiting = 0
         self.moves()
 
-    def pass_by(self, kind: str) -> None:
-        """Pass a collective call without a wait."""
-        self.enter(kind)
-        self.leave()
-
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Be in a collective call in the body.
+        """Enter a collective call, and leave it after the body.
 
-        Inside another one, such as a backward pass with layers that sum, it returns to the outer call.
+        Inside another call, such as a backward pass with layers that sum, that one is entered again.
         """
         around = self.recent[-1] if self.waits else None
         self.enter(kind)
@@ -122,10 +106,10 @@ class Heartbeat(Listener):
         finally:
             self.leave()
         if around is not None:
-            # Under a number of its own: other ranks may be in the inner place still.
+            # Under a new number: other ranks may be in the inner call still.
             self.enter(around.kind, around.detail)
 
-    # --- what the loop tells ---------------------------------------------------------------------
+    # --- callbacks of the loop --------------------------------------------------------------------
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """The parameters have been updated."""
@@ -137,7 +121,7 @@ class Heartbeat(Listener):
         self.moves()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """The loop has come to another microbatch."""
+        """A microbatch begins."""
         self.moves()
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:

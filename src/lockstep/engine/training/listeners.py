@@ -1,4 +1,4 @@
-"""`Listener`: callbacks on steps, batches and loops."""
+"""`Listener`, `PointListener`: callbacks on steps, batches, loops, epochs and points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.engine.data.microbatch import Microbatch
 
 
 class Listener(Protocol):
-    """Is told of steps and loops; a subclass says what it does with those that it needs."""
+    """Callbacks on steps, batches and loops; the defaults do nothing."""
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Step number `step` (counted from 1) has updated the parameters."""
@@ -28,7 +28,24 @@ class Listener(Protocol):
         return
 
 
+class PointListener(Listener):
+    """Callbacks on epochs, and on places where the state is whole, too; the defaults do nothing."""
+
+    def epoch_begins(self) -> None:
+        """An epoch begins."""
+        return
+
+    def at_point(self) -> None:
+        """The state is whole: the script is done with a batch or an epoch, or saves."""
+        return
+
+    def arrived(self) -> None:
+        """A resumed run has come to its saved position, and has loaded the state."""
+        return
+
+
 def overriding(listeners: Sequence[Listener], method: str) -> list[Callable[..., Any]]:
-    """Return `method` of those listeners that do something there."""
+    """Return `method` of those listeners that override it."""
     default = getattr(Listener, method)
-    return [getattr(one, method) for one in listeners if getattr(type(one), method) is not default]
+    overriders = [own for own in listeners if getattr(type(own), method) is not default]
+    return [getattr(own, method) for own in overriders]

@@ -5,14 +5,13 @@ and gradients are divided by as much after their sum. Where they do not fit into
 is left out and the scale halved; after many steps without, it is doubled. See Micikevicius et al., "Mixed
 Precision Training", ICLR 2018 (arXiv:1710.03740).
 
-`torch.amp.GradScaler` itself divides at the optimizer's step, by calls that the script makes, and one rank
-decides for itself. Here gradients are divided after their sum, before the script sees them, and what is
-looked at is their sum: the same bits on all ranks. The numbers and the kernel are GradScaler's.
+`torch.amp.GradScaler` divides at the optimizer's step, by calls of the script, and each rank decides for
+itself. Here gradients are divided after their sum, before the script sees them, and their sum is checked:
+the same bits on all ranks. The numbers and the kernel are GradScaler's.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,16 +35,12 @@ _MOST = 2.0**100
 
 
 class Scaler(Listener):
-    """Scales losses, divides gradients by as much, and says which steps are left out.
+    """Scales losses, divides gradients by as much, and skips steps whose gradients are not finite.
 
-    Args:
-        group: all ranks, which have to agree where models are split over them; `None` for a single one.
-        device: what this rank computes on.
-        warn: tells the user what must not be missed, on the main rank.
-        log: records values of the current step.
+    `group` has all ranks, which agree where models are split over them.
 
     Attributes:
-        scale: what losses are multiplied with now.
+        scale: the current factor of losses.
     """
 
     def __init__(
@@ -64,25 +59,28 @@ class Scaler(Listener):
     # --- a backward pass -------------------------------------------------------------------------
 
     def before_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Scale gradients that wait for more, as they may where there is one replica."""
+        """Scale gradients that are being accumulated, as with one replica."""
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:
                 torch._foreach_mul_(waiting, self.scale)
 
     def after_backward(self, models: Iterable[WrappedModel]) -> None:
-        """The gradients of `models` are summed: divide them by the scale, and see if they are finite."""
+        """Divide the summed gradients of `models` by the scale, and check if they are finite."""
         for model in models:
             self._found[id(model)] = found = self._unscale(gradients_of(model))
             if model.is_split and self._group is not None:
-                found[:] = [self._agree(found)]
+                # Each rank has another part of the gradients.
+                result = torch.zeros((), device=self._device)
+                for own in found:
+                    result = torch.maximum(result, own.to(self._device))
+                dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._group)
+                found[:] = [result]
 
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        groups: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
-            list
-        )
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in gradients:
-            groups[gradient.device, gradient.dtype].append(gradient)
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         found = []
         for (device, _), ours in groups.items():
             found.append(torch.zeros((), device=device))
@@ -90,21 +88,13 @@ class Scaler(Listener):
             torch._amp_foreach_non_finite_check_and_unscale_(ours, found[-1], inverse)
         return found
 
-    def _agree(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what any rank has found: each has another part of the gradients."""
-        mine = torch.zeros((), device=self._device)
-        for one in found:
-            mine = torch.maximum(mine, one.to(self._device))
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
-        return mine
-
     # --- a step ----------------------------------------------------------------------------------
 
     def skips(self, models: Iterable[WrappedModel]) -> bool:
-        """Whether an optimizer of `models` is to leave out the step that it is asked for.
+        """Whether an optimizer of `models` skips its step, since gradients are not finite.
 
         Raises:
-            NonFiniteLossError: if the scale can do nothing about it.
+            NonFiniteLossError: if the scale is at its least.
         """
         found = any(one.item() for model in models for one in self._found.get(id(model), ()))
         if found and self.scale <= LEAST:
@@ -117,7 +107,7 @@ class Scaler(Listener):
         return found
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Step number `step` is done: choose the scale of the next one."""
+        """Choose the scale of the step after number `step`."""
         before = self.scale
         if self._skipped:
             self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
@@ -136,14 +126,14 @@ class Scaler(Listener):
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, float]:
-        """Return what the decisions of the steps to come depend on."""
+        """Return the scale, and the number of steps since it was changed."""
         return {"scale": self.scale, "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take what `state_dict` returned."""
+        """Load a `state_dict`."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
 def gradients_of(model: WrappedModel) -> list[torch.Tensor]:
-    """Return this rank's gradients; of a sharded one its part."""
+    """Return this rank's gradients, or its parts of them."""
     return [local(p.grad) for p in model.parameters if p.grad is not None]

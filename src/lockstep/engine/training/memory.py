@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -21,7 +20,7 @@ from lockstep.state.files.run_file import Identity
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
-#: Which of its launcher's ranks a worker is, and how many they are: `index/count`.
+#: Number of a worker among its launcher's ranks, and their number: `index/count`.
 SLOT_VARIABLE = "LOCKSTEP_SLOT"
 
 
@@ -30,12 +29,9 @@ class Memory:
     """The launcher's memory, as one of its ranks sees it.
 
     Attributes:
-        page: what the ranks of the launcher see of each other.
-        slot: where this rank says where it stands.
-        snapshots: the state of the run.
-        schedule: when snapshots are taken.
-        losses: where this rank's losses go.
-        losses_before: those of this launcher's ranks in earlier generations of the run, by key.
+        page: shared by the ranks of the launcher.
+        slot: this rank's part of the page.
+        losses_before: losses of this launcher's ranks in earlier generations of the run, by key.
     """
 
     page: StatusPage
@@ -49,18 +45,14 @@ class Memory:
     def find(
         environ: Mapping[str, str], rendezvous: RankRendezvous, identity: Identity, ahead: int
     ) -> Memory | None:
-        """Return the memory that the launcher has made; `None` without one, as under `torchrun`.
+        """Return the launcher's memory; `None` without one, as under `torchrun`.
 
-        Args:
-            environ: the environment of this process.
-            rendezvous: rendezvous of the ranks.
-            identity: of the run.
-            ahead: by how many steps ranks may be ahead of the first one.
+        `ahead` is by how many steps ranks may be ahead of rank 0.
         """
         world, run = rendezvous.world, rendezvous.number  # of the runs that this process makes
-        if (place := _place(environ, world)) is None:
+        if (found := _descriptors(environ, world)) is None:
             return None
-        descriptors, index, count = place
+        descriptors, index, count = found
         page = StatusPage(descriptors.page)
         slot = page.slot(index)
         # An earlier run of this process has left its own numbers here.
@@ -80,21 +72,17 @@ class Memory:
             before = {}
         return Memory(page, slot, snapshots, schedule, losses, before)
 
-    def opened(self) -> None:
-        """The run is open: from here on this rank knows what to do when it is asked to end."""
-        self.slot.pid = os.getpid()
-
 
 def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
-    """Return where this rank says where it stands; `None` without a launcher's memory."""
-    place = _place(environ, world)
-    return None if place is None else StatusPage(place[0].page).slot(place[1])
+    """Return this rank's slot on the status page; `None` without a launcher's memory."""
+    found = _descriptors(environ, world)
+    return None if found is None else StatusPage(found[0].page).slot(found[1])
 
 
-def _place(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
-    """Return the launcher's memory, which of its ranks this is, and how many they are."""
+def _descriptors(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
+    """Return the launcher's memory, the number of this rank in it, and the number of ranks."""
     descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
     text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")
-    is_told = text.isdecimal() and number.isdecimal()
-    index, count = (int(text), int(number)) if is_told else (world.local_rank, world.local_size)
+    is_given = text.isdecimal() and number.isdecimal()
+    index, count = (int(text), int(number)) if is_given else (world.local_rank, world.local_size)
     return None if descriptors is None or index >= SLOTS else (descriptors, index, count)

@@ -1,7 +1,7 @@
 """Metrics over all samples: each counted once, summed in tree order, the same on every rank.
 
-What they return is part of where the run stands, and so is what one has seen that is under way: a script
-that resumes after a crash finds the values that it had.
+Their results, and partial sums of a call under way, are part of the position: a script that resumes after
+a crash gets the values that it had.
 """
 
 from __future__ import annotations
@@ -22,38 +22,34 @@ from lockstep.errors import StepError
 from lockstep.state.checkpoint.position import MetricEvent
 
 Value = torch.Tensor | float | int | bool
-#: What a metric may be computed from, one per microbatch; in `run.mean` also with what it weighs.
+#: Item of a metric, one per microbatch; in `run.mean` also a pair of a value and its weight.
 Item = Value | tuple[Value, Value]
 Number = float | int
 
 
-def _alone(_call: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-class _Seen(Protocol):
-    """What a metric has seen of its items on this rank."""
+class _Partial(Protocol):
+    """Partial result of a metric, over the items of this rank."""
 
     def add(self, item: Any, microbatch: Microbatch) -> None:
-        """Take the item of a microbatch."""
+        """Add the item of a microbatch."""
 
     def partial(self) -> Any:
-        """Return what all ranks have seen; all of them call this together."""
+        """Return the partial result of all ranks, which call this together."""
 
     def resume(self, partial: Any) -> None:
-        """Continue from what all ranks had seen."""
+        """Continue from the partial result of all ranks."""
 
     def result(self) -> Any:
-        """Return the metric; all ranks call this together."""
+        """Return the result; all ranks call this together."""
 
 
 class Metrics:
-    """Sums and means of what a script computes per microbatch.
+    """Sums and means of values that a script computes per microbatch.
 
     Args:
-        loop: where the run stands, for the samples behind each value.
-        replicas: number of replicas in all.
-        block: those of this rank.
+        loop: its microbatch says which samples a value belongs to.
+        replicas: number of replicas of all ranks.
+        block: replicas of this rank.
         group: the process group, or `None` for a single rank.
         collective: given a call's name, returns the context of its collective part.
     """
@@ -64,22 +60,23 @@ class Metrics:
         replicas: int,
         block: range,
         group: dist.ProcessGroup | None,
-        collective: Callable[[str], AbstractContextManager[None]] = _alone,
+        collective: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._loop = loop
         self._replicas, self._block = replicas, block
         self._group = group
         self._collective = collective
-        self._under_way: list[tuple[MetricEvent, _Seen]] = []
-        loop.note_partial = self.note_partial
+        self._under_way: list[tuple[MetricEvent, _Partial]] = []
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the mean over all samples, or over what they weigh; of each entry of mappings."""
-        return self._compute("run.mean", items, _Mean(self._columns(), self._columns()))
+        """Return the weighted mean over all samples; of each entry of mappings."""
+        sums, weights = (Columns(self._replicas, self._block, self._group) for _ in range(2))
+        return self._compute("run.mean", items, _Mean(sums, weights))
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
         """Return the sum over all samples, or of whole items of any shape; of each entry of mappings."""
-        return self._compute("run.sum", items, _Sum(self._columns(), per_sample=per_sample))
+        sums = Columns(self._replicas, self._block, self._group)
+        return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))
 
     def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
@@ -110,14 +107,14 @@ class Metrics:
                 seen.add(item, self._loop.require_microbatch(call))
         # Nothing is noted for a resume: a batch that is computed again updates nothing.
         with self._collective(call):
-            everything = seen.partial()
-        assert everything is not None, "a global batch has samples"
-        rows: torch.Tensor = everything[-1]
+            indices_turns_rows = seen.partial()
+        assert indices_turns_rows is not None, "a global batch has samples"
+        rows: torch.Tensor = indices_turns_rows[-1]
         return rows
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Keep an exception of the body: other ranks may have seen all of their items."""
+        """Keep an exception of the body: other ranks may have all of their items."""
         try:
             yield
         except BaseException as error:
@@ -125,9 +122,10 @@ class Metrics:
             raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
-        """Return what `compute` does; during replay, what it returned when the script was here first.
+        """Return `compute()`; during replay its result when the script was here first.
 
-        On a rank's earlier microbatches the call is another one: only ranks with several replicas make it.
+        On a rank's earlier microbatches the call has another name: only ranks with several replicas make
+        it.
         """
         loop = self._loop
         if loop.closed or loop.is_audited:
@@ -147,69 +145,50 @@ class Metrics:
         return value
 
     def _rows(self) -> _Rows:
-        return _Rows(self._group, self._replicas, holds_first=self._block.start == 0)
+        return _Rows(self._group, self._replicas, is_first=self._block.start == 0)
 
-    def _columns(self) -> Columns:
-        return Columns(self._replicas, self._block, self._group)
-
-    def _compute(self, call: str, items: Iterable[Any], seen: _Seen) -> Any:
-        event = self._begin(call)
+    def _compute(self, call: str, items: Iterable[Any], seen: _Partial) -> Any:
+        loop = self._loop
+        loop.approach()
+        event = loop.progress.metric_begins(call)
+        if event.done and event.key is not None:
+            loop.generators.set(event.key)
+        loop.arrive()  # where the run has ended at, or in, this metric
         if event.done:
             return _copy(event.value)
-        self._loop.require_common_point(call)
+        event.key = loop.generators.key
+        loop.require_common_point(call)
         if event.value is not None:
             seen.resume(event.value)
         self._under_way.append((event, seen))
         try:
-            self._see(call, items, seen)
+            self._add(call, items, seen)
             with self._collective(call):
                 value = seen.result()
         except BaseException:
-            self._loop.progress.metric_left(event)
+            loop.progress.metric_left(event)
             raise
         finally:
             self._under_way.pop()
-        self._end(event, value)
+        key = None if loop.generators.key == event.key else loop.generators.key
+        if (
+            key is not None
+        ):  # a resumed run continues with the random numbers after those of the items
+            loop.generators.set(key)
+        loop.progress.metric_ends(event, value, key)
         return _copy(value)
 
-    def _see(self, call: str, items: Iterable[Any], seen: _Seen) -> None:
-        again = self._loop.progress.is_entered_again
+    def _add(self, call: str, items: Iterable[Any], seen: _Partial) -> None:
+        # An item that is computed again in replay is part of the partial result.
+        again = self._loop.progress.is_repeating
         with self._kept():
-            for item, microbatch in self._with_microbatches(call, items, again=again):
-                seen.add(item, microbatch)
-
-    def _begin(self, call: str) -> MetricEvent:
-        """Return a call that begins now; done, if it was before the position that the run resumes from."""
-        self._loop.approach()
-        event = self._loop.progress.metric_begins(call)
-        if not event.done:
-            self._loop.arrive()  # where the run has ended in its evaluation
-            event.key = self._loop.generators.key
-            return event
-        if event.key is not None:
-            self._loop.generators.set(event.key)
-        self._loop.arrive()
-        return event
-
-    def _end(self, event: MetricEvent, value: Any) -> None:
-        key = None if self._loop.generators.key == event.key else self._loop.generators.key
-        if key is not None:
-            self._loop.generators.set(
-                key
-            )  # what its items have drawn behind their loops is not drawn again
-        self._loop.progress.metric_ends(event, value, key)
-
-    def _with_microbatches(
-        self, call: str, items: Iterable[Any], *, again: bool
-    ) -> Iterator[tuple[Any, Microbatch]]:
-        for item in items:
-            microbatch = self._loop.require_microbatch(call)
-            # During replay it has been seen, when its batch was computed first.
-            if not (microbatch.audit or (again and self._loop.is_on_the_way)):
-                yield item, microbatch
+            for item in items:
+                microbatch = self._loop.require_microbatch(call)
+                if not (microbatch.audit or (again and self._loop.is_replaying)):
+                    seen.add(item, microbatch)
 
     def note_partial(self) -> None:
-        """Note what the calls under way have seen, as part of the position; all ranks do so together."""
+        """Store partial sums of the calls under way in the position; all ranks call this together."""
         for event, seen in self._under_way:
             with self._collective(event.call):
                 event.value = seen.partial()
@@ -222,7 +201,7 @@ class _Mean:
         self._sums, self._weights = sums, weights
 
     def add(self, item: Item | Mapping[str, Item], microbatch: Microbatch) -> None:
-        """Add what the samples of a microbatch come to."""
+        """Add the item of a microbatch."""
         for name, value in _named(item).items():
             summed, weight = _weighed(value, microbatch)
             self._sums.add(name, microbatch.replica, summed)
@@ -233,7 +212,7 @@ class _Mean:
         return [self._sums.complete(), self._weights.complete()]
 
     def resume(self, partial: Any) -> None:
-        """Continue from them."""
+        """Continue from these."""
         self._sums.resume(partial[0])
         self._weights.resume(partial[1])
 
@@ -254,7 +233,7 @@ class _Sum:
         self._sums, self._per_sample = sums, per_sample
 
     def add(self, item: Value | Mapping[str, Value], microbatch: Microbatch) -> None:
-        """Add what the samples of a microbatch come to."""
+        """Add the item of a microbatch."""
         for name, value in _named(item).items():
             if self._per_sample:
                 summed: Any = _summed(value, microbatch)
@@ -267,7 +246,7 @@ class _Sum:
         return self._sums.complete()
 
     def resume(self, partial: Any) -> None:
-        """Continue from them."""
+        """Continue from these."""
         self._sums.resume(partial)
 
     def result(self) -> Any:
@@ -276,16 +255,14 @@ class _Sum:
 
 
 class _Rows:
-    """Rows of all samples, with the index of each and its turn."""
+    """Rows of samples, each with its index in the dataset and its turn."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, replicas: int, *, holds_first: bool
-    ) -> None:
-        self._group, self._replicas, self._holds_first = group, replicas, holds_first
+    def __init__(self, group: dist.ProcessGroup | None, replicas: int, *, is_first: bool) -> None:
+        self._group, self._replicas, self._is_first = group, replicas, is_first
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, item: torch.Tensor, microbatch: Microbatch) -> None:
-        """Take the rows of a microbatch."""
+        """Add the rows of a microbatch."""
         _check_rows(item, microbatch)
         size = microbatch.size
         turn = microbatch.step * self._replicas + microbatch.replica
@@ -299,16 +276,15 @@ class _Rows:
         return _joined([part for part in of_all(_joined(self._parts), self._group) if part])
 
     def resume(self, partial: Any) -> None:
-        """Continue from them: one rank holds what all had seen."""
-        if self._holds_first:
+        """Continue from these, which one rank takes for all."""
+        if self._is_first:
             self._parts = [tuple(partial)]
 
     def result(self) -> torch.Tensor:
-        """Return the rows by sample; those that a sampler drew twice, in the order in which they came."""
-        everything = self.partial()
-        if everything is None:
+        """Return the rows in dataset order; those of a sample that was drawn twice, by turn."""
+        if (partial := self.partial()) is None:
             raise StepError("run.gather saw no samples; expected at least one")
-        index, turn, rows = everything
+        index, turn, rows = partial
         by_turn = torch.argsort(turn, stable=True)
         ordered: torch.Tensor = rows[by_turn[torch.argsort(index[by_turn], stable=True)]]
         return ordered
@@ -322,7 +298,7 @@ def _named(item: Any) -> Mapping[str, Any]:
     if not isinstance(item, Mapping):
         return {"": item}
     for name in item:
-        if not isinstance(name, str):  # other ranks and checkpoints would have it as text
+        if not isinstance(name, str):  # other ranks and checkpoints have it as text
             raise StepError(
                 f"a mapping of metrics has the key {name!r}, of type {type(name).__name__}; expected "
                 "names of type str",
@@ -332,7 +308,7 @@ def _named(item: Any) -> Mapping[str, Any]:
 
 
 def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
-    """Return the sum of an item of `run.mean`, and what it weighs: its samples, or as it says."""
+    """Return the weighted sum of an item of `run.mean`, and its weight, by default its samples."""
     if not isinstance(item, tuple):
         return _summed(item, microbatch, mean=True), microbatch.size
     if len(item) != 2:
@@ -341,33 +317,33 @@ def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
             hint="several metrics are a mapping: {'loss': (loss, tokens), 'top1': …}",
         )
     if not microbatch.size:
-        return 0 * _kind(item[0]), 0 * _kind(item[1])
+        return _zero(item[0]), _zero(item[1])
     value, weight = (_number(part) for part in item)
-    return (value * weight if weight else 0 * _kind(item[0])), weight
+    return (value * weight if weight else _zero(item[0])), weight
 
 
 def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
-    """Return the sum of a value over the microbatch's samples; those of a stand-in count nothing."""
+    """Return the sum of a value over the microbatch's samples; 0 for a stand-in."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         _check_rows(value, microbatch)
         value = value[: microbatch.size].detach()
         return _number(value.double().sum() if value.is_floating_point() else value.sum())
     if not microbatch.size:
-        return 0 * _kind(value)
+        return _zero(value)
     number = _number(value)
     return number * microbatch.size if mean else number
 
 
 def _whole(value: Any) -> Any:
-    """Return an item as it is added to others: a number, or a tensor on the CPU."""
+    """Return an item as a number, or as a tensor on the CPU."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return torch.as_tensor(value).detach().cpu()
     return _number(value)
 
 
-def _kind(value: Value) -> Number:
-    """Return one, as a float where the value is one: a stand-in's value may be no number at all."""
-    return 1.0 if isinstance(_number(value), float) else 1
+def _zero(value: Value) -> Number:
+    """Return 0 of the type of `value`, which may be NaN."""
+    return 0.0 if isinstance(_number(value), float) else 0
 
 
 def _number(value: Value) -> Number:
@@ -396,7 +372,7 @@ def _unwrap(values: dict[str, Any]) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Return a value of the script's own: what it does with it must not change what is kept."""
+    """Return a copy for the script, which may change it."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return {name: _copy(one) for name, one in value.items()} if isinstance(value, dict) else value
+    return {n: _copy(own) for n, own in value.items()} if isinstance(value, dict) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,32 +26,29 @@ from lockstep.engine.strategies.single import FrozenModel
 from lockstep.engine.strategies.sync_batchnorm import layers
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.context import Context
+from lockstep.engine.training.faults import Faults
 from lockstep.errors import ModelError
 from lockstep.registry import StrategyEntry, resolve
 from lockstep.state.checkpoint.weights_only import check_fit
 
 
 class Models:
-    """The models of a run.
+    """Wraps modules for the strategy, and adds them to the run's state."""
 
-    Args:
-        context: of the run.
-        state: what the run has been told of; models are added to it.
-        placed: called with each model when it is on its device.
-    """
-
-    def __init__(self, context: Context, state: State, placed: Callable[[nn.Module], None]) -> None:
-        self._context, self._state, self._placed = context, state, placed
-        self._tried = 0  # calls, since one that failed has left keys in the store
-        servers, directory = context.settings.servers, context.record.directory
-        self._servers = Servers(context.rendezvous, servers, directory, context.threads)
+    def __init__(self, context: Context, state: State, faults: Faults | None = None) -> None:
+        self._context, self._state, self._faults = context, state, faults
+        self._tried = (
+            0  # models that were to be wrapped: a failed one has left notes for other ranks
+        )
+        asked, directory = context.settings, context.record.directory
+        self._servers = Servers(context.rendezvous, asked.servers, directory, context.threads)
 
     def add(self, model: Any, keywords: Mapping[str, Any]) -> nn.Module:
-        """Check, place and wrap `model`, a module or a list of them; return what the script is to call.
+        """Check, place and wrap `model`, a module or a list of them; return the module to be called.
 
         Raises:
-            ModelError: if it is no module, belongs to the run already, or differs between ranks.
-            ExactnessError: for a setting that breaks the promise.
+            ModelError: if it is no module, part of the run already, or differs between ranks.
+            ExactnessError: for a setting that makes the result depend on the layout.
         """
         module, before = as_module(model), self.exactness
         if any(module in (known.module, known.wrapped) for known in self._state.models):
@@ -64,7 +61,8 @@ class Models:
         extra = {k: v for k, v in module.state_dict().items() if not isinstance(v, torch.Tensor)}
         check_savable(type(module).__name__, extra)
         self._place(module)
-        self._placed(module)
+        if self._faults is not None:
+            self._faults.damage(module)
         # What a strategy draws must not change what the next model starts from.
         with undisturbed(), self._context.collectives.collective("run.model"):
             self._tried += 1
@@ -107,25 +105,25 @@ class Models:
 
     @property
     def exactness(self) -> str:
-        """Class of the run with its models."""
+        """Class of exactness of the run, with its models."""
         return self._context.exactness(*(model.exactness for model in self._state.models))
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
-        """Give a model of the run other weights.
+        """Load weights into a model of the run.
 
         Raises:
-            ModelError: if it is not clear which one is meant, or they don't fit it.
+            ModelError: if `model` is none of the run's, or the weights don't fit it.
         """
-        found = self.find(model)
-        state = found.state()
-        check_fit(type(found.module).__name__, state, weights)
-        found.load({**state, **weights})
+        wrapped = self.find(model)
+        state = wrapped.state()
+        check_fit(type(wrapped.module).__name__, state, weights)
+        wrapped.load({**state, **weights})
 
     def find(self, model: nn.Module | None) -> WrappedModel:
-        """Return the wrapper of `model`, or of the only model there is.
+        """Return the wrapped `model`, by default the only one.
 
         Raises:
-            ModelError: if it is not clear which one is meant.
+            ModelError: if `model` is none of the run's, or missing and there are several.
         """
         models = self._state.models
         if model is None and len(models) == 1:

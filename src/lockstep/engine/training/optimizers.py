@@ -28,15 +28,10 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
 
 
-class _Draws:
-    """Random numbers of what acts once per step: the same on all ranks, whose last replicas differ.
+class _StepRandomness:
+    """Random numbers of an optimizer's or scheduler's step: the same on all ranks.
 
-    What surrounds the step draws on as if nothing had been drawn.
-
-    Args:
-        loop: where the run stands.
-        purpose: of the keys.
-        index: which of the run's optimizers or schedulers acts.
+    Those of the code around the step are as without it.
     """
 
     def __init__(self, loop: Loop, purpose: str, index: int) -> None:
@@ -44,27 +39,21 @@ class _Draws:
         self._step, self._calls = -1, 0
 
     def during(self, act: Callable[[], Any]) -> Any:
-        """Return what `act` does, which draws under a key of the step."""
+        """Return `act()`, with generators at a key of the step."""
         step = self._loop.updates
         self._calls = self._calls + 1 if self._step == step else 0
         self._step = step
-        numbers = (step, self._index, self._calls)
         with undisturbed():
-            set_key(self._loop.generators.of_step(self._purpose, *numbers))
+            key = self._loop.generators.of_step(self._purpose, step, self._index, self._calls)
+            set_key(key)
             return act()
 
 
 class _Gate:
-    """What is known of an optimizer between its steps.
-
-    Args:
-        optimizer: what the script has made.
-        loop: where the run stands.
-        models: those that the run holds.
-        index: which of the run's optimizers it is, from 1.
+    """An optimizer's checks and its update, once per global batch.
 
     Attributes:
-        own: the models whose parameters it has.
+        own: the models whose parameters the optimizer has.
         ids: of these parameters.
     """
 
@@ -77,12 +66,14 @@ class _Gate:
         self._groups: list[dict[str, Any]] = []
         self._asked: Microbatch | None = None
         self._settings: list[Any] = []
-        self._draws = _Draws(loop, keys.OPTIMIZER, index)
-        self._is_torchs = _is_torchs(optimizer) and _steps_as_its_class(optimizer)
-        self.look()
+        self._randomness = _StepRandomness(loop, keys.OPTIMIZER, index)
+        # Without a `step` that the script has put in its place; schedulers wrap it.
+        own = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        self._is_torchs = _is_torchs(optimizer) and not own
+        self.update_groups()
 
-    def look(self) -> None:
-        """Take note of the optimizer's parameters, where groups were added to it or removed.
+    def update_groups(self) -> None:
+        """Read the optimizer's parameters, where the script has added or removed groups.
 
         Raises:
             ModelError: if the run cannot let it step.
@@ -121,16 +112,16 @@ class _Gate:
             return
         has_others = not (microbatch.first and microbatch.last)  # of this batch, on this rank
         if has_others:
-            self._check_all_asked(microbatch, asked)
+            self._check_every_microbatch(microbatch, asked)
         for model in self.own:
             model.stepped(self.ids)
         if has_others:
             self._check_settings(microbatch)
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Let the optimizer act; `act` is its own step."""
+        """Update the parameters by `act`, the optimizer's own step."""
         if not self._is_torchs or _has_hooks(self._optimizer):
-            act = functools.partial(self._draws.during, act)
+            act = functools.partial(self._randomness.during, act)
         update = functools.partial(self.own[0].update, act) if len(self.own) == 1 else act
         for model in self.own:
             if model.versions is not None:
@@ -142,8 +133,8 @@ class _Gate:
                 self._loop.stepped(model)
         return result
 
-    def _check_all_asked(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
-        """Refuse steps in some microbatches of a batch only, as scripts make them that accumulate."""
+    def _check_every_microbatch(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
+        """Refuse steps in some microbatches of a batch only, as of scripts that accumulate gradients."""
         if microbatch.first:
             is_missed, replica = asked is not None and not asked.last, -1
         else:
@@ -175,13 +166,8 @@ class _Gate:
 
 
 def _is_torchs(value: object) -> bool:
-    """Whether the class of an optimizer or scheduler is torch's own: those draw nothing."""
+    """Whether the class of an optimizer or scheduler is torch's own, which draws no random numbers."""
     return type(value).__module__.startswith("torch.optim.")
-
-
-def _steps_as_its_class(optimizer: Optimizer) -> bool:
-    """Whether the script has put nothing in the place of the `step` of its class; schedulers wrap it."""
-    return "step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -194,7 +180,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 class _NoScaler:
-    """What `torch.amp.GradScaler` finds when it asks if an optimizer can unscale: an error that helps."""
+    """Raises an error with a hint where `torch.amp.GradScaler` asks if the optimizer can unscale."""
 
     def __bool__(self) -> bool:
         raise StepError(
@@ -212,15 +198,12 @@ def gate_optimizer(
     index: int,
     scaler: Scaler | None = None,
 ) -> OptimizerT:
-    """Let `optimizer.step()` act once per global batch: on its last microbatch.
+    """Make `optimizer.step()` act once per global batch, on its last microbatch; return the optimizer.
 
     With a scaler, a step whose gradients are not finite counts as one, and changes nothing.
 
-    The optimizer stays the object it is, so that schedulers and scripts find what they expect.
-
     Raises:
-        ModelError: if it holds a parameter of no model that the run holds, or has a state that cannot be
-            saved.
+        ModelError: if a parameter belongs to no model of the run, or the state cannot be saved.
     """
     _check_state(optimizer, index)
     gate = _Gate(optimizer, loop, models, index)
@@ -234,13 +217,13 @@ def gate_optimizer(
             )
         loop.first_error.check()
         try:
-            gate.look()
+            gate.update_groups()
             gate.check()
             if not loop.acts_now():
                 return None
-            loop.finish_buffers()  # those of averages, too, which a hook may update
+            loop.finish_buffers()  # also of averages, which a hook may update
             loop.updated()
-            if loop.is_on_the_way or (scaler is not None and scaler.skips(gate.own)):
+            if loop.is_replaying or (scaler is not None and scaler.skips(gate.own)):
                 # torch's schedulers warn where they find that no step came before theirs.
                 self._opt_called = True  # type: ignore[attr-defined]
                 return None
@@ -258,11 +241,7 @@ def gate_optimizer(
 
 
 def _check_state(optimizer: Optimizer, index: int) -> None:
-    """Refuse an optimizer whose state cannot be saved, or not be given to its parameters.
-
-    Raises:
-        ModelError: naming what is missing, or the value.
-    """
+    """Refuse an optimizer whose state cannot be saved and loaded."""
     state, name = optimizer.state_dict(), type(optimizer).__name__
     missing = [key for key in ("state", "param_groups") if key not in state]
     if missing:
@@ -276,11 +255,7 @@ def _check_state(optimizer: Optimizer, index: int) -> None:
 
 
 def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
-    """Refuse an optimizer of several models where one of them must have its own.
-
-    Raises:
-        ModelError: if there is one.
-    """
+    """Refuse an optimizer of several models where one of them must have its own."""
     mixed = all(model.mixes for model in own)
     alone = [model for model in own if (model.is_split and not mixed) or model.steps_locally]
     if alone and len(own) > 1:
@@ -292,11 +267,7 @@ def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) 
 
 
 def _check_removed(optimizer: Optimizer, index: int) -> None:
-    """Refuse state of parameters whose group was removed: `state_dict` has no number for them.
-
-    Raises:
-        ModelError: if there is some.
-    """
+    """Refuse state of parameters whose group was removed: `state_dict` has no number for them."""
     own = {p for group in optimizer.param_groups for p in group["params"]}
     removed = sum(isinstance(p, torch.Tensor) and p not in own for p in optimizer.state)
     if removed:
@@ -311,7 +282,7 @@ def _check_removed(optimizer: Optimizer, index: int) -> None:
 def _models_of(
     optimizer: Optimizer, models: Sequence[WrappedModel], index: int
 ) -> list[WrappedModel]:
-    # The module's own may be whole ones that were gathered for a pass.
+    # The module's parameters may be whole ones that were gathered for a pass.
     owner = {
         id(p): model for model in models for p in (*model.module.parameters(), *model.parameters)
     }
@@ -327,16 +298,14 @@ def _models_of(
 
 
 def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
-    """Let `scheduler.step()`, of the run's scheduler `index`, act once per global batch in a loop.
+    """Make `scheduler.step()`, of the run's scheduler `index`, act once per global batch in a loop.
 
-    Outside of loops every call acts.
-
-    The object gets a class of its own, below the one it had: an attribute would be part of what its
-    `state_dict()` returns.
+    Outside of loops every call acts. The object gets a subclass of its class: an attribute would be part
+    of its `state_dict()`.
 
     Raises:
-        StepError: if it has no `step`, or cannot save and load its state.
-        ModelError: if its state has values that cannot be saved.
+        StepError: if the scheduler has no `step`, or cannot save and load its state.
+        ModelError: if the state has values that cannot be saved.
     """
     own = type(scheduler)
     for method in ("step", "state_dict", "load_state_dict"):
@@ -344,17 +313,17 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
             raise StepError(f"{own.__name__} has no {method}(); expected a scheduler")
     check_savable(own.__name__, scheduler.state_dict())  # type: ignore[attr-defined]
     act = own.step  # type: ignore[attr-defined]
-    draws = _Draws(loop, keys.SCHEDULER, index)
+    randomness = _StepRandomness(loop, keys.SCHEDULER, index)
     calls_script = isinstance(scheduler, lr_scheduler.LambdaLR | lr_scheduler.MultiplicativeLR)
     may_draw = calls_script or not _is_torchs(scheduler)
 
     @functools.wraps(act)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # During replay it has been done: what it led to is loaded.
-        if not loop.acts_now() or loop.is_on_the_way:
+        # During replay its effect is part of the loaded state.
+        if not loop.acts_now() or loop.is_replaying:
             return None
         own_step = functools.partial(act, self, *args, **kwargs)
-        return draws.during(own_step) if may_draw else own_step()
+        return randomness.during(own_step) if may_draw else own_step()
 
     named = {"step": step, "__module__": own.__module__, "__qualname__": own.__qualname__}
     named["__slots__"] = ()  # as large as its class, or Python would not let it change
@@ -366,7 +335,7 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
 
 
 def listed(parameters: Any) -> list[torch.Tensor]:
-    """Return the parameters of a model, or what a script has given in the place of one, as a list."""
+    """Return the parameters of a model, a tensor, or an iterable of tensors as a list."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -378,7 +347,7 @@ def clip(
     norm_type: float,
     models: Sequence[WrappedModel],
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`, and return the norm before.
+    """Scale gradients so that their total norm is at most `max_norm`; return the norm before.
 
     Raises:
         ModelError: if they belong to several models of which one is split over ranks.

@@ -21,21 +21,20 @@ from lockstep.settings import Settings
 from lockstep.world import World
 from lockstep.world.groups import keep
 
-#: What the dimensions of the mesh are called.
+#: Names of the mesh's dimensions.
 NAMES = ("data", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Where this rank stands among the others.
+    """Position of this rank in the mesh.
 
     Attributes:
-        mesh: the ranks as a rectangle.
-        row: which of the models this rank holds a part of.
-        column: which part.
-        replicas: number of replicas in all.
-        block: those of this rank's model.
-        forest: the tree nodes of the ranks that hold the same part.
+        row: number of the model that this rank has a part of.
+        column: number of the part.
+        replicas: number of replicas of all ranks.
+        block: replicas of this rank's model.
+        forest: tree nodes of the ranks in this column.
     """
 
     mesh: Mesh
@@ -47,7 +46,7 @@ class ParallelDims:
 
     @staticmethod
     def of(mesh: Mesh, rank: int, replicas: int) -> ParallelDims:
-        """Return the dimensions of `replicas` replicas on `mesh`, as `rank` sees it.
+        """Return the position of `rank` in `mesh`.
 
         Raises:
             UsageError: if there are fewer replicas than models.
@@ -58,7 +57,7 @@ class ParallelDims:
 
     @property
     def ranks_of_row(self) -> range:
-        """The ranks that hold this rank's model together."""
+        """The ranks that share this rank's model."""
         return range(self.row * self.mesh.model, (self.row + 1) * self.mesh.model)
 
 
@@ -67,9 +66,9 @@ class Groups:
     """The process groups of this rank.
 
     Attributes:
-        everyone: all ranks; `None` for a single one that needs no group.
-        data: those that hold the same part of a model; `None` as before.
-        mesh: torch's own view of them, where models are spread or sharded.
+        everyone: all ranks; `None` for a single rank that needs no group.
+        data: the ranks of this column; `None` as before.
+        mesh: torch's DeviceMesh, where models are spread or sharded.
     """
 
     everyone: dist.ProcessGroup | None
@@ -80,7 +79,7 @@ class Groups:
     def of(
         everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
     ) -> Groups:
-        """Make the groups; all ranks do so together."""
+        """Make the groups; all ranks call this together."""
         if everyone is None or not STRATEGIES.find(strategy).meshed:
             return Groups(everyone, everyone, None)
         settings: dict[str, Any] = {}
@@ -93,27 +92,13 @@ class Groups:
         data = everyone if mesh.model == 1 else made.get_group("data")
         return Groups(everyone, data, made)
 
-    def require_mesh(self, strategy: str) -> DeviceMesh:
-        """Return torch's view of the ranks.
-
-        Raises:
-            UsageError: with a strategy that gives each rank a whole model.
-        """
-        if self.mesh is None:
-            raise UsageError(
-                f"run.mesh was asked for with strategy={strategy}; expected one that "
-                "shards or spreads models",
-                hint=", ".join(STRATEGIES.where(lambda entry: entry.meshed)),
-            )
-        return self.mesh
-
 
 def choose_mesh(settings: Settings, world: World) -> Mesh:
     """Return the mesh of a run.
 
     Raises:
         UsageError: if strategy, mesh, number of ranks and of servers cannot go together, or a setting
-            has nothing that it could set.
+            would have no effect.
     """
     strategy = STRATEGIES.find(settings.strategy)
     if strategy.one_rank and world.size > 1:
@@ -135,7 +120,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 
 
 def _check_servers(settings: Settings, world: World) -> None:
-    """Refuse a parameter server's settings where there is none, or none could be."""
+    """Refuse settings of parameter servers that do not go together."""
     strategy, late = settings.strategy, settings.staleness
     if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)
@@ -155,7 +140,7 @@ def _check_servers(settings: Settings, world: World) -> None:
 
 
 def _check_exchange(strategy: StrategyEntry, name: str) -> None:
-    """Refuse an exchange that the strategy cannot go with."""
+    """Refuse an exchange that the strategy cannot use."""
     exchange = EXCHANGES.find(name)
     if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
         raise UsageError(
@@ -182,11 +167,11 @@ def _check_averages(settings: Settings) -> None:
 
 
 def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device: str) -> str:
-    """Return the name of the exchange to use where there are several ranks.
+    """Return the name of the exchange of several ranks.
 
     Raises:
-        UsageError: for one that cannot work here.
-        ExactnessError: for one that breaks the promise.
+        UsageError: for an exchange that does not work here.
+        ExactnessError: for one that makes the result depend on the layout.
     """
     strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
     reasons = {

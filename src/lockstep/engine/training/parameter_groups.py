@@ -11,13 +11,13 @@ import torch
 
 #: A parameter group, as an optimizer has it.
 Group = dict[str, Any]
-#: Values that are kept as they are; those of unknown kinds are not compared.
+#: Types of values that are compared as they are; unknown types are not compared.
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _EXACTLY = frozenset(_PLAIN)  # quicker to look up
 
 
 def settings_of(groups: Sequence[Group]) -> list[Group]:
-    """Return copies of parameter groups, to be compared later; parameters are not copied."""
+    """Return copies of parameter groups, to be compared later; parameters are shared."""
     copies = [dict(group) for group in groups]
     for group in copies:
         for name, value in group.items():

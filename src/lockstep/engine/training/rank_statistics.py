@@ -62,7 +62,7 @@ class RankStatistics(Listener):
         """A loop over a loader begins: see what variables hold, unless it is in a metric or a batch."""
         loop = self._loop
         is_outermost = loop.microbatch is None and not loop.progress.open_metrics
-        if not self._looks or not is_outermost or loop.is_on_the_way:
+        if not self._looks or not is_outermost or loop.is_replaying:
             return
         self._loops[loader] += 1
         frame = _of_loop(sys._getframe(1)) if self._loops[loader] <= _LOOPS else None

@@ -1,8 +1,9 @@
-"""Metrics of `lockstep.Run`: over all samples of all ranks, the same on every layout."""
+"""Metrics of `lockstep.Run`, the same on every layout; and its other calls that ranks make together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lockstep.engine.training.run_properties import RunProperties
 
 
 class RunMetrics(RunProperties):
-    """The metrics of a run."""
+    """The metrics of a run, and the order of its ranks."""
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
         """Return the mean over all samples of all ranks.
@@ -67,3 +68,13 @@ class RunMetrics(RunProperties):
             StepError: inside a microbatch, with several replicas; or for a result of another shape.
         """
         return self._session.metrics.all_gather(function, batch).to(self.device)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context: its body runs on the main rank, then one rank per node, then the others."""
+        self._loop.require_common_point("run.main_process_first", of_models=False)
+        return self._session.rank_order.first()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called it."""
+        self._loop.require_common_point("run.barrier", of_models=False)
+        self._session.barrier()

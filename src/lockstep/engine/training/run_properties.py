@@ -12,7 +12,8 @@ from lockstep.engine.layout.replicas import share
 from lockstep.engine.recovery.script_state import ScriptState
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.session import Session
-from lockstep.errors import StepError
+from lockstep.errors import StepError, UsageError
+from lockstep.registry import STRATEGIES
 from lockstep.world import World
 
 
@@ -64,7 +65,7 @@ class RunProperties:
         """
         self._require_open("run.state")
         registered = self._session.state.registered
-        count = 1 + sum(isinstance(one, ScriptState) for one in registered.values())
+        count = 1 + sum(isinstance(value, ScriptState) for value in registered.values())
         own = name or ("state" if count == 1 else f"state-{count}")
         state = ScriptState(own, values, self.device)
         self._session.register(own, state)
@@ -148,7 +149,13 @@ class RunProperties:
             UsageError: if the strategy gives each rank a whole model.
         """
         context = self._session.context
-        return context.groups.require_mesh(context.settings.strategy)
+        if context.groups.mesh is None:
+            raise UsageError(
+                f"run.mesh was asked for with strategy={context.settings.strategy}; expected one that "
+                "shards or spreads models",
+                hint=", ".join(STRATEGIES.where(lambda entry: entry.meshed)),
+            )
+        return context.groups.mesh
 
     @property
     def exactness(self) -> str:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch import nn
 from torch.nn.utils import prune
 
-from lockstep import unknown_variables as variables
+from lockstep import unknown_variables
 from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
 from lockstep.engine.recovery import checkpointing
@@ -51,26 +50,9 @@ _PATIENCE = 10.0
 
 
 class Session:
-    """A run from the rendezvous of its ranks to its end.
+    """A run in this process, from the rendezvous of its ranks to its end; its parts are attributes."""
 
-    Args:
-        settings: what is asked for.
-        world: rank and rendezvous of this process.
-        store: a store that all ranks have, of the script's own.
-
-    Attributes:
-        context: what all parts of the run know of it.
-        state: the models and all else that the run has been told of.
-        loop: where the run stands.
-        models: takes models into the run.
-        loaders: makes loaders.
-        backward: runs backward passes.
-        metrics: sums over samples.
-        rank_order: says which rank goes first.
-        call_sites: of what the script gives to the run.
-    """
-
-    #: whether a run was asked to end when it had, so that the next one is
+    #: Whether a run was asked to end when it had ended already: the next one is asked, too.
     _stops: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, world: World, store: dist.Store | None = None) -> None:
@@ -86,91 +68,65 @@ class Session:
         set_key(keys.derive(settings.seed, keys.INIT))
 
     def _begin(self) -> None:
-        """Make the parts, and let the loop begin, or resume from the newest state."""
-        context, record = self.context, self.context.record
-        self.state = State()
-        averages = Averages(context.of_model(-1), self.state.models)
-        self._averages, self._faults = averages, Faults.of(os.environ, context.world)
-        seed, models = context.settings.seed, self.state.models
-        listeners = self._listeners()
-        self.loop = Loop(seed, context.replicas, models, listeners)
-        self._variables = CarriedVariables(self.loop, self.state, context.world, record.warn)
-        listeners.append(self._variables)
-        self.loop.at_arrival = self._variables.arrived
-        self.loop.followed, self.loop.warn = averages.followed, record.warn
-        every = audit_steps(context.settings.audit)
-        if every is not None and context.settings.exact and context.replicas > 1:
-            self.loop.audit = Audit(context, self.state, every, self._variables.observe)
-        self.models = Models(context, self.state, self._damage)
-        self.loaders = Loaders(context, self.loop)
-        self._variables.loaders = self.loaders.made
-        self.call_sites = CallSites(self.loop)
-        self.backward = Backward(context, self.state, self.loop, self._faults)
-        if context.memory is not None and context.settings.exact:
-            losses, before = context.memory.losses, context.memory.losses_before
-            self.backward.recomputed = Recomputed(losses, before, record.warn_anywhere)
-        if context.replicas > 1:
-            observe, backward = self._variables.observe, self.backward
-            listeners.append(
-                RankStatistics(
-                    self.loop, context.world, observe, lambda: backward.passes, record.warn
-                )
-            )
-        block, data, collective = (
-            context.dims.block,
-            context.groups.data,
-            context.collectives.collective,
+        """Make the parts, and begin the run, or resume it from the newest state."""
+        context, record, settings = self.context, self.context.record, self.context.settings
+        self.state = state = State()
+        faults = Faults.of(os.environ, context.world)
+        self._averages = Averages(context.of_model(-1), state.models)
+        self.loop = loop = Loop(
+            settings.seed,
+            context.replicas,
+            state.models,
+            followed=self._averages.followed,
+            first_error=context.first_error,
         )
-        self.metrics = Metrics(self.loop, context.replicas, block, data, collective)
-        self.rank_order = RankOrder(context.world, context.store, context.heartbeat)
-        context.collectives.fails = self.loop.fails
-        record.bind(self.loop, self.digests)
-        with context.rendezvous.reporting_failure():
-            self._checkpointing = checkpointing.begin(
-                context, self.state, self.loop, self._variables
+        self._variables = variables = CarriedVariables(loop, state, context.world, record.warn)
+        every = audit_steps(settings.audit)
+        if every is not None and settings.exact and context.replicas > 1:
+            loop.audit = Audit(context, state, every, variables.observe)
+        self.models = Models(context, state, faults)
+        self.loaders = Loaders(context, loop)
+        variables.loaders = self.loaders.made
+        self.call_sites = CallSites(loop)
+        self.backward = backward = Backward(context, state, loop, faults)
+        if context.memory is not None and settings.exact:
+            losses, before = context.memory.losses, context.memory.losses_before
+            backward.recomputed = Recomputed(losses, before, record.warn_anywhere)
+        dims, collective = context.dims, context.collectives.collective
+        self.metrics = Metrics(loop, dims.replicas, dims.block, context.groups.data, collective)
+        self.rank_order = RankOrder(context.world, context.connection.store, context.heartbeat)
+        record.bind(loop, self.digests)
+        listeners: list[Listener | None] = [record, context.heartbeat, self._averages]
+        listeners.append(context.watchdog)
+        if settings.precision == "fp16":
+            state.scaler = Scaler(context.group, context.device, record.warn, record.log)
+            listeners.append(state.scaler)
+        listeners.append(variables)
+        if context.replicas > 1:
+            observe, world = variables.observe, context.world
+            listeners.append(
+                RankStatistics(loop, world, observe, lambda: backward.passes, record.warn)
             )
-        self.loop.at_point, self.loop.at_epoch = self._at_point, self._at_epoch
-        if self._faults is not None and self.loop.is_on_the_way:
-            self._faults.go_on(self.loop.resumed)
-
-    def _listeners(self) -> list[Listener]:
-        """Return what is told of steps and loops."""
-        context = self.context
-        listeners: list[Listener] = [context.record, context.heartbeat, self._averages]
-        if context.watchdog is not None:
-            listeners.append(context.watchdog)
-        if context.settings.precision == "fp16":
-            record = context.record
-            self.state.scaler = Scaler(context.group, context.device, record.warn, record.log)
-            listeners.append(self.state.scaler)
-        return listeners
-
-    def _damage(self, module: nn.Module) -> None:
-        if self._faults is not None:
-            self._faults.damage(module, lambda: self.loop.steps)
-
-    def _at_point(self) -> None:
-        if self._faults is not None:
-            self._faults.after_step(self.loop.steps)
-        self._variables.at_point()
-        self._checkpointing.at_point()
-
-    def _at_epoch(self) -> None:
-        self.state.epoch_begins()
-        self._variables.epoch_begins()
+        with context.rendezvous.reporting_failure():
+            self._checkpointing = checkpointing.begin(context, state, loop, variables, self.metrics)
+        if faults is not None and loop.is_replaying:
+            faults.resume(loop.resumed)
+        # Faults first: a signal at a point is to be heeded there.
+        listeners += [faults, self._checkpointing]
+        loop.listen(listener for listener in listeners if listener is not None)
 
     def open(self) -> None:
-        """Say what runs, on the main rank, and listen to signals from here on."""
+        """Print what runs, on the main rank, and handle signals from here on."""
         context, record = self.context, self.context.record
         self._signals.listen()
         self._variables.opens()
         if context.memory is not None:
-            context.memory.opened()
+            context.memory.slot.pid = os.getpid()  # the launcher may send it signals from here on
         if self._stops:
             self._checkpointing.stop()
         if context.world.environment != "lockstep":  # a launcher says it itself
-            lines = variables.warnings(os.environ)
-            for line in (*lines, *filter(None, [context.resume_info.note])):
+            note = context.resume_info.note
+            for line in [*unknown_variables.warnings(os.environ), *([note] if note else [])]:
                 record.warn(line)
         name, replicas = context.settings.name, context.replicas
         title = fingerprint.title(name, self.models.exactness, replicas, context.world.size)
@@ -185,35 +141,43 @@ class Session:
     # --- what the run asks for -------------------------------------------------------------------
 
     def register(self, name: str, value: Any) -> None:
-        """Count `value` as state of the run."""
+        """Make `value` part of the run's state."""
         self.state.register(name, value)
         self._averages.add(value)
 
     def save(self, best: float | None) -> None:
         """Save the state: in a loop when the script is done with this batch, elsewhere now."""
-        if self.loop.is_in_loop:
-            # Once per batch: a condition on run.step holds on some ranks' earlier microbatches only.
-            if self.loop.acts_now() and not self.loop.is_on_the_way:
+        loop = self.loop
+        if loop.is_in_loop:
+            # Once per batch: a condition on run.step is true on some ranks' earlier microbatches only.
+            if loop.acts_now() and not loop.is_replaying:
                 self._checkpointing.ask(best)
-        elif not self.loop.passes_save():
+            return
+        loop.approach()
+        is_replayed = loop.progress.passes_save()
+        loop.arrive()
+        if not is_replayed:
             self._checkpointing.ask(best)
-            self.loop.point()
+            loop.point()
 
     def digest(self) -> str:
         """Return the digest of all models and registered objects."""
-        self.loop.come_together()
-        if self.loop.microbatch is None:
-            self.loop.settle()
+        self.loop.average_models()
+        self._finish_buffers()
         return digest(self.state.parts().values())
 
     def digests(self) -> dict[str, str]:
         """Return a digest for each model and registered object."""
-        if self.loop.microbatch is None:
-            self.loop.settle()
+        self._finish_buffers()
         return {name: digest([part]) for name, part in self.state.parts().items()}
 
+    def _finish_buffers(self) -> None:
+        if self.loop.microbatch is None:
+            self.loop.first_error.check()
+            self.loop.finish_buffers()
+
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have come here."""
         if self.context.group is not None:
             with self.context.collectives.collective("run.barrier"):
                 dist.barrier(group=self.context.group)
@@ -221,12 +185,11 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> str:
-        """The script is done: agree with the other ranks on the result, record it, and return its digest.
-
-        What the script wanted to be saved is on disk then.
+        """Write what is to be saved, compare results with the other ranks, and return the digest.
 
         Raises:
-            CheckpointError: if it cannot be written, or the script never came to where it was resumed.
+            CheckpointError: if a checkpoint cannot be written, or the script never came to the position
+                that it resumed from.
             DivergenceError: if a rank holds other bits.
             PeerError: if a rank does not come to its end.
         """
@@ -234,7 +197,7 @@ class Session:
         self.loop.first_error.check()
         self.loop.approach()
         self.loop.progress.check_arrived()
-        self.loop.come_together()
+        self.loop.average_models()
         for model in self.state.models if self.loop.is_in_loop else ():
             model.check_between()  # an iterator over a loader may live on
         if self.loop.audit is not None:
@@ -257,17 +220,16 @@ class Session:
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
                 "pass it through run.optimizer(…)"
             )
-        settings = self._settings() if self.models.exactness == "exact" else None
+        settings = None
+        if self.models.exactness == "exact":
+            # What the result follows from, besides the run's identity, its data and the source.
+            settings = [str(model.module) for model in self.state.models]
+            settings += [f"{type(o).__name__} {o.defaults}" for o in self.state.optimizers]
         record.finish(own, time.monotonic() - self._started, used, settings)
         return own
 
-    def _settings(self) -> list[str]:
-        """Return what the result follows from, besides the run's identity, its data and the source."""
-        models = [str(model.module) for model in self.state.models]
-        return [*models, *(f"{type(o).__name__} {o.defaults}" for o in self.state.optimizers)]
-
     def close(self, error: BaseException | None) -> None:
-        """Give back everything; after an error nothing that would wait for other ranks."""
+        """Release everything; after an error without a wait for other ranks."""
         context, audit = self.context, self.loop.audit
         is_scripts = isinstance(error, Exception) and not isinstance(error, LockstepError)
         if is_scripts and audit is not None and (audit.was_left or self.loop.is_audited):
@@ -282,7 +244,7 @@ class Session:
             mpi.fail()
             context.rendezvous.fail(error)
         context.heartbeat.closes(left=failed and isinstance(error, SystemExit))
-        self.loop.close()
+        self.loop.closed = True
         if context.watchdog is not None:
             context.watchdog.close()
         for model in self.state.models:
@@ -302,7 +264,7 @@ class Session:
 
 
 def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError | None:
-    """Return what an error of the script means, where that is more than it says."""
+    """Return an error that explains one of torch's that a script has raised; `None` for others."""
     if not isinstance(error, RuntimeError):
         return None
     if "nested_tensorlist[0].empty()" in str(error) and any(m.several_replicas for m in models):
@@ -321,7 +283,7 @@ def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError 
 
 
 def show_plainly() -> None:
-    """Let an error of the user's be one message instead of a traceback, under plain `python` too."""
+    """Print errors of Lockstep as one message instead of a traceback, under plain `python` too."""
     if sys.excepthook is not sys.__excepthook__:
         return
 

@@ -1,9 +1,8 @@
-"""Watchdog: while this rank waits, ranks that have ended or are stuck are named.
+"""Watchdog: names ranks that have ended or are stuck while this rank waits for them.
 
-A rank that leaves a loop early, ends, or fails says so in the store, and so does one that waits for long.
-A thread of every rank looks there while its own rank makes no progress. Only a thread can: the main one
-waits inside a collective, where Python is not asked. Where ranks disagree the process ends, since nothing
-else ends that wait.
+A rank that leaves a loop early, ends, fails or waits for long writes that to the store. A thread of every
+rank reads it while its own rank makes no progress: the main thread waits inside a collective, where no
+Python runs. Where ranks disagree the process ends, since nothing else ends that wait.
 """
 
 from __future__ import annotations
@@ -33,28 +32,29 @@ _LOOK_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 #: Looks in which two ranks that wait have compared their calls.
 _PATIENT_LOOKS = 3
-#: Ranks that each rank compares itself with: the next ones. If any two differ, so do two in a row.
+#: Each rank compares its calls with those of so many ranks after it: where calls differ anywhere, they
+#: differ between neighbours.
 _COMPARED = 8
 #: Seconds between two signs of life that a rank gives where no launcher of ours watches.
 EVERY = 5.0
 #: Seconds of silence after which a rank counts as lost. Code that keeps the interpreter's lock for long,
 #: such as reading one huge file of JSON, is silent too.
 SILENCE = 120.0
-#: The longest time between two looks that counts: a rank that was stopped has heard nothing meanwhile.
+#: The longest time between two looks that counts: a rank that was stopped has read nothing meanwhile.
 _LONGEST_LOOK = 2 * EVERY
 
 
 class Watchdog(Listener):
-    """Publishes where this rank leaves loops and waits, and looks where the others do.
+    """Writes to the store where this rank leaves loops and waits, and reads what other ranks write.
 
     Args:
         rendezvous: rendezvous of the ranks, with their store.
-        heartbeat: where this rank stands.
-        fail: told of the disagreement, and the line of the script, before the process ends; by default
-            the launcher is.
+        heartbeat: this rank's latest calls.
+        fail: called with the error, and the line of the script, before the process ends; by default it
+            reports them to the launcher.
 
     Attributes:
-        also: what else its thread calls, twice as often as it looks.
+        also: further functions that the thread calls, twice as often as it looks.
     """
 
     def __init__(
@@ -76,17 +76,14 @@ class Watchdog(Listener):
         # A launcher of ours looks itself for ranks that are gone.
         watched = rendezvous.world.environment == "lockstep"
         self._pulse = None if watched else Liveness(self._thread_store, self._rank, size)
-        self._fail = fail or self._tell_launcher
+        self._fail = fail or self._report
         self.also: list[Callable[[], None]] = []
-        self._loops = 0
-        self._step = 0
-        self._collectives = 0
+        self._loops = self._step = self._collectives = 0
         self._outer: list[tuple[str, int]] = []
         self._loop = ""
         self._in_backward = False
         self._row = range(0)
-        self._looks = 0
-        self._moves = 0
+        self._looks = self._moves = 0
         self._seen: dict[int, WaitingRank] = {}
         self._warned = False
         self._stop = threading.Event()
@@ -96,7 +93,7 @@ class Watchdog(Listener):
     # --- the main thread -------------------------------------------------------------------------
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins."""
+        """Begin a loop over a loader."""
         self._outer.append((self._loop, self._collectives))
         self._loops += 1
         # Not by count: the main rank alone may loop over a loader for itself.
@@ -104,32 +101,32 @@ class Watchdog(Listener):
         self._step = self._collectives = 0
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """The loop has come to another microbatch."""
+        """Begin a microbatch."""
         self._step = microbatch.step
         self._leave_backward()
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
-        """A backward pass through `models` begins; on a rank's last microbatch it needs all ranks."""
+        """Begin a backward pass through `models`; on a rank's last microbatch it needs all ranks."""
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
             self._heartbeat.enter("run.backward", (*batch, microbatch.turn, *models))
             self._in_backward = True
 
     def backward_ends(self) -> None:
-        """The backward pass is over; on a rank's last microbatch all ranks have taken part in it."""
+        """End the backward pass; on a rank's last microbatch all ranks have taken part in it."""
         if self._in_backward:
             self._collectives += 1
             self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """Say that this rank is in no backward pass; one that raised an exception is left, too."""
+        """Note that this rank is in no backward pass, also after one that raised an exception."""
         if self._in_backward:
             self._heartbeat.leave()
             self._in_backward = False
 
     @contextlib.contextmanager
     def passing(self, row: range) -> Iterator[None]:
-        """Go through a model of which each rank of `row` has a part, and wait for them."""
+        """Run the body, a pass through a model of which each rank of `row` has a part."""
         before, self._row = self._row, row
         try:
             yield
@@ -137,13 +134,13 @@ class Watchdog(Listener):
             self._row = before
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over."""
+        """End a loop over a loader."""
         self._leave_backward()
         self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._collectives} {early:d}")
         self._loop, self._collectives = self._outer.pop()
 
     def run_ends(self) -> None:
-        """This rank is about to end: it takes part in no further loop."""
+        """Note that this rank takes part in no further loop."""
         self._store.set(f"end/{self._rank}", f"{self._loops} 0 1")
 
     # --- the thread ------------------------------------------------------------------------------
@@ -153,40 +150,43 @@ class Watchdog(Listener):
         while not self._stop.wait(_LOOK_SECONDS / 2):
             wakes += 1
             # To agree on something takes two looks: a request to stop may leave few seconds.
-            self._try(self.also)
+            for function in self.also:
+                self._try(function)
             if wakes % 2:
                 continue
             beat = self._heartbeat.beat
             self._looks = self._looks + 1 if beat == seen else 0
             seen = beat
-            self._try([self._look])
+            self._try(self._look)
 
-    def _try(self, looks: Sequence[Callable[[], None]]) -> None:
-        for look in looks:
-            try:
-                look()
-            except dist.DistError as error:
-                self._lose_store(error)
-            except Exception as error:  # the thread also hears when to save and to stop
-                self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        """Say once that a look has failed."""
-        if not self._warned:
-            self._warned = True
-            told = f"{type(error).__name__}: {error}"
-            sys.stderr.write(f"lockstep: warning: the watchdog of rank {self._rank}: {told}\n")
+    def _try(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except dist.DistError as error:
+            if self._looks and not self._stop.is_set():
+                what = str(error).partition("\n")[0]
+                self._end(
+                    PeerError(f"the store is gone, and with it the rank that hosts it: {what}")
+                )
+        except Exception as error:  # the thread also reads when to save and to stop
+            if not self._warned:
+                self._warned = True
+                what = f"{type(error).__name__}: {error}"
+                sys.stderr.write(f"lockstep: warning: the watchdog of rank {self._rank}: {what}\n")
 
     def _look(self) -> None:
         if self._pulse is not None:
             self._pulse.look()
+        if self._several:  # the launcher sees only its own ranks stand still
+            moves = self._thread_store.add("moves", int(not self._looks))
+            if self._looks and moves != self._moves:
+                self._heartbeat.others_move()
+            self._moves = moves
         if not self._looks:
-            if self._several:
-                self._moves = self._thread_store.add("moves", 1)
             return
-        self._hear_failure()
-        if self._several:
-            self._hear_moves()
+        store = self._rendezvous.store
+        if store.check(["failed"]):
+            self._end(PeerError(store.get("failed").decode()))
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
         row = self._row  # the main thread may continue
@@ -197,31 +197,13 @@ class Watchdog(Listener):
         if self._heartbeat.waits:
             self._compare_calls()
 
-    def _hear_failure(self) -> None:
-        """This rank stands still: has another one failed, which it may wait for in vain?"""
-        store = self._rendezvous.store
-        if store.check(["failed"]):
-            self._end(PeerError(store.get("failed").decode()))
-
-    def _hear_moves(self) -> None:
-        """This rank stands still: tell its launcher, which sees its own ranks alone, if others move."""
-        moves = self._thread_store.add("moves", 0)
-        if moves != self._moves:
-            self._heartbeat.others_move()
-        self._moves = moves
-
-    def _lose_store(self, error: dist.DistError) -> None:
-        if self._looks and not self._stop.is_set():
-            what = str(error).partition("\n")[0]
-            self._end(PeerError(f"the store is gone, and with it the rank that hosts it: {what}"))
-
     def _compare_loops(self, others: Sequence[int]) -> None:
-        """This rank waits in a pass through a model: does another one never come to it?"""
+        """End this rank, which waits in a pass through a model, if another rank never comes to it."""
         for other in others:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
-            # A loop that another rank has been through may be one of its own, before another call: then
-            # comparing calls tells more, and has been tried by now.
+            # A loop that another rank has been through may be its own, before another call: comparing
+            # calls says more then, and comes first.
             counts = left is not None and (left[2] or self._looks > _PATIENT_LOOKS)
             if left is not None and counts and left[1] <= self._collectives:
                 self._end_early(
@@ -235,7 +217,7 @@ class Watchdog(Listener):
                 )
 
     def _compare_calls(self) -> None:
-        """This rank waits: do other ranks that wait, and continue to wait, wait in another call?"""
+        """End this rank, which waits in a call, if another rank waits in a different call."""
         own = WaitingRank(
             rank=self._rank,
             looks=self._looks,
@@ -249,13 +231,12 @@ class Watchdog(Listener):
                 continue
             before, now = self._seen.get(other), WaitingRank.load(self._thread_store.get(key))
             self._seen[other] = now
-            # It has been there since this rank's last look, and was there all the time.
+            # The other rank has been there since this rank's last look.
             stays = before is not None and before.now == now.now and before.looks < now.looks
-            if stays and (error := mismatch(own, now)) is not None and self._still_waits(own):
+            error = mismatch(own, now) if stays else None
+            still_waits = self._heartbeat.waits and self._heartbeat.recent[-1] == own.now
+            if error is not None and still_waits:
                 self._end(error)
-
-    def _still_waits(self, own: WaitingRank) -> bool:
-        return self._heartbeat.waits and self._heartbeat.recent[-1] == own.now
 
     def _read(self, key: str) -> tuple[int, int, int] | None:
         if not self._thread_store.check([key]):
@@ -274,7 +255,7 @@ class Watchdog(Listener):
     def _end(self, error: LockstepError) -> None:
         if self._stop.is_set():
             return  # the main thread has gone on, and is closing the run
-        # What Lockstep and torch do below the script's line is the same for all ranks that wait there.
+        # Frames of Lockstep and torch are the same for all ranks that wait in a line of the script.
         frames = [frame for frame in stacks.of(_main_frame()) if frame.is_users]
         text = "".join(f"  at {frame}\n" for frame in frames)
         print(f"lockstep: error: {error}\n{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
@@ -282,44 +263,35 @@ class Watchdog(Listener):
         self._rendezvous.fail(error)
         os._exit(error.exit_code)
 
-    def _tell_launcher(self, error: LockstepError, frame: stacks.Frame | None) -> None:
+    def _report(self, error: LockstepError, frame: stacks.Frame | None) -> None:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and self._pulse is None:
-            told = error_report.describe(error, self._rank, home=None)
+            report = error_report.describe(error, self._rank, home=None)
             if frame is not None:
-                told = replace(told, file=frame.file, line=frame.line, function=frame.function)
-            error_report.write(told, Path(path))
+                report = replace(report, file=frame.file, line=frame.line, function=frame.function)
+            error_report.write(report, Path(path))
 
     def close(self) -> None:
-        """Stop looking; a look that is under way has no effect any more."""
+        """Stop the thread; a look that is under way has no further effect."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
 
 
 class Liveness:
-    """Signs of life between ranks that no launcher of ours watches.
+    """Heartbeats between ranks that no launcher of ours watches.
 
-    Each rank writes a number now and then, and looks at that of the next rank. A silent one is noticed by
-    the one before it; what that one says ends all others, so that a look costs the same for any size.
-
-    Args:
-        store: where ranks write them.
-        rank: this rank.
-        size: number of ranks.
+    Each rank writes a number now and then, and reads that of the next rank. So a look costs the same for
+    any number of ranks; the rank that finds a silent one ends all others by its error.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store = store
-        self._own = f"alive/{rank}"
-        self._rank = (rank + 1) % size
-        self._next = f"alive/{self._rank}"
-        self._beats = 0
-        self._heard = b""
-        self._silent = 0.0
+        self._store, self._rank = store, (rank + 1) % size
+        self._own, self._next = f"alive/{rank}", f"alive/{self._rank}"
+        self._beats, self._latest, self._silent = 0, b"", 0.0
         self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Give a sign, and look for the next rank's; often called, and seldom does either."""
+        """Write this rank's number and read the next rank's, if `EVERY` seconds have passed."""
         now = time.monotonic()
         passed = now - self._looked
         if passed < EVERY:
@@ -327,12 +299,12 @@ class Liveness:
         self._looked = now
         self._beats += 1
         self._store.set(self._own, str(self._beats))
-        heard = self._store.get(self._next) if self._store.check([self._next]) else b""
-        self._silent = self._silent + min(passed, _LONGEST_LOOK) if heard == self._heard else 0.0
-        self._heard = heard
+        latest = self._store.get(self._next) if self._store.check([self._next]) else b""
+        self._silent = self._silent + min(passed, _LONGEST_LOOK) if latest == self._latest else 0.0
+        self._latest = latest
 
     def lost(self) -> PeerError | None:
-        """Return that the next rank is lost, if it is."""
+        """Return the error of the next rank, if it is lost."""
         if self._silent < SILENCE:
             return None
         return PeerError(
@@ -343,9 +315,9 @@ class Liveness:
 
 
 def _after(rank: int, ranks: range) -> list[int]:
-    """Return those of `ranks` that `rank`, one of them, compares itself with: the next ones, around."""
-    place, size = ranks.index(rank), len(ranks)
-    return [ranks[(place + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
+    """Return the ranks that `rank` compares itself with: the next ones in `ranks`, cyclically."""
+    index, size = ranks.index(rank), len(ranks)
+    return [ranks[(index + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
 
 
 def _main_frame() -> FrameType | None:

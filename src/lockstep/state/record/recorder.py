@@ -55,7 +55,7 @@ class Place(Protocol):
         """The microbatch that is worked on, if any."""
 
     @property
-    def is_on_the_way(self) -> bool:
+    def is_replaying(self) -> bool:
         """Whether the run does again what has been recorded."""
 
 
@@ -230,7 +230,7 @@ class Recorder:
         self._loops.append(trains)
         if trains:
             self.pace.begin()
-        if trains and self._place is not None and not self._place.is_on_the_way:
+        if trains and self._place is not None and not self._place.is_replaying:
             self._progress.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -243,7 +243,7 @@ class Recorder:
         seen, place = self._without_loss.pop(loader, None), self._place
         if seen is None or not seen.size or self._settings.repeats:
             return
-        if place is not None and not place.is_on_the_way:
+        if place is not None and not place.is_replaying:
             trace.seen(place.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ class Recorder:
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)
-        if self._place is None or self._place.is_on_the_way:
+        if self._place is None or self._place.is_replaying:
             return
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)

@@ -39,7 +39,8 @@ def gathered_at(
     schedule = SimpleNamespace(
         due=lambda _: 0, needs_memory=leads, taken=0, prepare=lambda *_: None
     )
-    loop = SimpleNamespace(steps=0, position=position, open_metrics=[])
+    progress = SimpleNamespace(position=lambda _: position, open_metrics=[])
+    loop = SimpleNamespace(steps=0, points=0, progress=progress)
     coordination = SimpleNamespace(at_point=lambda _: None)
     context = SimpleNamespace(
         group=None,
@@ -47,7 +48,7 @@ def gathered_at(
         world=SimpleNamespace(is_main=leads),
         record=SimpleNamespace(warn=lambda _: None, flush=list),
     )
-    made: Any = (context, state, loop, coordination, schedule if launched else None, keeps)
+    made: Any = (context, state, loop, None, coordination, schedule if launched else None, keeps)
     keeper = Checkpointing(*made, aligned=True, apart=False)
     for point in range(1, points + 1):
         state.now = loop.steps = point

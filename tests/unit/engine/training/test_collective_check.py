@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from lockstep.engine.training.collective_check import WaitingRank, check, mismatch
+from lockstep.engine.training.collective_check import WaitingRank, mismatch
 from lockstep.engine.training.heartbeat import Call
 from lockstep.errors import MismatchError
 
@@ -85,9 +83,12 @@ def test_numbers_that_differ_by_themselves_are_no_mismatch() -> None:
     assert mismatch(one, other) is None
 
 
-def test_calls_that_ask_together() -> None:
-    check(["run.barrier\na.py:1 in f", "run.barrier\na.py:2 in f"], 0)
-    with pytest.raises(
-        MismatchError, match=r"rank 2 is in run.mean at b.py:3 in g, rank 0 is in run.ba"
-    ):
-        check(["run.barrier\na.py:1 in f", "run.barrier\na.py:1 in f", "run.mean\nb.py:3 in g"], 2)
+def test_calls_of_a_message_are_compared_like_those_of_the_watchdog() -> None:
+    texts = (b"run.barrier\na.py:1 in f", b"run.barrier\na.py:2 in f", b"run.mean\nb.py:3 in g")
+    ranks = [WaitingRank.of_call(rank, text) for rank, text in enumerate(texts)]
+    assert mismatch(ranks[0], ranks[1]) is None
+    error = mismatch(ranks[2], ranks[0])
+    assert error is not None
+    assert error.message.startswith(
+        "rank 2 is in run.mean at b.py:3 in g, rank 0 is in run.barrier at a.py:1 in f; expected"
+    )

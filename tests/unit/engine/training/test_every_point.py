@@ -421,7 +421,7 @@ def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
 
     def keep(keeper: Checkpointing) -> None:
-        keeper._loop.note_partial()
+        keeper._metrics.note_partial()
         text, tensors = keeper._capture()
         stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
         points.append(Saved(text, stored, "test"))

@@ -29,8 +29,8 @@ def test_a_signal_is_sent_once_to_the_main_rank(monkeypatch):
     )
     faults = of("term@3", rank=0)
     for step in range(1, 6):
-        faults.before_backward(step)
-        faults.after_step(step)
+        faults.step_ends(step, None)
+        faults.at_point()
     assert sent == [signal.SIGTERM]
     assert of("term@3", rank=1) is None
 
@@ -40,9 +40,8 @@ def test_a_signal_after_the_first_of_two_steps_of_a_batch_comes_when_the_batch_i
     monkeypatch.setattr("lockstep.engine.training.faults.os.kill", lambda *_: sent.append(step))
     faults = of("term@3,term@8", rank=0)
     for step in (2, 4, 4, 6, 8, 10):  # a point after each batch, and one after an epoch
-        faults.before_backward(step - 1)
-        faults.before_backward(step)
-        faults.after_step(step)
+        faults.step_ends(step, None)
+        faults.at_point()
     assert sent == [4, 8]
 
 
@@ -50,9 +49,10 @@ def test_a_run_that_goes_on_is_not_sent_the_signals_of_steps_that_are_done(monke
     sent = []
     monkeypatch.setattr("lockstep.engine.training.faults.os.kill", lambda *_: sent.append(step))
     faults = of("term@3,term@9", rank=0)
+    faults.resume(7)
     for step in (8, 10):
-        faults.before_backward(step - 1)
-        faults.after_step(step)
+        faults.step_ends(step, None)
+        faults.at_point()
     assert sent == [10]
 
 

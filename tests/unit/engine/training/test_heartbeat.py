@@ -39,7 +39,7 @@ def test_others_that_move_are_no_move_of_this_rank(slot: Slot) -> None:
     assert slot.beat == before + 1
 
 
-def test_a_meeting_is_entered_and_left(slot: Slot) -> None:
+def test_a_collective_call_is_entered_and_left(slot: Slot) -> None:
     heartbeat = Heartbeat(slot)
     with heartbeat.collective("run.barrier"):
         assert (slot.entered, COLLECTIVES[slot.waiting]) == (1, "run.barrier")
@@ -48,15 +48,15 @@ def test_a_meeting_is_entered_and_left(slot: Slot) -> None:
     assert (slot.entered, slot.waiting, heartbeat.waits) == (1, 0, False)
 
 
-def test_a_meeting_that_fails_is_left(slot: Slot) -> None:
+def test_a_collective_call_that_fails_is_left(slot: Slot) -> None:
     heartbeat = Heartbeat(slot)
     with pytest.raises(ValueError, match="x"), heartbeat.collective("run.mean"):
         raise ValueError("x")
     assert slot.waiting == 0
 
 
-def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
-    """As where layers meet in a backward pass, in which ranks go on waiting."""
+def test_a_call_inside_of_another_returns_to_it(slot: Slot) -> None:
+    """As of layers with collectives in a backward pass, in which ranks continue to wait."""
     heartbeat = Heartbeat(slot)
     inner = functools.partial(heartbeat.collective, "the statistics of BatchNorm")
     heartbeat.enter("run.backward", (0, 1))
@@ -74,7 +74,7 @@ def test_a_meeting_inside_of_another_one_comes_back_to_it(slot: Slot) -> None:
     assert (slot.waiting, heartbeat.waits) == (0, False)
 
 
-def test_an_inner_meeting_that_fails_ends_the_outer_one(slot: Slot) -> None:
+def test_an_inner_call_that_fails_ends_the_outer_call(slot: Slot) -> None:
     heartbeat = Heartbeat(slot)
     heartbeat.enter("run.backward")
     with pytest.raises(ValueError, match="x"), heartbeat.collective("run.mean"):
@@ -82,7 +82,7 @@ def test_an_inner_meeting_that_fails_ends_the_outer_one(slot: Slot) -> None:
     assert not heartbeat.waits
 
 
-def test_a_call_without_a_number_of_its_own_is_some_meeting(slot: Slot) -> None:
+def test_a_call_without_a_number_is_shown_as_some_collective_call(slot: Slot) -> None:
     Heartbeat(slot).enter("a call of tomorrow")
     assert COLLECTIVES[slot.waiting] == "a collective call"
 
@@ -106,7 +106,7 @@ def test_a_second_run_goes_on_counting(slot: Slot) -> None:
     assert slot.entered == 2
 
 
-def test_without_a_launcher_nobody_reads_it() -> None:
+def test_without_a_launcher() -> None:
     heartbeat = Heartbeat.begin(None, {})
     heartbeat.enter("run.barrier")
     assert heartbeat.waits

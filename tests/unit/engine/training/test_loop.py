@@ -13,20 +13,23 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.data.build import LoaderSettings, build
 from lockstep.engine.data.loader import Loader
 from lockstep.engine.layout.replicas import block
+from lockstep.engine.training import listeners
 from lockstep.engine.training.epochs import epochs_left
 from lockstep.engine.training.loop import Loop
 from lockstep.errors import StepError
 
 
-class Listener:
+class Listener(listeners.PointListener):
     def __init__(self) -> None:
         self.loops: list[tuple[Any, ...]] = []
         self.steps: list[int] = []
+        self.points: list[int] = []
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         self.loops.append((loader, epoch, round_))
 
-    def microbatch_begins(self, microbatch: Any) -> None: ...
+    def at_point(self) -> None:
+        self.points.append(len(self.steps))
 
     def step_ends(self, step: int, microbatch: Any) -> None:
         self.steps.append(step)
@@ -35,10 +38,16 @@ class Listener:
         self.loops.append((loader, epoch, round_, step, early))
 
 
+def listened(seed: int, replicas: int, models: list[Any]) -> Loop:
+    loop = Loop(seed, replicas, models)
+    loop.listen([Listener()])
+    return loop
+
+
 def make(
     replicas=4, ranks=1, rank=0, *, length=10, number=0, seed=0, loop=None
 ) -> tuple[Loop, Loader]:
-    loop = loop or Loop(seed, replicas, [], [Listener()])
+    loop = loop or listened(seed, replicas, [])
     settings = LoaderSettings(batch_size=max(4, replicas))
     source = build(
         TensorDataset(torch.arange(length)), settings, replicas, block(replicas, ranks, rank), seed
@@ -167,16 +176,14 @@ class Counting:
 def count_points(every: tuple[int, ...], late: tuple[int, ...]) -> list[int]:
     """After which of 12 batches all models are whole, where some begin to step later than others."""
     models = [Counting(one) for one in every]
-    _, loader = make(1, length=48, loop=(loop := Loop(0, 1, models, [Listener()])))
-    points = []
-    loop.at_point = lambda: points.append(loop.steps)
+    _, loader = make(1, length=48, loop=(loop := listened(0, 1, models)))
     for number, _ in enumerate(loader):
         for model, first in zip(models, late, strict=True):
             if number >= first:
                 loop.updated()
                 model.step()
                 loop.stepped(model)
-    return points
+    return loop._listeners[0].points
 
 
 def test_where_one_model_meets_all_do() -> None:
@@ -191,7 +198,7 @@ def test_where_one_model_meets_all_do() -> None:
 
 def test_a_barrier_is_no_matter_of_models() -> None:
     model = Counting(4)
-    loop = Loop(0, 1, [model], [Listener()])
+    loop = Loop(0, 1, [model])
     model.step()
     loop.require_common_point("run.barrier", of_models=False)
     assert (model.steps, model.met) == (1, 0)

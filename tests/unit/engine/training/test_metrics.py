@@ -26,7 +26,7 @@ VALUES = torch.arange(10) ** 2
 def make(
     replicas=4, *, batch_size=4, ranks=1, rank=0, values=VALUES, **more
 ) -> tuple[Metrics, Loader]:
-    loop = Loop(0, replicas, [], [])
+    loop = Loop(0, replicas, [])
     settings = LoaderSettings(batch_size=batch_size, **more)
     source = build(TensorDataset(values), settings, replicas, block(replicas, ranks, rank), 0)
     loader = Loader(source, loop, number=0, batch_size=batch_size, device=None)

@@ -198,7 +198,10 @@ def test_a_group_that_was_removed_with_its_state(make_run) -> None:
             optimizer.step()
         del optimizer.param_groups[1]
         optimizer.state.pop(model.bias)
+        before = [p.detach().clone() for p in (model.weight, model.bias)]
         optimizer.step()
+    assert not torch.equal(model.weight, before[0])
+    assert torch.equal(model.bias, before[1])
 
 
 MAKE = {

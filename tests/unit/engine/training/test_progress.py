@@ -39,7 +39,7 @@ def loop(*, stretch: int = 0, complete: bool = False, batches: int = 2) -> LoopE
 def back_to(*events: Event, steps: int = 6, stretch: int = 0) -> Progress:
     progress = Progress()
     counters = Counters(steps, stretch, 1, ((0, 1),))
-    progress.set_out(Position(points=6, counters=counters, events=events))
+    progress.begin_replay(Position(points=6, counters=counters, events=events))
     return progress
 
 
@@ -58,7 +58,7 @@ def test_a_loop_that_makes_the_same_batches_goes_on() -> None:
     progress = stopped()
     start = progress.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.is_over) == (2, None, False)
-    assert progress.is_there
+    assert progress.has_arrived
     progress.arrive()
     assert progress.steps == 6
 
@@ -68,9 +68,9 @@ def test_a_loop_after_its_last_batch_computes_that_again() -> None:
     start = progress.loop_begins(0, BEFORE)
     assert (start.batch, start.again, start.first, start.is_over) == (4, 3, 3, False)
     assert progress.steps == 7
-    assert not progress.is_there
+    assert not progress.has_arrived
     progress.repeated(start.loop)
-    assert progress.is_there
+    assert progress.has_arrived
     progress.arrive()
 
 
@@ -105,7 +105,7 @@ def test_a_loop_that_is_over_may_have_made_other_batches() -> None:
 def test_a_later_loop_may_make_other_batches() -> None:
     progress = stopped()
     event = progress.loop_begins(0, BEFORE).loop
-    assert progress.is_there
+    assert progress.has_arrived
     progress.arrive()
     progress.loop_ends(event, early=False)
     progress.epoch_ends()
@@ -135,7 +135,7 @@ def test_of_thousands_of_loops_a_few_are_computed_again() -> None:
     assert sum(start.again is not None for start in starts) == 32
     assert starts[0].again is not None
     assert starts[-1].again is not None
-    assert progress.is_there
+    assert progress.has_arrived
     progress.arrive()
 
 
@@ -165,9 +165,9 @@ def test_saves_and_metrics_may_be_others_than_before() -> None:
     progress.repeated(start.loop)
     progress.loop_ends(start.loop, early=True)
     assert progress.metric_begins("run.mean").value == 2.0
-    assert not progress.is_there, "the save at which the run was may not be missing"
+    assert not progress.has_arrived, "the save at which the run was may not be missing"
     assert progress.passes_save()
-    assert progress.is_there
+    assert progress.has_arrived
 
 
 def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
@@ -176,9 +176,9 @@ def test_what_is_in_a_loop_that_only_evaluates_is_computed_again() -> None:
     metric = progress.metric_begins("run.mean")
     assert not metric.done
     progress.metric_ends(metric, 1.0, None)
-    assert not progress.is_there
+    assert not progress.has_arrived
     progress.loop_ends(event, early=False)
     assert progress.evaluated_again == [3]
     assert progress.passes_save()
-    assert progress.is_there
+    assert progress.has_arrived
     progress.arrive()
