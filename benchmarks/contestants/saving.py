@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.state.checkpoint.disk import Checkpoints
-from lockstep.state.checkpoint.saving import Saving
+from lockstep.state.checkpoint.manager import CheckpointManager
+from lockstep.state.checkpoint.writer import CheckpointWriter
 
 FILE, *NUMBERS = sys.argv[1:]
 BEFORE, ROUNDS, LAYERS = map(int, NUMBERS)
@@ -36,33 +36,33 @@ class Times:
         self.seconds: dict[str, list[float]] = {
             name: [] for name in ("plain", "stage", "save", "beside", "written", "hand")
         }
-        self.checkpoints: Checkpoints | None = None
+        self.checkpoints: CheckpointManager | None = None
         self._writing = (0.0, 0.0)
         self._watch_save()
         self._watch_writing()
 
     def _watch_save(self) -> None:
-        save = Checkpoints.save
+        save = CheckpointManager.save
 
-        def timed(checkpoints: Checkpoints, *arguments: Any, **more: Any) -> None:
+        def timed(checkpoints: CheckpointManager, *arguments: Any, **more: Any) -> None:
             self.checkpoints = checkpoints
             began = time.perf_counter()
             save(checkpoints, *arguments, **more)
             self.seconds["stage"].append(time.perf_counter() - began)
 
-        Checkpoints.save = timed  # type: ignore[method-assign]
+        CheckpointManager.save = timed  # type: ignore[method-assign]
 
     def _watch_writing(self) -> None:
-        run = Saving.run
+        run = CheckpointWriter.run
 
-        def timed(saving: Saving) -> None:
+        def timed(saving: CheckpointWriter) -> None:
             began = time.perf_counter()
             self._writing = (began, float("inf"))
             run(saving)
             self._writing = (began, time.perf_counter())
             self.seconds["written"].append(self._writing[1] - began)
 
-        Saving.run = timed  # type: ignore[method-assign]
+        CheckpointWriter.run = timed  # type: ignore[method-assign]
 
     def step(self, kind: str, began: float, now: float) -> None:
         """Take note of a step; one that was only partly beside the writing counts for nothing."""

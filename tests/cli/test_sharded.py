@@ -168,10 +168,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.state.checkpoint.snapshot import Snapshots
-from lockstep.engine.recovery.checkpointing import Checkpointing
+from lockstep.engine.recovery.checkpointing import StateSaver
 
 taken, grown = [], []
-write, at_point = Snapshots.write, Checkpointing.at_point
+write, at_point = Snapshots.write, StateSaver.at_point
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -187,7 +187,7 @@ def watched(keeper):
         grown.append(status("VmHWM") - before)
 
 Snapshots.write = lambda *told: (taken.append(1), write(*told))
-Checkpointing.at_point = watched
+StateSaver.at_point = watched
 
 with lockstep.Run("measured") as run:
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(4)]

@@ -30,7 +30,7 @@ def checkpoints(directory: str, **settings: Any) -> Any:
     """What a rank of `run_ranks` sees."""
     import torch.distributed as dist
 
-    from lockstep.state.checkpoint.disk import Checkpoints
+    from lockstep.state.checkpoint.manager import CheckpointManager
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = None
@@ -38,7 +38,9 @@ def checkpoints(directory: str, **settings: Any) -> Any:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore("disk", dist.TCPStore(address, port, is_master=False))
     settings = {"keep": 3, **settings}
-    return Checkpoints(Path(directory), IDENTITY, rank=rank, size=size, store=store, **settings)
+    return CheckpointManager(
+        Path(directory), IDENTITY, rank=rank, size=size, store=store, **settings
+    )
 
 
 def read(directory: str) -> tuple[int, str, bool]:

@@ -23,7 +23,7 @@ from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import catalog, dcp
 from lockstep.state.checkpoint.dcp import stored
-from lockstep.state.checkpoint.disk import Checkpoints
+from lockstep.state.checkpoint.manager import CheckpointManager
 from lockstep.state.checkpoint.parts import Cut
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.state.checkpoint.snapshot import Snapshots
@@ -115,7 +115,7 @@ def save(directory: str, apart: int) -> int:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     place = Path(directory, "elsewhere" if rank == apart else "checkpoints")
     own = dist.PrefixStore("disk", store)
-    disk = Checkpoints(place, IDENTITY, rank=rank, size=size, store=own, keep=1)
+    disk = CheckpointManager(place, IDENTITY, rank=rank, size=size, store=own, keep=1)
     disk.save(3, cut(), "text", best=None)
     disk.wait()
     staged = sum(tensor.nbytes for tensor in disk._buffers._kept.values())
@@ -143,7 +143,7 @@ def test_each_rank_writes_its_part_or_all_gather_tensor_by_tensor(
 def snap(directory: str) -> None:
     dist.init_process_group("gloo")
     files = [os.open(Path(directory, name), os.O_RDWR) for name in "cab"]
-    memory = Descriptors(files[0], (files[1], files[2]))
+    memory = Descriptors(files[0], files[0], (files[1], files[2]))
     rank, size = dist.get_rank(), dist.get_world_size()
     snapshots = Snapshots(memory, tag=TAG, part=rank, parts=size)
     snapshots.write(2, "text", cut())
@@ -159,7 +159,7 @@ def test_parts_make_a_snapshot_that_any_number_of_ranks_reads(tmp_path: Path, ra
         (tmp_path / name).touch()
         files.append(os.open(tmp_path / name, os.O_RDWR))
     run_ranks(snap, ranks, str(tmp_path))
-    memory = Descriptors(files[0], (files[1], files[2]))
+    memory = Descriptors(files[0], files[0], (files[1], files[2]))
     left = Snapshots(memory, tag=TAG, part=0, parts=2).found
     assert left is not None
     assert left.text == "text"
@@ -174,7 +174,7 @@ def snap_apart(directory: str) -> None:
     rank = dist.get_rank()
     own = Path(directory, str(rank // 2))
     files = [os.open(own / name, os.O_RDWR) for name in "cab"]
-    memory = Descriptors(files[0], (files[1], files[2]))
+    memory = Descriptors(files[0], files[0], (files[1], files[2]))
     first = rank - rank % 2
     snapshots = Snapshots(memory, tag=TAG, part=rank % 2, parts=2, first=first, size=4)
     assert snapshots.missing(cut()) is None
@@ -190,7 +190,7 @@ def test_each_launcher_has_the_parts_of_its_ranks(tmp_path: Path) -> None:
     run_ranks(snap_apart, 4, str(tmp_path))
     for node in (0, 1):
         files = [os.open(tmp_path / str(node) / name, os.O_RDWR) for name in "cab"]
-        memory = Descriptors(files[0], (files[1], files[2]))
+        memory = Descriptors(files[0], files[0], (files[1], files[2]))
         left = Snapshots(memory, tag=TAG, part=0, parts=2).found
         assert left is not None
         assert (left.ranks, left.size, left.is_whole) == (range(2 * node, 2 * node + 2), 4, False)

@@ -1,4 +1,4 @@
-"""Checkpointing of a run: snapshots in memory, checkpoints on disk, preemption."""
+"""Saving of a run's state: snapshots in memory, checkpoints on disk, preemption."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from lockstep.engine.training.metrics import Metrics
 from lockstep.registry import STRATEGIES
 from lockstep.state.checkpoint import state_codec
 from lockstep.state.checkpoint.catalog import DIRECTORY
-from lockstep.state.checkpoint.disk import Checkpoints
+from lockstep.state.checkpoint.manager import CheckpointManager
 from lockstep.state.checkpoint.position import Counters, LoopEvent, Position
-from lockstep.state.checkpoint.schedule import Schedule
+from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
 
 #: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
 #: not for runs that are over at once, nor where ranks would gather the state together for it.
@@ -43,7 +43,7 @@ _PREPARED_AT = 50
 _LOOKED_UNTIL = 1 << 14
 
 
-class Checkpointing(PointListener):
+class StateSaver(PointListener):
     """Saves the state at points of a run, as snapshots in memory and as checkpoints on disk.
 
     Args:
@@ -66,8 +66,8 @@ class Checkpointing(PointListener):
         loop: Loop,
         metrics: Metrics,
         coordination: Coordination,
-        schedule: Schedule | None,
-        checkpoints: Checkpoints,
+        schedule: SnapshotSchedule | None,
+        checkpoints: CheckpointManager,
         *,
         aligned: bool,
         apart: bool,
@@ -123,7 +123,9 @@ class Checkpointing(PointListener):
             self._wait("a checkpoint")
             raise Preempted(steps)
 
-    def _save_state(self, schedule: Schedule | None, due: int, *, saves: bool, looks: bool) -> None:
+    def _save_state(
+        self, schedule: SnapshotSchedule | None, due: int, *, saves: bool, looks: bool
+    ) -> None:
         began, captured = time.monotonic(), None
         if self._compares(saves=saves, due=due, looks=looks):
             captured = self._state.capture()
@@ -180,7 +182,7 @@ class Checkpointing(PointListener):
         self._wait("a checkpoint")
         raise Preempted(self._loop.steps)
 
-    def _due(self, schedule: Schedule, request: Request | None) -> int:
+    def _due(self, schedule: SnapshotSchedule, request: Request | None) -> int:
         """Return the number of the snapshot that is due now; 0 for none."""
         due = schedule.due(self._loop.steps)
         if self._apart:
@@ -193,7 +195,7 @@ class Checkpointing(PointListener):
             return 0
         return due
 
-    def _looks(self, schedule: Schedule | None) -> bool:
+    def _looks(self, schedule: SnapshotSchedule | None) -> bool:
         """Whether memory for snapshots may be taken now, the same on all ranks where they gather state."""
         if schedule is None:
             return False
@@ -273,7 +275,7 @@ class Checkpointing(PointListener):
 
 def begin(
     context: Context, state: State, loop: Loop, variables: CarriedVariables, metrics: Metrics
-) -> Checkpointing:
+) -> StateSaver:
     """Begin the run, or resume it from its newest state; return what saves it from there on.
 
     Raises:
@@ -281,7 +283,7 @@ def begin(
         CheckpointError: if the disk cannot be read.
     """
     settings, world, record = context.settings, context.world, context.record
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointManager(
         record.directory / DIRECTORY,
         asdict(context.identity),
         rank=world.rank,
@@ -299,9 +301,9 @@ def begin(
     variables.resumed = _go_on(context, state, loop, checkpoints)
     # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None
-    has_room = memory is not None and not memory.snapshots.is_spoken_for and takes_snapshots
+    has_room = memory is not None and not memory.snapshots.is_of_later_run and takes_snapshots
     coordination = _coordination(context, aligned=aligned)
-    checkpointing = Checkpointing(
+    checkpointing = StateSaver(
         context,
         state,
         loop,
@@ -320,7 +322,7 @@ def begin(
     return checkpointing
 
 
-def _go_on(context: Context, state: State, loop: Loop, checkpoints: Checkpoints) -> str:
+def _go_on(context: Context, state: State, loop: Loop, checkpoints: CheckpointManager) -> str:
     """Begin, or resume from the newest state that any rank finds; return its variables' fingerprints."""
     memory = context.memory
     snapshots = None if memory is None else memory.snapshots

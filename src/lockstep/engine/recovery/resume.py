@@ -18,7 +18,7 @@ from lockstep.errors import CheckpointError
 from lockstep.settings import Settings
 from lockstep.state.checkpoint import catalog as checkpoints
 from lockstep.state.checkpoint import dcp, state_codec
-from lockstep.state.checkpoint.disk import Checkpoints
+from lockstep.state.checkpoint.manager import CheckpointManager
 from lockstep.state.checkpoint.parts import Stored
 from lockstep.state.checkpoint.position import Position
 from lockstep.state.checkpoint.snapshot import Snapshots
@@ -170,7 +170,7 @@ class Search:
         rendezvous: RankRendezvous,
         group: dist.ProcessGroup | None,
         snapshots: Snapshots | None,
-        disk: Checkpoints,
+        disk: CheckpointManager,
     ) -> None:
         self._rendezvous, self._group, self._disk = rendezvous, group, disk
         self._rank, self._size = rendezvous.world.rank, rendezvous.world.size

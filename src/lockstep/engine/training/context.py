@@ -150,10 +150,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         threads = asked or _default_threads(rendezvous, here.replicas * mesh.model)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # the bits of sums depend on their number
-        keep_freed_memory(device)
-        if settings.exact:
-            make_deterministic(device)
-        check_precision(settings.precision, device)
+        _prepare(device, settings)
         identity = describe(settings, replicas=here.replicas, threads=threads, device=device.type)
         memory = Memory.find(os.environ, rendezvous, identity, settings.staleness or 0)
         entry = STRATEGIES.find(settings.strategy)
@@ -185,6 +182,13 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         record=record,
         watchdog=None if everyone is None else Watchdog(rendezvous, heartbeat),
     )
+
+
+def _prepare(device: torch.device, settings: Settings) -> None:
+    keep_freed_memory(device)
+    if settings.exact:
+        make_deterministic(device)
+    check_precision(settings.precision, device)
 
 
 def _run_dir(settings: Settings, number: int) -> Path | None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lockstep.state.checkpoint.schedule import Schedule
 from lockstep.state.checkpoint.shared_memory import (
     SLOTS,
     Descriptors,
@@ -16,6 +15,7 @@ from lockstep.state.checkpoint.shared_memory import (
     tag_of,
 )
 from lockstep.state.checkpoint.snapshot import Snapshots
+from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
 from lockstep.state.files.run_file import Identity
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
@@ -37,7 +37,7 @@ class Memory:
     page: StatusPage
     slot: Slot
     snapshots: Snapshots
-    schedule: Schedule
+    schedule: SnapshotSchedule
     losses: LossRing
     losses_before: Mapping[int, int]
 
@@ -64,7 +64,7 @@ class Memory:
         snapshots = Snapshots(
             descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
-        schedule = Schedule(snapshots, page, leads=index == 0, ahead=ahead)
+        schedule = SnapshotSchedule(snapshots, page, leads=index == 0, ahead=ahead)
         words = LossRing.memory(descriptors.losses)
         losses, before = LossRing(words, index), LossRing.read_all(words, count)
         if run > 0:

@@ -33,31 +33,26 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint whose files are what was written.
-
-    Attributes:
-        path: its directory.
-        manifest: what it holds.
-    """
+    """A checkpoint whose files match the checksums of its manifest."""
 
     path: Path
     manifest: Manifest
 
 
 def place(directory: Path, key: Key) -> Path:
-    """Return where a checkpoint is."""
+    """Return the path of a checkpoint."""
     step, number = key
     return directory / (f"step-{step:08d}.{number}" if number else f"step-{step:08d}")
 
 
 def key_of(path: Path) -> Key | None:
-    """Return which checkpoint is at `path`; `None` where that is none's place."""
+    """Return the key of the checkpoint at `path`; `None` where that is no checkpoint's name."""
     match = _PATTERN.fullmatch(path.name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def paths(directory: Path) -> dict[Key, Path]:
-    """Return where checkpoints are, whole or not: the newest first.
+    """Return the paths of all checkpoints, damaged ones too, the newest first.
 
     Raises:
         CheckpointError: if the directory cannot be read.
@@ -75,27 +70,33 @@ def paths(directory: Path) -> dict[Key, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def look(path: Path) -> Found:
-    """Return the checkpoint at `path`, once all of its files have been compared with its manifest.
+def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
+    """Return the checkpoint at `path`; its files are compared with its manifest.
 
     Raises:
+        RunDirectoryError: if it is of another run than `identity`; naming what differs.
         CheckpointError: saying what is wrong with it.
     """
     try:
         found = Found(path, manifest.read(path))
-        found.manifest.verify(path)
+        differences = [] if identity is None else found.manifest.differences(identity)
+        if not differences:
+            found.manifest.verify(path)
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
+    if differences:
+        raise RunDirectoryError(
+            f"the checkpoint {path} is of another run: " + "; ".join(differences),
+            hint="--fresh begins anew there, --run-dir names another directory",
+        )
     return found
 
 
 def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> Found | None:
     """Return the newest checkpoint that verifies, or `None` where none does.
 
-    Args:
-        directory: where checkpoints are.
-        identity: of the run that will continue from it; `None` takes any.
-        warn: told of each checkpoint that is skipped.
+    Checkpoints of other runs than `identity` are refused; without one any is taken. `warn` gets a message
+    for each checkpoint that is skipped.
 
     Raises:
         RunDirectoryError: if the checkpoint is of another run; naming both values.
@@ -104,9 +105,7 @@ def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> F
     there = paths(directory)
     for path in there.values():
         try:
-            if identity is not None:
-                check_identity(path, identity)
-            return look(path)
+            return look(path, identity)
         except CheckpointError as error:
             hint = f"; {error.hint}" if error.hint else ""
             warn(f"lockstep: warning: the checkpoint {path} is skipped: {error.message}{hint}")
@@ -116,7 +115,7 @@ def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> F
 
 
 def best(directory: Path) -> Path | None:
-    """Return where the best checkpoint is, by what the manifests say; `None` if none says it.
+    """Return the path of the checkpoint with the best rating; `None` if none has a rating.
 
     Raises:
         CheckpointError: if the directory cannot be read.
@@ -125,69 +124,28 @@ def best(directory: Path) -> Path | None:
     for key, path in paths(directory).items():
         # One that cannot be read is not the best.
         with contextlib.suppress(OSError, CheckpointError):
-            value = manifest.read(path).best
-            if value is not None:
+            if (value := manifest.read(path).best) is not None:
                 rated.append((value, key))
     return place(directory, max(rated)[1]) if rated else None
-
-
-def check_identity(path: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another run.
-
-    Raises:
-        RunDirectoryError: naming what differs.
-        CheckpointError: if its manifest cannot be read.
-    """
-    try:
-        differences = manifest.read(path).differences(identity)
-    except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
-    if differences:
-        raise RunDirectoryError(
-            f"the checkpoint {path} is of another run: " + "; ".join(differences),
-            hint="--fresh begins anew there, --run-dir names another directory",
-        )
-
-
-def superseded(good: Mapping[Key, float | None], keep: int, newest: Key) -> set[Key]:
-    """Return which checkpoints are no longer needed.
-
-    Args:
-        good: how good each whole checkpoint is.
-        keep: how many of the latest stay.
-        newest: the one that was written just now: it stays in any case.
-    """
-    stay = {newest, *sorted(good)[-keep:]}
-    rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
-    if rated:
-        stay.add(max(rated)[1])
-    return set(good) - stay
 
 
 def remove_old(
     directory: Path, identity: Mapping[str, Any], *, keep: int, newest: Key, bad: Collection[Key]
 ) -> None:
-    """Remove what is no longer needed, once the checkpoint `newest` is on disk.
+    """Remove the checkpoints that the one with key `newest` makes needless.
 
-    Checkpoints of other runs and of newer formats are not removed, and damaged ones stand in for
-    none of those that stay.
-
-    Args:
-        directory: where checkpoints are.
-        identity: of the run.
-        keep: how many of the latest stay.
-        newest: the one that was written just now.
-        bad: those that were found damaged.
+    Checkpoints of other runs and of newer formats are not removed. Damaged ones, those in `bad` among them,
+    do not count as one of the `keep` latest.
     """
     good: dict[Key, float | None] = {}
     damaged: set[Key] = set()
     for key, path in paths(directory).items():
         try:
-            told = manifest.read(path)
-            if told.differences(identity):
+            content = manifest.read(path)
+            if content.differences(identity):
                 continue
-            for name in told.files:
-                told.verify_size(path, name)
+            for name in content.files:
+                content.verify_size(path, name)
         except manifest.NewerFormatError:
             continue
         except manifest.DamagedError:
@@ -198,15 +156,19 @@ def remove_old(
         if key in bad:
             damaged.add(key)
         else:
-            good[key] = told.best
+            good[key] = content.best
+    stay = {newest, *sorted(good)[-keep:]}
+    rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
+    if rated:
+        stay.add(max(rated)[1])
     # A damaged one that lies ahead is replaced when the run gets there.
     older = {key for key in damaged if key < newest}
-    for key in superseded(good, keep, newest) | older:
+    for key in (good.keys() - stay) | older:
         remove(place(directory, key))
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: a half removed one has no checkpoint's name."""
+    """Remove a checkpoint; it is renamed first, so that a kill leaves no half of one."""
     aside = path.with_name(f"{REMOVED}{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)

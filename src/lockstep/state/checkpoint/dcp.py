@@ -15,6 +15,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -41,7 +42,7 @@ Shares = Sequence[Mapping[str, Box]]
 
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _METADATA = "torch.distributed.checkpoint.metadata"
-#: Held while DCP is imported. A process that is forked in that second, a DataLoader's worker for one,
+#: Locked while DCP is imported. A process that is forked in that second, a DataLoader's worker for one,
 #: would find modules that are half imported, and the locks of a thread that it doesn't have.
 _importing = threading.RLock()
 os.register_at_fork(
@@ -76,7 +77,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Return the type that a manifest names.
+    """Return the dtype that a manifest names.
 
     Raises:
         DamagedError: if this torch has no such type.
@@ -99,7 +100,7 @@ def bytes_of(spec: TensorSpec) -> int:
 def share_out(
     specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Cut] | None = None
 ) -> list[dict[str, Box]]:
-    """Return what each writer writes: nearly equal in bytes, and the same on every rank.
+    """Return the share of each writer: nearly equal in bytes, and the same on every rank.
 
     Of a tensor that is cut over ranks each writes its own part, as writer `k` is rank `k`. Of the others
     the largest come first, each to the writer that has least; names are in the order of `specs`.
@@ -131,14 +132,10 @@ def write_part(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
 ) -> list[dict[str, Any]]:
-    """Write one writer's file; return what `finish` needs to know of it, as JSON.
+    """Write the file of writer number `part`, with its parts of the tensors, on the CPU.
 
-    Args:
-        directory: where to write.
-        part: which writer this is.
-        shares: what each writer writes.
-        specs: types and shapes of all tensors.
-        tensors: this writer's parts, on the CPU.
+    Returns:
+        What `finish` needs to know of it, as JSON.
 
     Raises:
         OSError: if it cannot be written.
@@ -150,7 +147,7 @@ def write_part(
     plans, _ = _plans(shares, specs)
     planner = _writing()[1](tensors)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[part])
-    return [_to_json(result) for result in writer.write_data(plan, planner).wait()]
+    return [asdict(result) for result in writer.write_data(plan, planner).wait()]
 
 
 def finish(
@@ -159,24 +156,20 @@ def finish(
     specs: Mapping[str, TensorSpec],
     results: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write `.metadata`, once all parts are there.
-
-    Args:
-        directory: where they are.
-        shares: what each writer writes.
-        specs: types and shapes of all tensors.
-        results: what `write_part` returned to each writer.
+    """Write `.metadata`, once all parts are there; `write_part` has returned `results` to the writers.
 
     Raises:
         OSError: if it cannot be written.
     """
     load_dcp()
     _, metadata = _plans(shares, specs)
-    _writer(directory).finish(metadata, [[_from_json(one) for one in part] for part in results])
+    _writer(directory).finish(
+        metadata, [[_from_json(result) for result in part] for part in results]
+    )
 
 
 def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint whose files have been verified; they are read when asked for.
+    """Return the tensors of a checkpoint whose files have been verified; each is read on demand.
 
     Raises:
         DamagedError: if its parts contradict each other; so does reading.
@@ -198,7 +191,7 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
 
 @contextlib.contextmanager
 def _readable(directory: Path) -> Iterator[None]:
-    """Say of what goes wrong in the body that the checkpoint in `directory` cannot be read."""
+    """Turn errors of the body into ones that name the checkpoint in `directory`."""
     try:
         yield
     except MemoryError:
@@ -214,7 +207,7 @@ def _readable(directory: Path) -> Iterator[None]:
 
 
 class _Contents:
-    """The tensors of a checkpoint."""
+    """Reads tensors of a checkpoint part by part."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
@@ -225,7 +218,7 @@ class _Contents:
         self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a part of a tensor; of what is in the files it reads one part at a time."""
+        """Return a part of a tensor, read from the files part by part."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -248,7 +241,7 @@ class _Contents:
 
 
 def load_dcp() -> None:
-    """Import what the other functions use."""
+    """Import DCP."""
     with _importing:
         _writing()
         _reading()
@@ -301,7 +294,7 @@ def _writer(directory: Path) -> FileSystemWriter:
 
 @cache
 def _writing() -> tuple[Any, Any]:
-    """Return a writer and its planner: made late, since their bases are imported late."""
+    """Return the classes of writer and planner; DCP is imported here."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
@@ -313,7 +306,7 @@ def _writing() -> tuple[Any, Any]:
             return StorageMeta()
 
     class Planner(DefaultSavePlanner):
-        """Knows this writer's parts by the names of their tensors."""
+        """Finds the parts to write by the names of their tensors."""
 
         def __init__(self, parts: Mapping[str, Tensor]) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -327,7 +320,7 @@ def _writing() -> tuple[Any, Any]:
 
 @cache
 def _reading() -> tuple[Any, Any]:
-    """Return a reader and its planner: made late, since their bases are imported late."""
+    """Return the classes of reader and planner; DCP is imported here."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -352,7 +345,7 @@ def _reading() -> tuple[Any, Any]:
             return metadata
 
     class Planner(DefaultLoadPlanner):
-        """Knows the one part that is read."""
+        """Reads into the memory of one part of a tensor."""
 
         def __init__(self, target: Tensor) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -365,7 +358,7 @@ def _reading() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the objects that describe a checkpoint, and no others, from any file."""
+    """Unpickles only objects of the classes that describe a checkpoint."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -374,26 +367,10 @@ class _Unpickler(pickle.Unpickler):
         raise DamagedError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
 
 
-def _to_json(result: WriteResult) -> dict[str, Any]:
-    info = result.storage_data
-    return {
-        "name": result.index.fqn,
-        "offset": None if result.index.offset is None else list(result.index.offset),
-        "index": result.index.index,
-        "bytes": result.size_in_bytes,
-        "file": info.relative_path,
-        "start": info.offset,
-        "length": info.length,
-    }
-
-
-def _from_json(told: Mapping[str, Any]) -> WriteResult:
+def _from_json(result: Mapping[str, Any]) -> WriteResult:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.storage import WriteResult
 
-    return WriteResult(
-        index=MetadataIndex(told["name"], told["offset"], told["index"]),
-        size_in_bytes=told["bytes"],
-        storage_data=_StorageInfo(told["file"], told["start"], told["length"]),
-    )
+    index, info = MetadataIndex(**result["index"]), _StorageInfo(**result["storage_data"])
+    return WriteResult(index, result["size_in_bytes"], info)

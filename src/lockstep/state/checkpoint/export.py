@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.state.checkpoint import catalog, dcp
 from lockstep.state.checkpoint.catalog import Found, Key
-from lockstep.state.checkpoint.disk import warn_on_stderr
+from lockstep.state.checkpoint.manager import warn_on_stderr
 from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
 
 #: The file in the run directory, where no name is given.
@@ -28,13 +28,8 @@ def export(
 ) -> tuple[Path, Found]:
     """Write the weights of a model of a run; return the file, and the checkpoint that they are from.
 
-    Args:
-        run_dir: directory of the run.
-        output: the file, by default `model.pt` in the run directory.
-        step: take the checkpoint of this step.
-        best: take the best checkpoint; without both, the newest.
-        model: which of several models, from 0.
-        force: overwrite the file.
+    Without `output` the file is `model.pt` in the run directory. Without `step` and `best` the newest
+    checkpoint is taken. `model` is the number of one of several models, from 0.
 
     Raises:
         UsageError: if something that was asked for is not there, or the file is.
@@ -52,12 +47,7 @@ def export(
 
 
 def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Found:
-    """Return a checkpoint of a run, with files that are what was written.
-
-    Args:
-        run_dir: directory of the run.
-        step: the one of this step.
-        best: the best one; without both, the newest that verifies.
+    """Return a checkpoint of a run that verifies: of a step, the best, or the newest.
 
     Raises:
         UsageError: if there is no such run, or no such checkpoint.
@@ -80,19 +70,16 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
             )
         return _chosen(there, path)
     if step is not None:
-        return _chosen(there, _of_step(there, step))
+        newest_of_step = next((path for key, path in there.items() if key[0] == step), None)
+        if newest_of_step is None:
+            raise UsageError(
+                f"there is no checkpoint of step {step}; expected one of {_steps(there)}"
+            )
+        return _chosen(there, newest_of_step)
     newest = catalog.newest(directory, None, warn_on_stderr)
     if newest is None:
         raise CheckpointError(f"no checkpoint in {directory} is what was written")
     return newest
-
-
-def _of_step(there: dict[Key, Path], step: int) -> Path:
-    """Return the newest checkpoint of a step."""
-    found = next((path for key, path in there.items() if key[0] == step), None)
-    if found is None:
-        raise UsageError(f"there is no checkpoint of step {step}; expected one of {_steps(there)}")
-    return found
 
 
 def _steps(there: dict[Key, Path]) -> str:

@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint with files or contents other than those that were written."""
 
 
 class NewerFormatError(CheckpointError):
@@ -44,27 +44,22 @@ class NewerFormatError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Type and shape of a tensor.
+    """Type and shape of a tensor."""
 
-    Attributes:
-        dtype: such as `float32`.
-        shape: its shape.
-    """
-
-    dtype: str
+    dtype: str  # such as `float32`
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """What a file has to look like: `bytes` long, with this SHA-256."""
+    """Size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
     @staticmethod
     def of(path: Path) -> FileSpec:
-        """Return what the file at `path` looks like now."""
+        """Return size and SHA-256 of the file at `path`."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return FileSpec(os.fstat(file.fileno()).st_size, digest)
@@ -72,42 +67,32 @@ class FileSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that is known of a checkpoint besides its tensors.
+    """All that is known of a checkpoint besides its tensors."""
 
-    Attributes:
-        identity: of the run, see `lockstep.state.files.run_file`; JSON.
-        step: updates that the run had done.
-        best: how good this state is, larger is better; `None` where it is not known.
-        text: the rest of the state, as it was given to `save`.
-        tensors: types and shapes, by name.
-        files: all files besides the manifest, by name.
-        lockstep: version of Lockstep that wrote it.
-    """
-
-    identity: Mapping[str, Any]
-    step: int
-    best: float | None
-    text: str
+    identity: Mapping[str, Any]  # of the run, see `lockstep.state.files.run_file`; JSON
+    step: int  # updates that the run had done
+    best: float | None  # the rating of this state, larger is better
+    text: str  # the rest of the state, as it was given to `save`
     tensors: Mapping[str, TensorSpec]
-    files: Mapping[str, FileSpec]
-    lockstep: str = __version__
+    files: Mapping[str, FileSpec]  # all besides the manifest
+    lockstep: str = __version__  # version that wrote it
 
     def dumps(self) -> str:
-        """Return the text of the file, with a checksum of its own."""
+        """Return the text of the file, which includes its own checksum."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n"
 
     @staticmethod
     def loads(text: str) -> Manifest:
-        """Return what `text` says.
+        """Return the manifest that `dumps` has made `text` of.
 
         Raises:
             NewerFormatError: if it is of a later format.
-            DamagedError: if it is not what `dumps` returned.
+            DamagedError: if it has changed since.
         """
         try:
             content = json.loads(text)
-            if _is_newer(content):
+            if isinstance(content["format"], int) and content["format"] > FORMAT:
                 raise NewerFormatError(
                     f"it has format {content['format']}, written by Lockstep "
                     f"{content.get('lockstep', '?')}; expected format {FORMAT}",
@@ -117,7 +102,14 @@ class Manifest:
             if checksum != _checksum(content):
                 raise DamagedError(f"{NAME} has another checksum than it says")
             del content["format"]
-            return _manifest(content)
+            for name, kinds in _KINDS.items():
+                _check(name, content[name], kinds)
+            tensors, files = content.pop("tensors"), content.pop("files")
+            return Manifest(
+                **content,
+                tensors={name: _tensor(name, **spec) for name, spec in tensors.items()},
+                files={name: _file(name, **spec) for name, spec in files.items()},
+            )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{NAME} is no manifest: {error}") from error
 
@@ -184,7 +176,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def note_best(directory: Path, best: float) -> None:
-    """Write into the checkpoint in `directory` how good it is.
+    """Write a rating into the checkpoint in `directory`.
 
     Raises:
         CheckpointError: if its manifest cannot be read.
@@ -193,21 +185,6 @@ def note_best(directory: Path, best: float) -> None:
     manifest = read(directory)
     if manifest.best != best:
         write(directory, replace(manifest, best=best))
-
-
-def _is_newer(content: Any) -> bool:
-    return isinstance(content["format"], int) and content["format"] > FORMAT
-
-
-def _manifest(content: dict[str, Any]) -> Manifest:
-    tensors, files = content.pop("tensors"), content.pop("files")
-    for name, kinds in _KINDS.items():
-        _check(name, content[name], kinds)
-    return Manifest(
-        **content,
-        tensors={name: _tensor(name, **spec) for name, spec in tensors.items()},
-        files={_file_name(name): _file(name, **spec) for name, spec in files.items()},
-    )
 
 
 def _tensor(name: str, dtype: Any, shape: Any) -> TensorSpec:
@@ -219,6 +196,8 @@ def _tensor(name: str, dtype: Any, shape: Any) -> TensorSpec:
 
 
 def _file(name: str, bytes: Any, sha256: Any) -> FileSpec:  # noqa: A002 - the word in the file
+    if Path(name).name != name or name == "..":
+        raise DamagedError(f"{NAME} names {name!r}, which is no file of the checkpoint")
     _check(name, bytes, (int,))
     _check(name, sha256, (str,))
     return FileSpec(bytes, sha256)
@@ -229,12 +208,6 @@ def _check(name: str, value: Any, kinds: tuple[type, ...]) -> None:
     if type(value) not in kinds or (int in kinds and kinds != _RATING and value < 0):
         expected = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
         raise DamagedError(f"{NAME} says {value!r:.40} of {name}; expected {expected}")
-
-
-def _file_name(name: str) -> str:
-    if Path(name).name != name or name == "..":
-        raise DamagedError(f"{NAME} names {name!r}, which is no file of the checkpoint")
-    return name
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

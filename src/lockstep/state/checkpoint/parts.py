@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor.
-
-    Attributes:
-        offsets: where it begins, in each dimension.
-        sizes: how long it is there.
-    """
+    """A part of a tensor: where it begins in each dimension, and how long it is there."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,15 +40,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut over ranks: as `torch.chunk` does it.
-
-    Attributes:
-        dimension: along which it is cut.
-        count: number of parts. Rank `k` of the run is one that holds part `k`.
-    """
+    """How a tensor is cut over ranks: as `torch.chunk` does it."""
 
     dimension: int
-    count: int
+    count: int  # number of parts; rank `k` of the run holds part `k`
 
     def box(self, shape: tuple[int, ...], part: int) -> Box:
         """Return part `part` of a tensor of this shape; it may be empty."""
@@ -67,21 +57,15 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that was saved, of which each rank reads what it needs.
-
-    Attributes:
-        shape: of all of it.
-        dtype: of its elements.
-        fetch: returns a part, in memory of its own, on the CPU.
-    """
+    """A tensor that was saved, of which each rank reads what it needs."""
 
     shape: torch.Size
     dtype: torch.dtype
-    fetch: Callable[[Box], torch.Tensor]
+    fetch: Callable[[Box], torch.Tensor]  # returns a part, in memory of its own, on the CPU
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Stored:
-        """Return a tensor in memory as one that was saved."""
+        """Return a `Stored` that copies from a tensor in memory."""
         return Stored(tensor.shape, tensor.dtype, lambda box: box.of(tensor).clone())
 
     def read(self) -> torch.Tensor:
@@ -90,16 +74,14 @@ class Stored:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is one of several ranks.
-
-    Its module takes half a second to import, and there is none before it was.
-    """
+    """Whether a tensor is a DTensor."""
+    # Its module takes half a second to import; before that there is none.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     if not is_dtensor(value):
         return value
     with torch.inference_mode(False):  # in it, a parameter that is a DTensor cannot be detached
@@ -108,7 +90,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def cut_of(value: torch.Tensor) -> Cut | None:
-    """Return how a tensor is cut over ranks; `None` for one that each has all of."""
+    """Return how a tensor is cut over ranks; `None` for one that is whole on each."""
     if not is_dtensor(value):
         return None
     from torch.distributed.tensor import Shard
@@ -120,7 +102,7 @@ def cut_of(value: torch.Tensor) -> Cut | None:
 
 
 def whole(value: Any) -> Any:
-    """Return all of a tensor that is cut over ranks, which call this together; other values as they are."""
+    """Return a DTensor gathered from all ranks, which call this together; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()

@@ -23,104 +23,68 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What counts on while a script runs.
+    """Numbers of a run that only grow."""
 
-    Attributes:
-        steps: updates.
-        stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
-        loaders: loaders that the script has made.
-        rounds: how many loops over each loader this stretch has seen: pairs of loader and count.
-    """
-
-    steps: int = 0
-    stretch: int = 0
-    loaders: int = 0
-    rounds: tuple[tuple[int, int], ...] = ()
+    steps: int = 0  # optimizer steps
+    stretch: int = 0  # another one for every epoch and every phase, part of all keys
+    loaders: int = 0  # loaders that the script has made
+    rounds: tuple[tuple[int, int], ...] = ()  # loops in this stretch: pairs of loader and count
 
     @staticmethod
-    def parse(told: Mapping[str, Any]) -> Counters:
-        """Read what `dataclasses.asdict` and JSON have made of it."""
-        rounds = tuple((_count(loader), _count(count)) for loader, count in told["rounds"])
-        steps, stretch, loaders = (_count(told[name]) for name in ("steps", "stretch", "loaders"))
+    def parse(content: Mapping[str, Any]) -> Counters:
+        """Read them from JSON of `dataclasses.asdict`."""
+        rounds = tuple((_count(loader), _count(count)) for loader, count in content["rounds"])
+        steps, stretch, loaders = (
+            _count(content[name]) for name in ("steps", "stretch", "loaders")
+        )
         return Counters(steps, stretch, loaders, rounds)
 
 
 @dataclass(slots=True, kw_only=True)
 class LoopEvent:
-    """A loop over a loader that updates parameters.
+    """A loop over a loader that updates parameters."""
 
-    Attributes:
-        loader: number of the loader.
-        stretch: which stretch of the run it belongs to.
-        round: how many loops over this loader the stretch has seen before.
-        batching: how it makes its batches.
-        batches: how many global batches it is done with.
-        steps: updates that the run had done then.
-        last: number of the last batch that it has begun.
-        before: updates that the run had done when that began.
-        complete: whether it is over, by `break` for instance.
-        losses: of the last batch, in the order of `run.backward`; only where there is one replica.
-        events: in the last batch.
-    """
-
-    loader: int
+    loader: int  # its number
     stretch: int
-    round: int
+    round: int  # how many loops over this loader came before in the stretch
     batching: Batching
-    batches: int = 0
-    steps: int = 0
-    last: int = 0
-    before: int = 0
-    complete: bool = False
+    batches: int = 0  # global batches that are done
+    steps: int = 0  # optimizer steps of the run when they were
+    last: int = 0  # number of the last batch that has begun
+    before: int = 0  # optimizer steps of the run when it began
+    complete: bool = False  # it is over, by `break` for instance
+    #: of the last batch, in the order of `run.backward`; only where there is one replica
     losses: list[Any] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # in the last batch
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Which loop it is."""
+        """Loader, stretch and round, which identify the loop."""
         return (self.loader, self.stretch, self.round)
 
 
 @dataclass(slots=True, kw_only=True)
 class MetricEvent:
-    """A call of `run.mean`, `run.sum` or `run.gather`.
+    """A call of `run.mean`, `run.sum` or `run.gather`."""
 
-    Attributes:
-        call: which of them.
-        done: whether it has returned.
-        value: what it returned, or has seen until now: numbers, tensors, and containers of them.
-        key: where generators stood when it returned.
-        after: the counters when it returned; while it is open, when it began.
-        events: those that its items reach, while it is open.
-    """
-
-    call: str
+    call: str  # which of them
     done: bool = False
-    value: Any = None
-    key: int | None = None
-    after: Counters = Counters()
-    events: list[Event] = field(default_factory=list)
+    value: Any = None  # its result until now: numbers, tensors, and containers of them
+    key: int | None = None  # of random generators when it returned
+    after: Counters = Counters()  # when it returned; while it is open, when it began
+    events: list[Event] = field(default_factory=list)  # that its items reach, while it is open
 
 
 @dataclass(slots=True, kw_only=True)
 class PhaseEvent:
-    """A call of `run.epochs`.
+    """A call of `run.epochs`."""
 
-    Attributes:
-        epoch: its last epoch; `None` where it has none.
-        begin: the counters when that epoch began.
-        ended: whether that epoch is over.
-        complete: whether the phase is.
-        after: the counters when the epoch, or the phase, was over.
-        events: of that epoch.
-    """
-
-    epoch: int | None = None
-    begin: Counters = Counters()
-    ended: bool = False
-    complete: bool = False
-    after: Counters = Counters()
-    events: list[Event] = field(default_factory=list)
+    epoch: int | None = None  # the last one; `None` where there is none
+    begin: Counters = Counters()  # when that epoch began
+    ended: bool = False  # that epoch is over
+    complete: bool = False  # the phase is over
+    after: Counters = Counters()  # when the epoch, or the phase, was over
+    events: list[Event] = field(default_factory=list)  # of that epoch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,22 +94,22 @@ class SaveEvent:
     events: list[Event] = field(default_factory=list)
 
 
-def _count(told: Any) -> int:
-    if type(told) is not int or not 0 <= told < 1 << 64:
-        raise ValueError(f"{told!r:.40} is no number of 64 bits")
-    return told
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ValueError(f"{value!r:.40} is no number of 64 bits")
+    return value
 
 
-def _count_or_none(told: Any) -> int | None:
-    return None if told is None else _count(told)
+def _count_or_none(value: Any) -> int | None:
+    return None if value is None else _count(value)
 
 
-def _batching(told: dict[str, Any]) -> Batching:
+def _batching(content: dict[str, Any]) -> Batching:
     names = ("batch_size", "samples", "count")  # earlier versions have no count
-    numbers = {name: _count_or_none(told.get(name)) for name in names}
+    numbers = {name: _count_or_none(content.get(name)) for name in names}
     if not (numbers["batch_size"] if numbers["count"] is None else numbers["count"]):
         raise ValueError("a batch of 0 samples")
-    return Batching(**{**told, **numbers})
+    return Batching(**{**content, **numbers})
 
 
 Event = LoopEvent | MetricEvent | PhaseEvent | SaveEvent
@@ -162,48 +126,42 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
     "after": Counters.parse,
     **dict.fromkeys(("loader", "stretch", "round", "batches", "steps", "last", "before"), _count),
     **dict.fromkeys(("epoch", "key"), _count_or_none),
-    "losses": lambda told: [float(loss) for loss in told],
+    "losses": lambda losses: [float(loss) for loss in losses],
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run stands: between two batches, between two epochs, or at a call of `run.save`.
+    """A point of a run: between two batches, between two epochs, or at a call of `run.save`."""
 
-    Attributes:
-        points: how many such places the run has passed.
-        counters: as they are there.
-        events: the way there.
-    """
-
-    points: int = 0
+    points: int = 0  # how many came before
     counters: Counters = Counters()
-    events: Sequence[Event] = ()
+    events: Sequence[Event] = ()  # the way there
 
     @property
     def steps(self) -> int:
-        """How many updates have happened."""
+        """Number of optimizer steps."""
         return self.counters.steps
 
     def as_json(self) -> tuple[dict[str, Any], Tensors]:
-        """Return it as JSON has it, and the tensors that this refers to."""
+        """Return it as JSON, and the tensors that the JSON refers to by name."""
         tensors: Tensors = {}
-        events = [_told(event, tensors) for event in self.events]
+        events = [_as_json(event, tensors) for event in self.events]
         return {"points": self.points, "counters": asdict(self.counters), "events": events}, tensors
 
     @staticmethod
     def parse(
-        told: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+        content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Position:
-        """Read what `as_json` has made; without `tensors` it has no values of metrics that are tensors.
+        """Read the JSON of `as_json`; without `tensors` values of metrics that are tensors are missing.
 
         Raises:
             CheckpointError: if it is no position, such as one of an earlier version.
         """
         try:
-            events = [_parse(event, tensors or {}) for event in told["events"]]
-            counters = Counters.parse(told["counters"])
-            return Position(points=_count(told["points"]), counters=counters, events=events)
+            events = [_parse(event, tensors or {}) for event in content["events"]]
+            counters = Counters.parse(content["counters"])
+            return Position(points=_count(content["points"]), counters=counters, events=events)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"a saved state does not say where the run was, as this version reads it ({error!r})",
@@ -211,28 +169,28 @@ class Position:
             ) from error
 
 
-def _told(event: Event, tensors: Tensors) -> dict[str, Any]:
-    told: dict[str, Any] = {"kind": _NAMES[type(event)]}
+def _as_json(event: Event, tensors: Tensors) -> dict[str, Any]:
+    content: dict[str, Any] = {"kind": _NAMES[type(event)]}
     for name in type(event).__slots__:
         value = getattr(event, name)
         if name == "events":
-            told[name] = [_told(one, tensors) for one in value]
+            content[name] = [_as_json(inner, tensors) for inner in value]
         elif name == "losses":
-            told[name] = [float(loss) for loss in value]
+            content[name] = [float(loss) for loss in value]
         elif name == "value":
-            told[name] = state_codec.encode(value, name, tensors)
+            content[name] = state_codec.encode(value, name, tensors)
         else:
-            told[name] = asdict(value) if isinstance(value, Counters | Batching) else value
-    return told
+            content[name] = asdict(value) if isinstance(value, Counters | Batching) else value
+    return content
 
 
-def _parse(told: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Event:
+def _parse(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Event:
     fields: dict[str, Any] = {}
-    for name, value in told.items():
+    for name, value in content.items():
         if name == "events":
-            fields[name] = [_parse(one, tensors) for one in value]
+            fields[name] = [_parse(inner, tensors) for inner in value]
         elif name == "value":
             fields[name] = state_codec.decode(value, tensors.get)
         elif name != "kind":
             fields[name] = _PARSED[name](value) if name in _PARSED else value
-    return _KINDS[told["kind"]](**fields)
+    return _KINDS[content["kind"]](**fields)

@@ -51,7 +51,7 @@ _LOSS_BYTES = _WORD * _LOSS_WORDS * SLOTS
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """Descriptors of the memory in this process."""
+    """File descriptors of the shared memory."""
 
     page: int
     losses: int
@@ -69,7 +69,7 @@ class Descriptors:
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
-        """Return what the launcher has passed on; `None` where it has not, or another process has them."""
+        """Return the descriptors in a worker's environment; `None` where there are none of this memory."""
         try:
             page, losses, first, second = map(int, environ[VARIABLE].split(","))
             if (os.fstat(page).st_size, os.fstat(losses).st_size) != (_PAGE_BYTES, _LOSS_BYTES):
@@ -100,7 +100,7 @@ class Descriptors:
 
 
 class _Word:
-    """A number in shared memory, as an attribute of what owns it."""
+    """Descriptor of a number in shared memory."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -113,23 +113,20 @@ class _Word:
 
 
 class Slot:
-    """Where one rank stands. Written by the rank, read by its launcher.
+    """Progress of one rank. Written by the rank, read by its launcher.
 
-    All numbers only grow within a generation, and are the same on all ranks where they stand together,
+    All numbers only grow within a generation, and are the same on all ranks that are in the same call,
     except `beat`.
-
-    Attributes:
-        pid: process id of a rank that has opened a run in this generation; 0 before.
-        beat: grows with everything that happens on the rank: a sign of life.
-        entered: number of collective calls that the rank has entered.
-        waiting: at which of `COLLECTIVES` the rank is; 0 while it is at none.
-        step: steps that the run has done.
-        run: number of the run in its process, from 0.
     """
 
     __slots__ = ("first", "words")
 
-    pid, beat, entered, waiting, step, run = map(_Word, range(6))
+    pid = _Word(0)  # process id of a rank that has opened a run in this generation; 0 before
+    beat = _Word(1)  # heartbeat: grows with everything that happens on the rank
+    entered = _Word(2)  # number of collective calls that the rank has entered
+    waiting = _Word(3)  # index in `COLLECTIVES` of the call that the rank is in; 0 for none
+    step = _Word(4)  # steps that the run has done
+    run = _Word(5)  # number of the run in its process, from 0
 
     def __init__(self, words: memoryview, index: int) -> None:
         self.words = words
@@ -137,11 +134,7 @@ class Slot:
 
 
 class StatusPage:
-    """Where the ranks of one launcher stand.
-
-    Args:
-        descriptor: the page's memory.
-    """
+    """Progress of the ranks of one launcher, and what they agree on."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _PAGE_BYTES)
@@ -161,7 +154,7 @@ class StatusPage:
         return (words[4], words[5]), (words[6], words[7])
 
     def plan_snapshot(self, step: int, number: int) -> None:
-        """Say when snapshot `number` is due; the one before it stays."""
+        """Set the step after which snapshot `number` is due; the plan of the snapshot before stays."""
         word = 4 + 2 * (number % 2)
         self._words[word] = 0
         self._words[word + 1] = number
@@ -169,7 +162,7 @@ class StatusPage:
 
     @property
     def asked(self) -> int:
-        """What some rank asks all others for: a number of the training's; 0 for nothing."""
+        """The request of some rank to all others: a number defined by the training; 0 for none."""
         return self._words[1]
 
     @asked.setter
@@ -178,7 +171,7 @@ class StatusPage:
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """After which step all ranks do something together, and what: the first rank decides."""
+        """After which step all ranks do what was asked, and what: the first rank decides."""
         return self._words[2], self._words[3]
 
     @agreed.setter
@@ -188,12 +181,12 @@ class StatusPage:
         self._words[2] = step
 
     def begin_run(self) -> None:
-        """Begin a run: what an earlier one of the same processes has agreed on is past."""
+        """Clear what an earlier run of the same processes has agreed on."""
         for word in range(_SLOT_WORDS):
             self._words[word] = 0
 
     def clear(self) -> None:
-        """Begin a generation: no rank is in a call yet."""
+        """Clear all: a generation begins, and no rank is in a call yet."""
         self._memory[:] = bytes(_PAGE_BYTES)
 
 
@@ -267,9 +260,6 @@ class Buffer:
     Each rank of a launcher writes a part of the elements and then its mark, the snapshot's number. A buffer
     is whole where all marks are equal. Numbers grow from snapshot to snapshot; even ones go to the first
     buffer, odd ones to the second.
-
-    Args:
-        descriptor: its memory.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -279,14 +269,14 @@ class Buffer:
         self.refresh()
 
     def refresh(self) -> None:
-        """See the memory as large as it has become."""
+        """Map the memory anew if it has grown."""
         size = os.fstat(self._descriptor).st_size
         if size and (self._memory is None or len(self._memory) < size):
             self._memory = mmap.mmap(self._descriptor, size)
             self._words = memoryview(self._memory).cast("Q")
 
     def reserve(self, text: int, data: int) -> None:
-        """Make it large enough; it never shrinks, so that all ranks may do this at once."""
+        """Grow the memory to hold so many bytes; it never shrinks, so all ranks may call this at once."""
         wanted = DATA + -(-(data + text) // _ALIGNMENT) * _ALIGNMENT
         if os.fstat(self._descriptor).st_size < wanted:
             # Unlike ftruncate it cannot shrink what a rank with a longer text has just made larger.
@@ -295,7 +285,7 @@ class Buffer:
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of it."""
+        """The whole mapping."""
         assert self._memory is not None, "reserve() comes first"
         return self._memory
 
@@ -315,7 +305,7 @@ class Buffer:
 
     @property
     def tag(self) -> bytes:
-        """Of which run the snapshot is: 32 bytes."""
+        """The tag of the snapshot's run, 32 bytes."""
         return bytes(self.memory[_TAG])
 
     @property
@@ -332,7 +322,7 @@ class Buffer:
         return memoryview(self.memory)[DATA : DATA + size]
 
     def begin(self, part: int) -> None:
-        """Rank `part` of this launcher is about to write: the buffer is not whole any more."""
+        """Clear the mark of rank `part` of this launcher, which is about to write."""
         assert self._words is not None
         self._words[_MARKS + part] = 0
 
@@ -348,18 +338,18 @@ class Buffer:
         self._words[_MAGIC_WORD] = _MAGIC
 
     def commit(self, part: int, number: int) -> None:
-        """Rank `part` has written its part of snapshot `number`."""
+        """Set the mark of rank `part`, which has written its part of snapshot `number`."""
         assert self._words is not None
         self._words[_MARKS + part] = number
 
 
-def tag_of(told: bytes, run: int) -> bytes:
-    """Return the tag of the `run`-th run of a script (from 0) that is what `told` says."""
-    return run.to_bytes(4, "big") + hashlib.sha256(told).digest()[:28]
+def tag_of(identity: bytes, run: int) -> bytes:
+    """Return the tag of the `run`-th run of a script, from 0."""
+    return run.to_bytes(4, "big") + hashlib.sha256(identity).digest()[:28]
 
 
 def run_of(tag: bytes) -> int:
-    """Return which run of its script a snapshot is of, by its tag."""
+    """Return the number of a run in its script, by its tag."""
     return int.from_bytes(tag[:4], "big")
 
 
@@ -372,13 +362,13 @@ def newest(buffers: Sequence[Buffer]) -> Buffer | None:
 
 
 def next_number(buffers: Sequence[Buffer]) -> int:
-    """Return a number above all marks that does not go where the newest whole snapshot is."""
+    """Return a number above all marks whose buffer is not that of the newest whole snapshot."""
     keep = newest(buffers)
     number = max(buffer.highest for buffer in buffers) + 1
     return number + (keep is not None and buffers[number % 2] is keep)
 
 
 def progress(descriptors: Descriptors) -> tuple[bytes, int]:
-    """Return the newest snapshot's run, as its tag, and its number; empty and 0 without one."""
+    """Return tag and number of the newest snapshot; empty and 0 without one."""
     buffer = newest([Buffer(descriptor) for descriptor in descriptors.buffers])
     return (b"", 0) if buffer is None else (buffer.tag, buffer.number)

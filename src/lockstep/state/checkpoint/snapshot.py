@@ -1,8 +1,8 @@
 """Snapshots: copies of the run's state in shared memory that outlives the workers.
 
-Of what all ranks of a launcher hold each copies a share, and of what is cut over them its own part. A rank
-that is killed in the middle leaves that half of the memory without its mark; the other half still holds
-the snapshot before.
+Of whole tensors each rank of a launcher copies a share, and of tensors that are cut over ranks its part.
+A rank that is killed in the middle leaves that half of the memory without its mark; the other half still
+has the snapshot before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Extent:
     """Where a tensor lies in the data of a buffer."""
 
     offset: int
@@ -50,78 +50,64 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where tensors lie in the data of a buffer.
+    """Where tensors lie in the data of a buffer of `size` bytes."""
 
-    Attributes:
-        places: by name.
-        size: bytes in all.
-    """
-
-    places: dict[str, _Place]
+    extents: dict[str, _Extent]
     size: int
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Return the layout of `tensors`, in their order."""
-        places, offset = {}, 0
+        extents, offset = {}, 0
         for name, tensor in tensors.items():
-            places[name] = _Place(offset, tensor.dtype, tensor.shape)
-            offset += -(-places[name].size // _ALIGNMENT) * _ALIGNMENT
-        return Layout(places, offset)
+            extents[name] = _Extent(offset, tensor.dtype, tensor.shape)
+            offset += -(-extents[name].size // _ALIGNMENT) * _ALIGNMENT
+        return Layout(extents, offset)
 
     def as_json(self) -> list[list[object]]:
-        """Return it as JSON has it."""
+        """Return it as JSON."""
         return [
-            [name, place.offset, str(place.dtype).removeprefix("torch."), list(place.shape)]
-            for name, place in self.places.items()
+            [name, extent.offset, str(extent.dtype).removeprefix("torch."), list(extent.shape)]
+            for name, extent in self.extents.items()
         ]
 
     @staticmethod
-    def parse(told: list[list[object]], size: int) -> Layout:
-        """Read what `as_json` has made."""
-        places = {}
-        for name, offset, dtype, shape in told:
+    def parse(content: list[list[object]], size: int) -> Layout:
+        """Read the JSON of `as_json`."""
+        extents = {}
+        for name, offset, dtype, shape in content:
             assert isinstance(offset, int)
             assert isinstance(shape, list)
-            places[str(name)] = _Place(offset, getattr(torch, str(dtype)), torch.Size(shape))
-        return Layout(places, size)
+            extents[str(name)] = _Extent(offset, getattr(torch, str(dtype)), torch.Size(shape))
+        return Layout(extents, size)
 
     def view(self, memory: memoryview, name: str) -> torch.Tensor:
         """Return the tensor of that name in `memory`."""
-        place = self.places[name]
-        if place.size == 0:
-            return torch.empty(place.shape, dtype=place.dtype)
-        flat = torch.frombuffer(
-            memory, dtype=place.dtype, count=place.shape.numel(), offset=place.offset
-        )
-        return flat.view(place.shape)
+        extent = self.extents[name]
+        if extent.size == 0:
+            return torch.empty(extent.shape, dtype=extent.dtype)
+        count = extent.shape.numel()
+        flat = torch.frombuffer(memory, dtype=extent.dtype, count=count, offset=extent.offset)
+        return flat.view(extent.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot as it lies in memory.
+    """A snapshot in memory."""
 
-    Attributes:
-        text: what it says besides tensors.
-        tensors: by name; views of the memory, which the next snapshots overwrite.
-        ranks: whose parts of the tensors that are cut over ranks are in it.
-        size: number of ranks that had parts.
-        cuts: along which dimension those are cut, by name, where other launchers have other parts.
-    """
-
-    text: str
-    tensors: dict[str, torch.Tensor]
-    ranks: range
-    size: int
-    cuts: dict[str, int]
+    text: str  # the state besides tensors
+    tensors: dict[str, torch.Tensor]  # views of the memory, which the next snapshots overwrite
+    ranks: range  # whose parts of the tensors that are cut over ranks are in it
+    size: int  # number of ranks that had parts
+    cuts: dict[str, int]  # dimensions along which these are cut, where other launchers have parts
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all parts; otherwise other launchers have the others."""
+        """Whether it has all parts of all tensors; otherwise other launchers have some."""
         return not self.cuts
 
     def stored(self) -> dict[str, Stored]:
-        """Return the tensors, copied where and as far as they are read."""
+        """Return the tensors; a part is copied when it is read."""
         return {
             name: Stored(tensor.shape, tensor.dtype, partial(self._fetch, name))
             for name, tensor in self.tensors.items()
@@ -143,23 +129,15 @@ class Snapshot:
 class Snapshots:
     """The memory for snapshots, as one rank sees it.
 
-    Make it before the rendezvous of the ranks: what the generation before has left is looked at here.
+    Make it before the rendezvous of the ranks: it looks for what the generation before has left.
 
     Args:
-        descriptors: the memory.
-        tag: of the run, as `memory.tag_of` makes it.
-        part: number of this rank among those of its launcher.
-        parts: how many they are.
+        descriptors: of the memory.
+        tag: of the run, as `tag_of` makes it.
+        part: number of this rank among the `parts` of its launcher.
+        parts: number of the launcher's ranks.
         first: the first rank of the launcher.
         size: number of ranks of all launchers; `None` where there is one launcher.
-
-    Attributes:
-        parts: how many ranks the launcher has.
-        number: of the first snapshot that this generation takes.
-        found: the newest snapshot of this run that the generation before has left; `None` once the run goes
-            on, since it is overwritten then.
-        is_spoken_for: whether it holds a run that the script comes to after this one: a generation began
-            again with the first of several runs, and the one that was interrupted waits here.
     """
 
     def __init__(
@@ -176,12 +154,16 @@ class Snapshots:
         self._buffers = [Buffer(descriptor) for descriptor in descriptors.buffers]
         self._tag, self._part, self.parts = tag, part, parts
         self._ranks, self._size = range(first, first + parts), parts if size is None else size
+        #: Of the first snapshot that this generation takes.
         self.number = next_number(self._buffers)
         self._layouts: list[Layout | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
+        #: What the generation before has left of this run; `None` once the run continues and overwrites it.
         self.found = self.newest()
         left = newest(self._buffers)
-        self.is_spoken_for = left is not None and run_of(left.tag) > run_of(tag)
+        #: Whether the memory holds a run that the script comes to after this one: a generation began again
+        #: with the first of several runs, and the one that was interrupted waits here.
+        self.is_of_later_run = left is not None and run_of(left.tag) > run_of(tag)
 
     def newest(self) -> Snapshot | None:
         """Return the newest whole snapshot, if it is of this run."""
@@ -191,7 +173,7 @@ class Snapshots:
         head = json.loads(buffer.text)
         data = buffer.data
         layout = Layout.parse(head["layout"], len(data))
-        tensors = {name: layout.view(data, name) for name in layout.places}
+        tensors = {name: layout.view(data, name) for name in layout.extents}
         first, stop, size = head["ranks"]
         return Snapshot(head["text"], tensors, range(first, stop), size, head["cuts"])
 
@@ -201,12 +183,16 @@ class Snapshots:
         return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.buffers)
 
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-        """Return the bytes that snapshots of `tensors` take and those that are free, if that is too few.
+        """Return how many bytes snapshots of `tensors` take and how many are free, if those are too few.
 
         Half of what is free must stay: the script may need it.
         """
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.buffers)
-        wanted = 2 * self._bytes_here(tensors) - has
+        layout = Layout.of(tensors)
+        cut = sum(layout.extents[name].size for name in self._cuts(tensors))
+        # The ranks of this launcher copy their parts alone.
+        here = layout.size - cut * (self._size - len(self._ranks)) // self._size
+        wanted = 2 * here - has
         limit, free = memory_left(), psutil.virtual_memory().available
         free = free if limit is None else min(free, limit)
         return None if wanted <= free // 2 else (wanted, free)
@@ -236,20 +222,14 @@ class Snapshots:
     def _head(self, text: str, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> bytes:
         cuts = {name: cut.dimension for name, cut in self._cuts(tensors).items()}
         ranks = [self._ranks.start, self._ranks.stop, self._size]
-        told = {"text": text, "layout": layout.as_json(), "ranks": ranks, "cuts": cuts}
-        return json.dumps(told).encode()
+        head = {"text": text, "layout": layout.as_json(), "ranks": ranks, "cuts": cuts}
+        return json.dumps(head).encode()
 
     def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Cut]:
-        """Return how those tensors are cut of which other launchers have parts."""
+        """Return the cuts of those tensors of which other launchers have parts."""
         if len(self._ranks) == self._size:
             return {}
         return {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor))}
-
-    def _bytes_here(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Return the bytes that the ranks of this launcher copy."""
-        layout = Layout.of(tensors)
-        cut = sum(layout.places[name].size for name in self._cuts(tensors))
-        return layout.size - cut * (self._size - len(self._ranks)) // self._size
 
     def write(self, number: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's part of `tensors`; every rank of the launcher does so at the same point."""
@@ -269,11 +249,7 @@ class Snapshots:
         buffer.commit(self._part, number)
 
     def _copy(
-        self,
-        which: int,
-        layout: Layout,
-        buffer: Buffer,
-        tensors: Mapping[str, torch.Tensor],
+        self, which: int, layout: Layout, buffer: Buffer, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         if self._layouts[which] != layout:
             self._layouts[which] = layout
@@ -296,25 +272,25 @@ class Snapshots:
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts
         copies: list[tuple[str, torch.Tensor, slice | None]] = []
-        for name, place in layout.places.items():
+        for name, extent in layout.extents.items():
             target = layout.view(data, name)
             if (cut := cut_of(tensors[name])) is not None:
                 rank = self._ranks[self._part]
                 if rank < cut.count:
-                    box = cut.box(place.shape, rank)
+                    box = cut.box(extent.shape, rank)
                     copies.append((name, box.of(target), None))
                 continue
-            inside = first <= place.offset < stop
-            if not tensors[name].is_contiguous() or place.size < _AT_ONCE // 64:
+            inside = first <= extent.offset < stop
+            if not tensors[name].is_contiguous() or extent.size < _AT_ONCE // 64:
                 if inside:
                     copies.append((name, target, None))
                 continue
-            width = place.dtype.itemsize
+            width = extent.dtype.itemsize
             # Elements that begin in this rank's part.
-            lo = max(0, -(-(first - place.offset) // width))
-            hi = min(place.shape.numel(), -(-(stop - place.offset) // width))
+            lo = max(0, -(-(first - extent.offset) // width))
+            hi = min(extent.shape.numel(), -(-(stop - extent.offset) // width))
             if lo < hi:
-                whole = (lo, hi) == (0, place.shape.numel())
+                whole = (lo, hi) == (0, extent.shape.numel())
                 part = None if whole else slice(lo, hi)
                 copies.append((name, target if whole else target.reshape(-1)[lo:hi], part))
         return copies

@@ -20,14 +20,14 @@ from torch import nn
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint.parts import is_dtensor
 
-#: Values that JSON has no word for: name, and how they are written.
+#: Values that are not of JSON's types: name, and how they are written.
 _LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
     bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
     complex: ("complex", lambda value: [value.real, value.imag]),
     torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("device", str),
 }
-#: Containers that JSON has no word for: type, name, and how its elements are listed.
+#: Containers that are not of JSON's types: type and name.
 _LISTS: dict[type, str] = {tuple: "tuple", deque: "deque", torch.Size: "size"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[type, str] = {
@@ -47,19 +47,19 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "deque": deque,
-    "bounded": lambda told: deque(told[1], maxlen=told[0]),
+    "bounded": lambda parts: deque(parts[1], maxlen=parts[0]),
     "size": torch.Size,
     "set": set,
     "frozenset": frozenset,
     "dict": dict,
     "ordered": OrderedDict,
-    "module": lambda told: _with_metadata(*told),
+    "module": lambda parts: _with_metadata(*parts),
     "counter": lambda pairs: Counter(dict(pairs)),
-    "default": lambda told: defaultdict(_FACTORIES[told[0]], told[1]),
+    "default": lambda parts: defaultdict(_FACTORIES[parts[0]], parts[1]),
     "bytes": base64.b64decode,
     "complex": lambda parts: complex(*parts),
-    "number": lambda told: np.frombuffer(base64.b64decode(told[1]), np.dtype(told[0]))[0],
-    "scalar": lambda told: np.dtype(told[0]).type(told[1]),  # of checkpoints of 0.1
+    "number": lambda parts: np.frombuffer(base64.b64decode(parts[1]), np.dtype(parts[0]))[0],
+    "scalar": lambda parts: np.dtype(parts[0]).type(parts[1]),  # of checkpoints of 0.1
     "dtype": lambda name: getattr(torch, name),
     "device": torch.device,
 }
@@ -79,20 +79,20 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state that `flatten` has taken apart, with what `tensor` returns for each name."""
+    """Return the state of a text of `flatten`, with the tensors that `tensor` returns for names."""
     return {name: decode(value, tensor) for name, value in json.loads(text).items()}
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` as JSON has it, and add the tensors in it to `tensors`, under names made of `path`.
+    """Return `value` as JSON, and add the tensors in it to `tensors`, under names made of `path`.
 
     Raises:
         CheckpointError: as `flatten`.
     """
-    return _Flattener(tensors).encode(value, path)
+    return _Encoder(tensors).encode(value, path)
 
 
-class _Flattener:
+class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
@@ -103,7 +103,10 @@ class _Flattener:
         if kind in _MAPPINGS:
             return self._encode_mapping(value, path)
         if kind is list or kind in _LISTS:
-            return self._encode_list(value, path)
+            items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+            if kind is deque and value.maxlen is not None:
+                return {"bounded": [value.maxlen, items]}
+            return items if kind is list else {_LISTS[kind]: items}
         if kind in _SETS:
             return {_SETS[kind]: [self.encode(item, path) for item in sorted(value, key=repr)]}
         return self._encode_leaf(value, path)
@@ -132,20 +135,16 @@ class _Flattener:
             [self.encode(key, path), self.encode(item, f"{path}.{key}")]
             for key, item in value.items()
         ]
-        told = {_MAPPINGS[type(value)]: pairs}
+        encoded = {_MAPPINGS[type(value)]: pairs}
         if isinstance(value, defaultdict):
-            return {"default": [_factory(value, path), told]}
+            factory = value.default_factory
+            name = getattr(factory, "__name__", str(factory))
+            if name not in _FACTORIES or _FACTORIES[name] is not factory:
+                raise _refused(path, f"a defaultdict that makes values by {name}")
+            return {"default": [name, encoded]}
         if hasattr(value, "_metadata"):  # the versions of a module's parts
-            return {"module": [told, self.encode(value._metadata, path)]}
-        return told
-
-    def _encode_list(self, value: Any, path: str) -> Any:
-        items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        if isinstance(value, deque) and value.maxlen is not None:
-            return {"bounded": [value.maxlen, items]}
-        return {_LISTS[type(value)]: items}
+            return {"module": [encoded, self.encode(value._metadata, path)]}
+        return encoded
 
     def _encode_leaf(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -154,14 +153,10 @@ class _Flattener:
         if value is None or kind in (bool, int, float, str):
             return value
         if kind is np.ndarray and value.dtype.kind in "biufc":
-            with contextlib.suppress(
-                TypeError, ValueError
-            ):  # a type that torch has not: refused below
-                name = "fortran" if value.flags.fnc else "array"
-                tensor = torch.from_numpy(
-                    np.asarray(value.T if value.flags.fnc else value, order="C")
-                )
-                return {name: self._keep(tensor, path)}
+            name, array = ("fortran", value.T) if value.flags.fnc else ("array", value)
+            # A type that torch does not have is refused below.
+            with contextlib.suppress(TypeError, ValueError):
+                return {name: self._keep(torch.from_numpy(np.asarray(array, order="C")), path)}
         if isinstance(value, np.number | np.bool_ | np.datetime64) and value.dtype.char not in "gG":
             return {"number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
         if kind in _LEAVES:
@@ -178,14 +173,6 @@ class _Flattener:
         return name
 
 
-def _factory(value: defaultdict[Any, Any], path: str) -> str:
-    factory = value.default_factory
-    name = getattr(factory, "__name__", str(factory))
-    if name not in _FACTORIES or _FACTORIES[name] is not factory:
-        raise _refused(path, f"a defaultdict that makes values by {name}")
-    return name
-
-
 def _refused(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"the state {path} is {what}; expected tensors, numbers, text, None, or containers of them",
@@ -194,22 +181,19 @@ def _refused(path: str, what: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the value that `encode` has made JSON of, with what `tensor` returns for each name."""
+    """Return the value of JSON of `encode`, with the tensors that `tensor` returns for names."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
+    if kind == "tensor" and isinstance(content, str):
+        return tensor(content)
     if kind == "tensor":
-        return (
-            tensor(content)
-            if isinstance(content, str)
-            else _as_it_was(tensor(content[0]), content[1])
-        )
-    if kind == "array":
-        return tensor(content).cpu().numpy().copy()
-    if kind == "fortran":
-        return tensor(content).cpu().numpy().copy().T
+        return _with_options(tensor(content[0]), content[1])
+    if kind in ("array", "fortran"):
+        array = tensor(content).cpu().numpy().copy()
+        return array.T if kind == "fortran" else array
     if isinstance(content, list):
         content = [decode(item, tensor) for item in content]
     if kind in _MAPPINGS.values():
@@ -217,8 +201,8 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     return _MAKERS[kind](content)
 
 
-def _as_it_was(tensor: Any, options: Mapping[str, Any]) -> Any:
-    """Return a tensor with the options that it had; one of which ranks read parts is as they make it."""
+def _with_options(tensor: Any, options: Mapping[str, Any]) -> Any:
+    """Return a tensor with the options that it had; ranks make the ones of which they read parts."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     if "stride" in options:

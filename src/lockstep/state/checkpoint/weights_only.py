@@ -30,7 +30,7 @@ _LISTED = 5
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file whose suffix says nothing, and safetensors where it isn't installed.
+    """Refuse a suffix that is no format of weights, and safetensors where it isn't installed.
 
     Raises:
         UsageError: naming what is expected.
@@ -47,9 +47,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Of a file of torch, it may be a `state_dict`, or a dictionary with one as `state_dict`,
     `model_state_dict` or `model`. Nothing but tensors and plain values is unpickled.
 
-    Args:
-        path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
-
     Raises:
         UsageError: if the suffix is another.
         CheckpointError: if it cannot be read, or holds no weights.
@@ -57,19 +54,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     check_suffix(path)
     if not path.is_file():
         raise CheckpointError(f"the weights {path} are not there; expected a file")
-    loaded = _read_safetensors(path) if path.suffix == _SAFETENSORS else _read_torch(path)
-    return _without_prefix(_unwrapped(path, loaded))
+    state = _unwrapped(path, _read(path))
+    if state and all(name.startswith(_PREFIX) for name in state):
+        return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+    return state
 
 
 def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
     """Write a `state_dict` to a file, which is there as a whole or not at all.
 
-    Where tensors are cut over ranks, all of them call this, and gather one after the other.
-
-    Args:
-        path: a file ending in `.pt`, `.pth`, `.bin` or `.safetensors`.
-        state: tensors by name; what else it holds goes to files of torch only.
-        here: whether this rank writes; the others keep nothing of what is gathered.
+    Where tensors are cut over ranks, all of them call this, and gather one after the other; a rank keeps
+    what is gathered, and writes it, if `here`. Values that are no tensors go to files of torch only.
 
     Raises:
         UsageError: if the suffix is another.
@@ -78,9 +73,9 @@ def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) ->
     check_suffix(path)
     tensors: dict[str, Any] = {}
     for name, value in state.items():
-        one = whole(value)
+        gathered = whole(value)
         if here:
-            tensors[name] = one.cpu() if isinstance(one, Tensor) else one
+            tensors[name] = gathered.cpu() if isinstance(gathered, Tensor) else gathered
     if not here:
         return
     try:
@@ -93,12 +88,7 @@ def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) ->
 
 
 def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that have not exactly the names and shapes of a model's own.
-
-    Args:
-        model: what the model is called.
-        state: its own `state_dict`.
-        weights: what it is to take.
+    """Refuse weights that have not exactly the names and shapes of a model's `state_dict`.
 
     Raises:
         ModelError: naming what is missing, unexpected, or of another shape.
@@ -107,21 +97,20 @@ def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor
     problems = [
         *_listed("missing", [name for name in own if name not in weights]),
         *_listed("unexpected", [name for name in weights if name not in own]),
-        *_listed("of another shape", list(_shapes(own, weights))),
+        *_listed(
+            "of another shape",
+            [
+                f"{name} ({tuple(weights[name].shape)}, expected {tuple(tensor.shape)})"
+                for name, tensor in own.items()
+                if name in weights and weights[name].shape != tensor.shape
+            ],
+        ),
     ]
     if problems:
         raise ModelError(
             f"the weights don't fit {model}: " + "; ".join(problems),
             hint="the file is of another model, or of another version of it",
         )
-
-
-def _shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"{name} ({tuple(weights[name].shape)}, expected {tuple(tensor.shape)})"
-        for name, tensor in own.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
@@ -144,8 +133,10 @@ def _write(file: Any, tensors: dict[str, Any], *, safe: bool) -> None:
     file.write(_safetensors().save(apart, metadata={"format": "pt"}))
 
 
-def _read_torch(path: Path) -> Any:
+def _read(path: Path) -> Any:
     try:
+        if path.suffix == _SAFETENSORS:
+            return _read_safetensors(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -153,22 +144,17 @@ def _read_torch(path: Path) -> Any:
             hint="save a state_dict; objects of Python are not read, since they could be programs",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise _cannot_read(path, error) from error
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise CheckpointError(f"the weights {path} cannot be read: {reason}") from error
 
 
 def _read_safetensors(path: Path) -> Any:
     import safetensors
 
-    module = _safetensors()
     try:
-        return module.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _cannot_read(path, error) from error
-
-
-def _cannot_read(path: Path, error: Exception) -> CheckpointError:
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return CheckpointError(f"the weights {path} cannot be read: {reason}")
+        return _safetensors().load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(error) from error
 
 
 def _unwrapped(path: Path, loaded: Any) -> dict[str, Tensor]:
@@ -184,12 +170,6 @@ def _unwrapped(path: Path, loaded: Any) -> dict[str, Tensor]:
         f"{path} holds no weights; expected tensors by name, alone or as {', '.join(_WRAPPERS)}",
         hint="save model.state_dict()",
     )
-
-
-def _without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not state or not all(name.startswith(_PREFIX) for name in state):
-        return state
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
 def _safetensors() -> ModuleType:

@@ -15,18 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-#: What a file system says that cannot bring a directory to the disk, or a directory that cannot be read.
+#: Errors of a file system that cannot bring a directory to the disk, or of a directory that cannot be read.
 _WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: bool = True) -> None:
     """Write a file; a reader, or a crash, sees the old or the new contents, never a part.
 
-    Args:
-        path: of the file.
-        content: text is written as UTF-8.
-        mode: who may read and write it, before the process's mask.
-        sync: whether it survives a power loss: not needed for a message to another process.
+    With `sync` it survives a power loss, which a message to another process need not. `mode` is before the
+    process's mask; text is written as UTF-8.
 
     Raises:
         OSError: if it cannot be written.
@@ -37,7 +34,7 @@ def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: b
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """Write a file in the body, as `atomic_write` does.
+    """Context manager that yields a file to write, and replaces `path` by it as `atomic_write` does.
 
     Raises:
         OSError: if it cannot be written.
@@ -89,11 +86,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and those above it that are missing, with names that survive a power loss.
-
-    Args:
-        path: of the directory; it may be there.
-        mode: who may use it, before the process's mask; those above it have the default.
+    """Make a directory, and with the default mode those above it, so that its name survives a power loss.
 
     Raises:
         OSError: if it cannot be made.

@@ -20,12 +20,8 @@ def create(
 ) -> Path:
     """Return the directory of a launch, made and writable, with `logs/` in it.
 
-    Args:
-        run_dir: the directory asked for, new or not; `None` makes `base/NAME/TIME`.
-        name: name of the run.
-        base: where directories without a given name are made.
-        stamp: name of the directory in `base/name`, where another launcher of the same launch has
-            chosen one; it may be there.
+    `run_dir` may be new or not; without it the directory is `base/NAME/TIME`, or `base/NAME/STAMP` where
+    another launcher of the same launch has chosen one.
 
     Raises:
         UsageError: if a file is in its place.
@@ -45,9 +41,8 @@ def create(
             hint=_HINT,
         ) from None
     except OSError as error:
-        where = run_dir or base / name
         raise RunDirectoryError(
-            f"the run directory {where} cannot be used: {_reason(error)}",
+            f"the run directory {run_dir or base / name} cannot be used: {_reason(error)}",
             hint=_HINT,
         ) from error
     return path
@@ -78,7 +73,7 @@ def make_logs(path: Path) -> Path:
 
 
 def _reason(error: OSError) -> str:
-    """Return what the system says, and of which file, where it names one."""
+    """Return the system's message, and the file, where it names one."""
     return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
 
 

@@ -33,21 +33,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that a launch lasts as long as.
-
-    Attributes:
-        host: name of its host.
-        machine: boot and network namespace, which tell hosts of one name apart.
-        pid: its process id there.
-        born: when it was made, in clock ticks since the host's start.
-        launch: name of the launch; `None` where it has none.
-    """
+    """The process that lives as long as a launch."""
 
     host: str
-    machine: str
+    machine: str  # boot and network namespace, which distinguish hosts of one name
     pid: int
-    born: int
-    launch: str | None
+    born: int  # when it was made, in clock ticks since the host's start
+    launch: str | None  # name of the launch
 
     @staticmethod
     def of(environment: str, environ: Mapping[str, str], launch: str | None) -> Owner:
@@ -61,7 +53,7 @@ class Owner:
 
     @property
     def lives(self) -> bool:
-        """Whether the process is there, as far as this host can know."""
+        """Whether the process exists, as far as this host can know."""
         return self.machine == host.identity() and self.born > 0 and _born(self.pid) == self.born
 
     def is_launch_of(self, other: Owner) -> bool:
@@ -74,10 +66,6 @@ class Owner:
 class DirectoryLock:
     """The lock of a run directory.
 
-    Args:
-        directory: the run directory.
-        owner: of this launch.
-
     Raises:
         RunDirectoryError: if another launch uses the directory, or the file cannot be made.
     """
@@ -89,13 +77,17 @@ class DirectoryLock:
         try:
             while (other := self._try()) is not None:
                 if time.monotonic() > deadline:
-                    raise _in_use(directory, other)
+                    raise RunDirectoryError(
+                        f"the run directory {directory} is in use by another launch: {other}; expected one "
+                        "at a time",
+                        hint="wait for its end, or name another directory with --run-dir",
+                    )
                 time.sleep(_LOOK)
         except OSError as error:
             raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
-        """Take the lock, or find that this launch has it; else return the owner, in words."""
+        """Take the lock, unless this launch has it; return the name of another owner, which has it."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             is_free = _lock(file)
@@ -106,22 +98,21 @@ class DirectoryLock:
                 return (
                     "another process" if other is None else f"process {other.pid} on {other.host}"
                 )
-            if is_free and os.fstat(file).st_nlink:  # it may have been removed meanwhile
-                self._keep(file)
+            if not is_free:
                 return None
-            return None if not is_free else "a launch that ends"
+            if not os.fstat(file).st_nlink:  # it was removed meanwhile
+                return "a launch that ends"
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(asdict(self._owner)).encode(), 0)
+            self._file = file
+            _locks.add(self)
+            return None
         finally:
             if self._file != file:
                 os.close(file)
 
-    def _keep(self, file: int) -> None:
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(asdict(self._owner)).encode(), 0)
-        self._file = file
-        _held.add(self)
-
     def release(self, *, ends: bool) -> None:
-        """Give the lock back; where the run does not end, its launcher may start it again."""
+        """Release the lock; where the run does not end, its launcher keeps it to start the run again."""
         if self._file is None:
             return
         if ends or self._owner.pid == os.getpid():
@@ -130,15 +121,15 @@ class DirectoryLock:
         self.close()
 
     def close(self) -> None:
-        """Close the file; the lock is held until all processes have that share it."""
+        """Close the file; the lock lasts until all processes that share it have closed it."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        _held.discard(self)
+        _locks.discard(self)
 
 
 def leave(directory: Path) -> None:
-    """Let other launches use a directory: the launch of a run there, which was this process's, is over."""
+    """Let other launches use a directory: the launch of this process that ran there is over."""
     with contextlib.suppress(OSError):
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -150,13 +141,9 @@ def leave(directory: Path) -> None:
 
 
 def in_use(directory: Path, own: Owner | None = None) -> bool | None:
-    """Return whether a launch uses a directory; `None` where that cannot be known from here.
+    """Return whether another launch than `own` uses a directory; `None` if that cannot be known here.
 
     The lock is only tried: a launch that takes it at that moment tries again.
-
-    Args:
-        directory: the run directory.
-        own: owner of this launch, whose use does not count.
     """
     try:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -178,26 +165,23 @@ def in_use(directory: Path, own: Owner | None = None) -> bool | None:
         os.close(file)
 
 
-def status(said: str, used: bool | None) -> str:
-    """Return what has become of a run: what its record says, or `dead`: it runs, but without a process.
+def status(recorded: str, used: bool | None) -> str:
+    """Return the status of a run: the recorded one, or `dead` where it runs without a process.
 
-    A failed run whose launcher lives may be started again: it is still `running`.
-
-    Args:
-        said: the status that is recorded.
-        used: whether a launch uses the directory, looked at before the record was read.
+    A failed run whose launcher lives may be started again: it is still `running`. `used` is whether a
+    launch uses the directory, asked before the record was read.
     """
-    if said == "failed" and used:
+    if recorded == "failed" and used:
         return "running"
-    return "dead" if said == "running" and used is False else said
+    return "dead" if recorded == "running" and used is False else recorded
 
 
-_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """A forked process may outlive the one that holds the lock."""
-    for lock in list(_held):
+    """Close locks in a forked process, which may outlive the one that has them."""
+    for lock in list(_locks):
         lock.close()
 
 
@@ -216,28 +200,16 @@ def _lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def _read(file: int) -> Owner | None:
-    """Return what the file says; nothing where its owner is about to write, or it says something else."""
+    """Return the owner in a file; `None` where it is about to write, or the file has something else."""
     try:
         fields = json.loads(os.pread(file, 4096, 0))
-        return Owner(
-            str(fields["host"]),
-            str(fields["machine"]),
-            int(fields["pid"]),
-            int(fields["born"]),
-            fields["launch"],
-        )
+        names = str(fields["host"]), str(fields["machine"])
+        return Owner(*names, int(fields["pid"]), int(fields["born"]), fields["launch"])
     except (ValueError, TypeError, KeyError):
         return None
 
 
 def _born(pid: int) -> int | None:
-    """Return when a process was made; `None` if it is gone, or only waits for its parent to look."""
+    """Return the start time of a process in clock ticks; `None` if it is gone, or a zombie."""
     fields = host.process_fields(pid)
     return None if fields[:1] in ([], ["Z"]) else int(fields[19])
-
-
-def _in_use(directory: Path, other: str) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"the run directory {directory} is in use by another launch: {other}; expected one at a time",
-        hint="wait for its end, or name another directory with --run-dir",
-    )

@@ -17,7 +17,7 @@ from lockstep.state.files.atomic_file import atomic_write
 NAME = "run.json"
 #: Grows when older versions cannot read what a newer one writes.
 FORMAT = 1
-#: How launchers tell old scripts their local rank: other words on each rank, and none under `python`.
+#: How launchers pass the local rank to old scripts: other words on each rank, and none under `python`.
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")
 #: Types of what is read again; any may be missing.
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -44,30 +44,17 @@ _COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Everything that the result of a run depends on, as far as a run can know it.
-
-    Attributes:
-        name: the run's name.
-        script: the script's file name.
-        arguments: the script's arguments.
-        seed: the run's seed.
-        replicas: number of replicas.
-        threads: intra-op threads per process.
-        precision: numeric precision of forward passes.
-        method: `exact`, or how a run trains that need not be.
-        device: kind of device.
-        versions: versions of Python, torch and Lockstep.
-    """
+    """Everything that the result of a run depends on, as far as a run can know it."""
 
     name: str
-    script: str
-    arguments: list[str]
+    script: str  # file name
+    arguments: list[str]  # of the script
     seed: int
     replicas: int
-    threads: int
-    precision: str
-    device: str
-    method: str = "exact"
+    threads: int  # intra-op threads per process
+    precision: str  # of forward passes
+    device: str  # kind of device
+    method: str = "exact"  # or how a run trains that need not be
     versions: dict[str, str] = field(default_factory=dict)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
@@ -95,7 +82,7 @@ def script_and_arguments() -> tuple[str, list[str]]:
 
 
 def read(directory: Path) -> dict[str, Any] | None:
-    """Return what `directory` records, or `None` where there is no record.
+    """Return the record in `directory`, or `None` where there is none.
 
     Raises:
         RunDirectoryError: if the record is damaged, or of a newer format.
@@ -153,14 +140,14 @@ def write(directory: Path, content: dict[str, Any]) -> None:
 
 
 def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a run directory that refuses to be written to."""
+    """Return the error for a run directory that cannot be written."""
     return RunDirectoryError(
         f"the run directory {directory} cannot be written: {error.strerror or error}",
         hint="name another one with --run-dir",
     )
 
 
-def follow(directory: Path, later: Path) -> None:
+def link(directory: Path, later: Path) -> None:
     """Note in the record of a run which one its script has begun after it.
 
     Raises:
@@ -172,7 +159,7 @@ def follow(directory: Path, later: Path) -> None:
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """Return what a new record takes over from the one that it replaces: what came after the run."""
+    """Return the fields of a record that are kept when it is written anew."""
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
         recorded = read(directory) or {}
@@ -206,13 +193,9 @@ def continues(directory: Path, recorded: dict[str, Any]) -> bool:
 
 
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
-    """Refuse a directory that holds another run, or one that is finished, as its script is.
+    """Refuse a directory with another run, or with a finished one, unless `fresh` allows to overwrite it.
 
-    Args:
-        directory: the run's directory.
-        identity: of the run that is about to begin.
-        fresh: whether what is there may be overwritten.
-        restarted: whether this launch has made the record itself, before its processes were restarted.
+    A finished run is `restarted` where this launch has recorded it, before its processes were restarted.
 
     Raises:
         RunDirectoryError: naming what differs.

@@ -27,36 +27,20 @@ _FILES = 200
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
-    """Return a hash of all that is known of what the result of a run follows from.
-
-    Args:
-        identity: of the run.
-        settings: of models, optimizers and data, in any words.
-    """
+    """Return a hash of the identity, settings of models, optimizers and data, and the user's modules."""
     digest = hashlib.sha256(json.dumps([asdict(identity), *settings], sort_keys=True).encode())
-    for file in _sources():
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    own = sorted(file for file in files if isinstance(file, str) and stacks.is_users(file))
+    for file in own[:_FILES]:
         with contextlib.suppress(OSError):  # it is gone
-            digest.update(file.read_bytes())
+            digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 
 
-def _sources() -> list[Path]:
-    """Return the files of the user's modules that are imported."""
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    own = sorted(file for file in files if isinstance(file, str) and stacks.is_users(file))
-    return [Path(file) for file in own[:_FILES]]
-
-
 def other_digest(directory: Path, fingerprint: str, digest: str) -> str | None:
-    """Return a line on the newest run with the same fingerprint and another digest; `None` without one.
-
-    Args:
-        directory: of this run; those beside it are looked at.
-        fingerprint: of this run.
-        digest: of this run.
-    """
+    """Return a warning of the newest run beside this one with the same fingerprint and another digest."""
     runs = sorted(directory.parent.glob(f"*/{run_file.NAME}"), reverse=True)
-    for file in [one for one in runs if one.parent != directory][:_RUNS]:
+    for file in [file for file in runs if file.parent != directory][:_RUNS]:
         with contextlib.suppress(LockstepError):  # it cannot be read
             recorded = run_file.read(file.parent) or {}
             if recorded.get("fingerprint") != fingerprint or recorded.get("digest") == digest:
@@ -73,7 +57,7 @@ def other_digest(directory: Path, fingerprint: str, digest: str) -> str | None:
 
 
 def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return a line on a loader whose data is not what the run has recorded."""
+    """Return a warning of a loader whose data is not what the run has recorded."""
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))
     return (

@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError, PeerError, causes, shortened
 from lockstep.state.files.atomic_file import atomic_write
 from lockstep.state.record.stacks import Frame
 
-#: What torch and Gloo say when the other end is the one that failed.
+#: Parts of messages of torch and Gloo when the other end has failed.
 _PEER_PHRASES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -31,7 +31,7 @@ _PEER_PHRASES = (
 )
 #: How Python writes the number of a system's error.
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
-#: The most characters of a traceback that the launcher gets; the log has all of them.
+#: The most characters of a traceback that the launcher gets; the log has all.
 _TRACEBACK = 1 << 14
 #: How torch begins the message of an exception from a DataLoader worker.
 _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
@@ -39,46 +39,28 @@ _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """An exception that ended a worker.
-
-    Attributes:
-        rank: the worker's rank.
-        exception: name of the exception's type.
-        message: its text, without the hint; the middle of a long one is left out.
-        hint: what to do about it, where it is known.
-        exit_code: the code that the worker ends with.
-        file: file of the user's frame where it was raised.
-        line: line in that file.
-        function: function around that line.
-        traceback: the traceback as text; the middle of a long one is left out.
-        time: when it was, by this machine's `time.monotonic`.
-        consequence: whether it tells of another rank's failure rather than of its own.
-        errnos: the system's numbers of errors among it and its causes.
-    """
+    """An exception that ended a worker, with the user's frame where it was raised."""
 
     rank: int
-    exception: str
-    message: str
+    exception: str  # name of the type
+    message: str  # without the hint; the middle of a long one is left out
     hint: str | None = None
     exit_code: int = 1
     file: str | None = None
     line: int | None = None
     function: str | None = None
-    traceback: str = ""
-    time: float = 0.0
-    consequence: bool = False
-    errnos: Sequence[int] = ()
+    traceback: str = ""  # the middle of a long one is left out
+    time: float = 0.0  # by this machine's `time.monotonic`
+    consequence: bool = False  # it reports another rank's failure rather than one of its own
+    errnos: Sequence[int] = ()  # of OSErrors among the exception and its causes
 
 
 def describe(error: BaseException, rank: int, home: str | None) -> Report:
-    """Return the report of `error`.
+    """Return the report of `error`, whose traceback is trimmed to the user's frames.
 
-    Args:
-        error: what ended the worker, its traceback trimmed to the user's frames.
-        rank: the worker's rank.
-        home: directory of the user's script; frames below it are preferred.
+    Frames below `home`, the directory of the user's script, are preferred.
     """
-    file, line, function = _place(error, home)
+    file, line, function = _frame(error, home)
     hint = error.hint if isinstance(error, LockstepError) else None
     return Report(
         rank=rank,
@@ -99,35 +81,31 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
 def errnos(error: BaseException) -> list[int]:
     """Return the system's numbers of errors among an exception and its causes."""
     found: list[int] = []
-    for one in causes(error):
-        if isinstance(one, OSError) and one.errno is not None:
-            found.append(one.errno)
-        elif isinstance(one, OSError) or _FROM_WORKER.match(str(one)):
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno is not None:
+            found.append(cause.errno)
+        elif isinstance(cause, OSError) or _FROM_WORKER.match(str(cause)):
             # torch makes the exception of a DataLoader worker anew, from its text.
-            found += map(int, _ERRNO.findall(str(one)))
+            found += map(int, _ERRNO.findall(str(cause)))
     return found
 
 
 def _message(error: BaseException) -> str:
-    """Return what an exception says, and its notes on indented lines below."""
+    """Return the text of an exception, and its notes on indented lines below."""
     text = error.message if isinstance(error, LockstepError) else str(error)
+    message = [text]
+    if (worker := _FROM_WORKER.match(text)) is not None:
+        # torch has put the DataLoader worker's whole traceback into the message.
+        lines = text.rstrip().splitlines()
+        below = max(index for index, line in enumerate(lines) if line.startswith("  ")) + 1
+        _, _, first = (lines[below:] or [text])[0].partition(": ")
+        message = [first, *lines[below + 1 :], f"in {worker[1]}"]
     notes = "\n".join(getattr(error, "__notes__", ())).splitlines()
-    return "\n  ".join([*_said_by_worker(text), *notes])
-
-
-def _said_by_worker(text: str) -> list[str]:
-    """Return the message of an exception alone, where torch has put a worker's whole traceback into it."""
-    worker = _FROM_WORKER.match(text)
-    if worker is None:
-        return [text]
-    lines = text.rstrip().splitlines()
-    below = max(index for index, line in enumerate(lines) if line.startswith("  ")) + 1
-    _, _, said = (lines[below:] or [text])[0].partition(": ")
-    return [said, *lines[below + 1 :], f"in {worker[1]}"]
+    return "\n  ".join([*message, *notes])
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether `error` says that another rank failed."""
+    """Return whether `error` reports another rank's failure."""
     if isinstance(error, PeerError):
         return True
     from_torch = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
@@ -135,7 +113,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def blames_peer(text: str) -> bool:
-    """Return whether `text` is what torch says when the other end is the one that failed."""
+    """Return whether `text` is torch's message for a connection that the other end has closed."""
     lowered = text.lower()
     return any(phrase in lowered for phrase in _PEER_PHRASES)
 
@@ -155,23 +133,13 @@ def read(path: Path) -> Report | None:
 
 
 def trim(trace: TracebackType | None, own: str) -> TracebackType | None:
-    """Return `trace` without the launcher's frames at its top.
-
-    Args:
-        trace: a traceback, outermost frame first.
-        own: directory of the frames to drop.
-    """
-    while trace is not None and _is_ours(trace, own):
+    """Return `trace` without its outermost frames whose files are in the directory `own`."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((own, "<frozen ")):
         trace = trace.tb_next
     return trace
 
 
-def _is_ours(trace: TracebackType, own: str) -> bool:
-    file = trace.tb_frame.f_code.co_filename
-    return file.startswith((own, "<frozen "))
-
-
-def _place(error: BaseException, home: str | None) -> tuple[str | None, int | None, str | None]:
+def _frame(error: BaseException, home: str | None) -> tuple[str | None, int | None, str | None]:
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno, None
     frames = traceback.extract_tb(error.__traceback__)

@@ -19,12 +19,7 @@ _OWN = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
 class Events:
-    """Collects logged values and writes them now and then, without waiting for a device per step.
-
-    Args:
-        directory: the run directory.
-        rank: this rank.
-    """
+    """Collects events of a rank and writes them about once a second, so that no step waits for a device."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory = directory / "events"
@@ -81,17 +76,14 @@ class Events:
         try:
             self.flush()
         finally:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            raise cannot_write(self._directory, error) from error
+            try:
+                self._file.close()
+            except OSError as error:
+                raise cannot_write(self._directory, error) from error
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a script logs, with copies of tensors: a running total changes until it is written.
+    """Return logged values with copies of tensors, which may change until they are written.
 
     Raises:
         UsageError: for a name that every event has of its own, and for tensors in a list or a mapping.

@@ -14,53 +14,43 @@ from typing import Any, Protocol, runtime_checkable
 
 from lockstep.errors import UsageError
 from lockstep.state.files.atomic_file import atomic_write
-from lockstep.state.record.given import Given
-from lockstep.state.record.wandb_files import last_logged
 
 #: Each is also the package that it needs, and an extra of ours.
 NAMES = ("tensorboard", "wandb", "mlflow")
 
 #: As many metrics as MLflow takes at once.
 _MLFLOW_BATCH = 1000
-#: Told what users should know.
+#: Shows a message.
 Say = Callable[[str], None]
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a script may give a run as a logger."""
+    """An object that a script may give a run as a logger."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the values of a step; each step once, in their order."""
+        """Take values of a step; steps come in their order."""
 
 
 class Backend(abc.ABC):
-    """A logger that is kept open over a run.
-
-    Attributes:
-        keeps: whether it has values for certain only after `flush`.
-        held: what a logger has of earlier generations that may lose values after `flush`.
-    """
-
-    keeps: bool = True
-    held: Given | None = None
+    """A logger that is kept open over a run."""
 
     @abc.abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the values of a step."""
+        """Take values of a step."""
 
-    def flush(self) -> None:  # noqa: B027 - some have written what they were given
-        """Let no later kill lose what was logged."""
+    def flush(self) -> None:  # noqa: B027 - some write at once, or when they want to
+        """Write what was logged."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027 - an object of the script's is not ours to close
-        """Write everything, and say how the run ended."""
+        """Write everything, and how the run ended."""
 
 
 def check(loggers: Sequence[Any], _: str = "") -> None:
-    """Refuse what is no logger; each message names the logger, whatever they were given as.
+    """Refuse what is no logger.
 
     Raises:
-        UsageError: naming it, or what is not installed.
+        UsageError: naming it, or the package that is not installed.
     """
     for logger in loggers:
         if isinstance(logger, str) and logger not in NAMES:
@@ -79,35 +69,29 @@ def check(loggers: Sequence[Any], _: str = "") -> None:
 
 
 def make(
-    logger: Any, directory: Path, name: str, about: Mapping[str, Any], first: int, say: Say
+    logger: Any, directory: Path, identity: Mapping[str, Any], first: int, say: Say
 ) -> Backend:
     """Return a logger, ready to take values.
 
     Args:
         logger: its name, or an object with `log`.
         directory: where it may keep files.
-        name: of the run.
-        about: identity of the run.
-        first: the first step that is logged now: what a kill left of later ones does not count.
-        say: tells the user where values go.
+        identity: of the run.
+        first: no value of this step or a later one has been forwarded.
+        say: shows where values go.
     """
     match logger:
         case "tensorboard":
             return TensorBoard(directory / "tensorboard", first)
         case "wandb":
-            return WandB(directory, name, about, say)
+            return WandB(directory, identity, say)
         case "mlflow":
-            return MLflow(directory, name, about)
+            return MLflow(directory, identity)
     return _Own(logger)
 
 
 class TensorBoard(Backend):
-    """Writes event files.
-
-    Args:
-        directory: where.
-        first: what an earlier generation wrote of this step and later ones is dropped.
-    """
+    """Writes event files; what an earlier generation wrote of step `first` and later ones is dropped."""
 
     def __init__(self, directory: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -131,43 +115,32 @@ class TensorBoard(Backend):
 class WandB(Backend):
     """Logs to Weights & Biases: offline where no key is known, into the run directory.
 
-    W&B's own process writes what it was given every 15 s, and loses the rest if the main rank is killed.
-    A later generation therefore asks its files, and its server, what they hold.
-
-    Args:
-        directory: where offline runs lie.
-        name: of the project.
-        about: the configuration that is shown.
-        say: told once if the run is offline, however often ranks restart.
+    All generations are one run of W&B's, which takes no step again that it has.
     """
 
-    def __init__(self, directory: Path, name: str, about: Mapping[str, Any], say: Say) -> None:
+    def __init__(self, directory: Path, identity: Mapping[str, Any], say: Say) -> None:
         import wandb
 
         own = directory / "wandb"
-        has_files = any(own.glob("offline-run-*"))
         chosen: Any = os.environ.get("WANDB_MODE")
         if chosen is None and not wandb.login(prompt=False):
             chosen = "offline"
-            if not has_files:
+            if not any(own.glob("offline-run-*")):  # once, however often ranks restart
                 say(
                     "lockstep: wandb has no key: it logs offline, to be sent with "
                     f"`wandb sync {own}/offline-run-*`"
                 )
+        # By default W&B writes every 15 s; a kill loses what it has not written.
+        settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1)
         self._run = wandb.init(
-            project=name,
-            # The same in each generation, so that they are one run of W&B's.
+            project=identity["name"],
             id=_once(directory / "wandb-run", lambda: secrets.token_hex(8)),
             resume="allow",
             dir=directory,
-            config=dict(about),
+            config=dict(identity),
             mode=chosen,
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=settings,
         )
-        if self._run.resumed and not self._run.offline:
-            self.held = self._run.starting_step, frozenset()
-        elif has_files:  # they may have been sent, and removed
-            self.held = last_logged(own)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log values."""
@@ -179,43 +152,37 @@ class WandB(Backend):
 
 
 class MLflow(Backend):
-    """Logs to the tracking server of `MLFLOW_TRACKING_URI`, or to SQLite in the run directory.
+    """Logs to the tracking server of `MLFLOW_TRACKING_URI`, or to SQLite in the run directory."""
 
-    Args:
-        directory: where that lies.
-        name: of the experiment.
-        about: what is logged as parameters.
-    """
-
-    def __init__(self, directory: Path, name: str, about: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
-        self._id = self._find(directory / "mlflow-run", name, about)
+        # An earlier generation may have begun the run.
+        self._id = _once(
+            directory / "mlflow-run", lambda: self._begin(directory.parent.name, identity)
+        )
 
-    def _find(self, place: Path, name: str, about: Mapping[str, Any]) -> str:
-        """Return the id of this run's, which an earlier generation may have begun."""
-        return _once(place, lambda: self._begin(place.parent.parent.name, name, about))
-
-    def _begin(self, run: str, name: str, about: Mapping[str, Any]) -> str:
+    def _begin(self, run: str, identity: Mapping[str, Any]) -> str:
+        name = identity["name"]
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         run_id: str = self._client.create_run(experiment, run_name=run).info.run_id
-        for key, value in about.items():
+        for key, value in identity.items():
             self._client.log_param(run_id, key, value)
         return run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Keep metrics for `flush`: a request for each step could take longer than the step."""
+        """Collect metrics for `flush`: a request for each step could take longer than the step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._metrics += [Metric(key, value, now, step) for key, value in values.items()]
 
     def flush(self) -> None:
-        """Log what was kept."""
+        """Log the collected metrics."""
         while self._metrics:
             self._client.log_batch(self._id, self._metrics[:_MLFLOW_BATCH])
             del self._metrics[:_MLFLOW_BATCH]
@@ -228,8 +195,6 @@ class MLflow(Backend):
 class _Own(Backend):
     """A logger of the script's own."""
 
-    keeps = False
-
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
 
@@ -239,7 +204,7 @@ class _Own(Backend):
 
 
 def _once(place: Path, make: Callable[[], str]) -> str:
-    """Return what a file says; if there is none, write into it what `make` returns."""
+    """Return the text of a file; if there is none, write the text that `make` returns."""
     with contextlib.suppress(FileNotFoundError):
         return place.read_text(encoding="utf-8")
     text = make()

@@ -20,12 +20,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 class Monitor:
-    """Samples this process in a thread of its own, so that no step waits for it.
-
-    Args:
-        device: what the rank computes on.
-        take: takes each sample, in that thread.
-    """
+    """Samples this process in a thread of its own, which passes each sample to `take`."""
 
     def __init__(self, device: torch.device, take: Take) -> None:
         self._device, self._take = device, take
@@ -61,15 +56,15 @@ class Monitor:
 
 
 def _utilisation(device: torch.device) -> Callable[[], float | None]:
-    """Return what asks NVML how busy the GPU is, from 0 to 1; it answers `None` without GPU or NVML."""
+    """Return a function that asks NVML for the GPU's utilisation, from 0 to 1; `None` without NVML."""
     nvml = cuda.nvml() if device.type == "cuda" else None
     if nvml is None:
-        return _unknown
+        return lambda: None
     try:  # by its UUID: NVML counts all GPUs of the machine, torch those that this process sees
         uuid = f"GPU-{accelerator.uuid(accelerator.current_index(device))}"
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:
-        return _unknown
+        return lambda: None
 
     def busy() -> float | None:
         try:
@@ -78,7 +73,3 @@ def _utilisation(device: torch.device) -> Callable[[], float | None]:
             return None  # a part of a GPU (MIG) does not say
 
     return busy
-
-
-def _unknown() -> None:
-    return None

@@ -15,18 +15,13 @@ _WINDOW = 1.0
 
 
 class Stopwatch:
-    """Adds up the time that passes inside of it.
-
-    Attributes:
-        seconds: in all.
-        is_used: whether anything is measured with it.
-    """
+    """Context manager that adds up the seconds spent inside of it."""
 
     __slots__ = ("_began", "is_used", "seconds")
 
     def __init__(self) -> None:
         self.seconds = self._began = 0.0
-        self.is_used = False
+        self.is_used = False  # whether anything is measured with it
 
     def __enter__(self) -> Self:
         self.is_used = True
@@ -54,36 +49,30 @@ class Stopwatch:
 class Pace:
     """Measures steps, in windows of about a second.
 
-    The first step of a process is a window of its own: it warms up.
-
-    Args:
-        alone: whether there is no other rank.
-
-    Attributes:
-        data: runs while the script waits for a loader.
-        exchange: runs while a backward pass waits for gradients to be summed, where the host does.
+    The first step of a process is a window of its own: it warms up. `data` runs while the script waits for
+    a loader, `exchange` while a backward pass waits for gradients to be summed, where the host does.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.data, self.exchange = Stopwatch(), Stopwatch()
-        self.exchange.is_used = alone  # with one rank there is none, which is known
+        self.exchange.is_used = alone  # with one rank its time is known: none
         self._is_warm = False
         self.begin()
 
     def exchanging(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return what is entered while a backward pass waits for gradients to be summed."""
+        """Return the context manager around the exchange of gradients in a backward pass."""
         # On a GPU the host continues: how long it waits is no measure of the exchange.
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:
-        """A loop that trains begins: what came before belongs to no step."""
+        """Begin a window: the time before belongs to no step."""
         self._times: list[float] = []
         self._samples = 0
         self._last = self._since = time.perf_counter()
         self._waited = self.data.seconds, self.exchange.seconds
 
     def step(self, samples: int) -> bool:
-        """A step over `samples` samples of all ranks is done; return whether the window is over."""
+        """Record a step over `samples` samples of all ranks; return whether the window is over."""
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
@@ -94,21 +83,19 @@ class Pace:
         return True
 
     def window(self) -> dict[str, Any] | None:
-        """Return what the window has seen, in seconds, and begin another; `None` without a step."""
-        times, data, exchange = self._times, *self._waited
+        """Return the times of the window's steps, in seconds, and begin another; `None` without a step."""
+        times, data, before = self._times, *self._waited
         if not times:
             return None
+        exchange = round(self.exchange.seconds - before, 6) if self.exchange.is_used else None
         seen = {
             "steps": len(times),
             "samples": self._samples,
             "seconds": round(sum(times), 6),
             "data": round(self.data.seconds - data, 6),
-            "exchange": self._exchanged(exchange),
+            "exchange": exchange,
             "median": round(statistics.median(times), 6),
             "slowest": round(max(times), 6),
         }
         self.begin()
         return seen
-
-    def _exchanged(self, before: float) -> float | None:
-        return round(self.exchange.seconds - before, 6) if self.exchange.is_used else None

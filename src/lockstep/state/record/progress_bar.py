@@ -14,11 +14,7 @@ _REFRESH_SECONDS = 0.1
 
 
 class ProgressBar:
-    """Shows epochs, samples per second and the newest logged values on the main rank.
-
-    Args:
-        shown: whether this rank shows anything.
-    """
+    """Shows epochs, samples per second and the newest logged values, if `shown`."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
@@ -30,7 +26,7 @@ class ProgressBar:
         self._samples = 0
 
     def epoch_begins(self, epoch: int, epochs: int, steps: int | None) -> None:
-        """A training loop of `steps` global batches begins."""
+        """Begin the bar of a training loop of `steps` global batches."""
         self._started = time.monotonic()
         self._samples = 0
         if self._shown and self._is_terminal:
@@ -43,27 +39,24 @@ class ProgressBar:
             )
 
     def step(self, samples: int) -> None:
-        """A global batch of `samples` samples is done."""
+        """Count a global batch of `samples` samples."""
         self._samples += samples
-        if self._bar is not None:
-            self._refresh(self._bar)
+        bar, now = self._bar, time.monotonic()
+        if bar is None:
+            return
+        bar.n += 1
+        if now - self._refreshed >= _REFRESH_SECONDS:
+            self._refreshed = now
+            bar.set_postfix_str(self._summary(), refresh=False)
+            bar.refresh()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Take the newest values; they are read only when they are shown."""
+        """Set the newest values; tensors are read only when they are shown."""
         if self._shown:
             self._values.update(values)
 
-    def _refresh(self, bar: tqdm[Any]) -> None:
-        bar.n += 1
-        now = time.monotonic()
-        if now - self._refreshed < _REFRESH_SECONDS:
-            return
-        self._refreshed = now
-        bar.set_postfix_str(self._summary(), refresh=False)
-        bar.refresh()
-
     def epoch_ends(self, epoch: int, epochs: int) -> None:
-        """The training loop is over: one line stays."""
+        """Replace the bar by one line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -88,7 +81,7 @@ class ProgressBar:
 
 
 def _title(epoch: int, epochs: int) -> str:
-    """Return which epoch it is; a loop outside of `run.epochs` is one of an unknown number."""
+    """Return the title of an epoch; outside of `run.epochs` their number is not known."""
     return f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 

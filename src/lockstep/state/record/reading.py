@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +15,6 @@ from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.files import run_file
 
 Event = dict[str, Any]
-#: A line of what was logged: parsing each line of a long run takes ten times as long as this.
-_LOGGED = re.compile(rb'"kind": ?"log".*?"step": ?(\d+)')
 #: Fields of a log event that are no values.
 _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
@@ -88,15 +85,15 @@ class LineReader:
                 yield line
                 self.offset += len(line)
 
-    def events(self, step: int = 0) -> Iterator[Event]:
-        """Yield the events since the last call, without what was logged before a step.
+    def events(self) -> Iterator[Event]:
+        """Yield the events since the last call.
 
         Raises:
             RunDirectoryError: if the file cannot be read, or holds something else than events.
         """
         try:
             for line in self.lines():
-                if not _is_before(line, step) and (event := _parse(line)) is not None:
+                if (event := _parse(line)) is not None:
                     yield event
         except (OSError, TypeError) as error:
             raise RunDirectoryError(
@@ -104,8 +101,8 @@ class LineReader:
             ) from error
 
 
-def events_of(directory: Path, kind: str, step: int = 0) -> dict[int, list[Event]]:
-    """Return the events of each `rank` or `launcher` of a run, without what was logged before a step.
+def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
+    """Return the events of each `rank` or `launcher` of a run.
 
     Raises:
         RunDirectoryError: if they cannot be read.
@@ -113,13 +110,7 @@ def events_of(directory: Path, kind: str, step: int = 0) -> dict[int, list[Event
     paths = (directory / "events").glob(f"{kind}-*.jsonl")
     named = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
     numbered = {int(name): path for name, path in named.items() if name.isdecimal()}
-    return {k: list(LineReader(numbered[k]).events(step)) for k in sorted(numbered)}
-
-
-def _is_before(line: bytes, step: int) -> bool:
-    """Return whether a line is of a value that was logged before a step; a line of another form is not."""
-    found = _LOGGED.search(line) if step else None
-    return found is not None and int(found[1]) < step
+    return {k: list(LineReader(numbered[k]).events()) for k in sorted(numbered)}
 
 
 def _parse(line: bytes) -> Event | None:

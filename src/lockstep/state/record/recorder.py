@@ -40,50 +40,46 @@ from lockstep.world.model import World
 _LOADERS = 64
 
 
-class Place(Protocol):
-    """Where a run stands."""
+class TrainingProgress(Protocol):
+    """The part of the training loop's state that records show."""
 
     epoch: int
     epochs: int
 
     @property
     def steps(self) -> int:
-        """How many updates have happened."""
+        """Number of optimizer steps."""
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The microbatch that is worked on, if any."""
+        """The microbatch that is computed, if any."""
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the run does again what has been recorded."""
+        """Whether the script repeats what has been recorded."""
 
 
 class Recorder:
     """Writes `run.json`, events and the trace, and shows progress.
 
-    Args:
-        settings: what the run is asked to do.
-        identity: what the run is.
-        world: rank and rendezvous of this process.
-        store: through which the main rank names the directory.
-
-    Attributes:
-        pace: measures steps, and what they wait for.
-
     Raises:
         RunDirectoryError: if the directory cannot be used.
     """
+
+    _progress: TrainingProgress
+    _digests: Callable[[], Mapping[str, str]]
 
     def __init__(
         self, settings: RecordSettings, identity: Identity, world: World, store: dist.Store
     ) -> None:
         self._settings, self._identity, self._world = settings, identity, world
-        self._progress = ProgressBar(shown=world.is_main and settings.progress)
+        self._bar = ProgressBar(shown=world.is_main and settings.progress)
         self._lock: DirectoryLock | None = None
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)
-        self._trace = self._open_trace()
+        self._trace: Trace | None = None
+        if settings.trace:
+            self._trace = Trace(settings.trace, world.rank, settings.generation)
         self.pace = Pace(alone=world.size == 1)
         self._monitor: Monitor | None = None
         self._loggers: Forwarding | None = None
@@ -91,65 +87,56 @@ class Recorder:
         self._stepped: Microbatch | None = None  # of the newest step
         self._loops: list[bool] = []  # whether each of the loops that we are in trains
         self._generations, self._data = self._earlier()
-        self._place: Place | None = None
-        self._digests: Callable[[], Mapping[str, str]] = dict
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
-        self._origin = ""
+        self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
-
-    @property
-    def origin(self) -> str:
-        """From where the run continues, in words; empty for a new one."""
-        return self._origin
-
-    def _open_trace(self) -> Trace | None:
-        place = self._settings.trace
-        return Trace(place, self._world.rank, self._settings.generation) if place else None
 
     def begin(self, step: int, source: str | None) -> None:
         """Record that the run begins, or resumes after step number `step` from the state in `source`."""
         if self._trace is not None:
             self._trace.begin(step)
-        self._events.add(kind="start", **self._start(step))
-        self._monitor = Monitor(self._settings.device, self._sampled)
+        world, device = self._world, self._settings.device
+        self._events.add(
+            kind="start",
+            generation=self._settings.generation,
+            rank=world.rank,
+            ranks=world.size,
+            node=world.node_rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=device.type,
+            device_name=accelerator.name(device),
+            **self._settings.method,
+            step=step,
+        )
+        self._monitor = Monitor(
+            device,
+            lambda sample: self._events.put(kind="machine", step=self._progress.steps, **sample),
+        )
         if source is not None:
             self._events.add(kind="resume", step=step, source=source)
-            self._origin = f", resuming after step {step} ({_short(source)})"
-        if self._world.is_main and self._settings.loggers:
-            self._loggers = self._forward(step)
+            name = "in-memory snapshot" if source == "memory" else source.rpartition("/")[2]
+            self.origin = f", resuming after step {step} ({name})"
+        if world.is_main and self._settings.loggers:
+            self._loggers = Forwarding(
+                self._settings.loggers,
+                self.directory,
+                asdict(self._identity),
+                ranks=world.size,
+                resumed=step,
+                say=self._bar.say,
+            )
         self._events.flush()
-        if self._world.is_main:
-            self._generations.append(self._generation(step, source))
+        if world.is_main:
+            generation = {
+                "ranks": world.size,
+                "nodes": world.node_count,
+                "environment": world.environment,
+                "time": round(time.time(), 3),
+            }
+            resumed = {} if source is None else {"step": step, "source": source}
+            self._generations.append(generation | resumed)
             self._write("running")
-
-    def _forward(self, step: int) -> Forwarding:
-        return Forwarding(
-            self._settings.loggers,
-            self.directory,
-            asdict(self._identity),
-            ranks=self._world.size,
-            resumed=step,
-            say=self._progress.say,
-        )
-
-    def _start(self, step: int) -> dict[str, Any]:
-        """Return the rank, host and process id, for the first event."""
-        world, device = self._world, self._settings.device
-        return {
-            "generation": self._settings.generation,
-            "rank": world.rank,
-            "ranks": world.size,
-            "node": world.node_rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "device": device.type,
-            "device_name": accelerator.name(device),
-            **self._settings.method,
-            "step": step,
-        }
-
-    def _sampled(self, sample: dict[str, Any]) -> None:
-        self._events.put(kind="machine", step=self._place.steps if self._place else 0, **sample)
 
     def _agree_on_directory(self, store: dist.Store) -> Path:
         if self._world.is_main:
@@ -162,7 +149,7 @@ class Recorder:
                 for part in ("events", "checkpoints", DIRECTORY):
                     shutil.rmtree(path / part, ignore_errors=True)
                 run_file.forget(path)
-            self._follow(path)
+            self._link_previous(path)
             store.set("directory", str(path))
         path = Path(store.get("directory").decode())
         if self._world.node_rank == 0 or path.is_dir():
@@ -170,12 +157,12 @@ class Recorder:
         # A node that doesn't share the main rank's disk keeps its records in a directory of the same name.
         return directories.create(self._settings.run_dir, self._settings.name, stamp=path.name)
 
-    def _follow(self, path: Path) -> None:
-        """Tell the run before this one that the script continued."""
+    def _link_previous(self, path: Path) -> None:
+        """Note in the record of the script's previous run that the script continued here."""
         before = self._settings.before
         try:
             if before is not None:
-                run_file.follow(before, path)
+                run_file.link(before, path)
         except RunDirectoryError as error:
             self.warn(
                 f"lockstep: warning: {error.message}: if this run is interrupted, the same command will "
@@ -192,37 +179,28 @@ class Recorder:
 
     @property
     def shown_directory(self) -> str:
-        """The run directory as a person would type it here."""
+        """The run directory, relative to the working directory where it is below it."""
         return str(directories.short(self.directory))
 
-    def bind(self, place: Place, digests: Callable[[], Mapping[str, str]]) -> None:
-        """Learn where the run stands, and how to take the digests of what it holds, by name."""
-        self._place, self._digests = place, digests
-
-    # --- what happens ----------------------------------------------------------------------------
+    def bind(self, progress: TrainingProgress, digests: Callable[[], Mapping[str, str]]) -> None:
+        """Set the state of the loop, and what returns digests of models and registered objects."""
+        self._progress, self._digests = progress, digests
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
-        """Take note of a new loader."""
+        """Record a new loader; warn if the run has recorded other data for it."""
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
             exhaustive = settings.any_sampler is None and not settings.drop_last
             self._trace.loader(loader.number, length, exhaustive=exhaustive)
         if self._world.is_main and loader.number < _LOADERS:
-            self._data_made(
-                str(loader.number),
-                Description(dataset, settings.any_sampler).parts(),
-            )
-
-    def _data_made(self, loader: str, data: dict[str, str]) -> None:
-        """Record the data of a loader; say so if the run has recorded others."""
-        recorded = self._data.get(loader)
-        if recorded == data:
-            return
-        if isinstance(recorded, dict):
-            self.warn(earlier.changed_data(loader, recorded, data))
-        self._data[loader] = data
-        self._write("running")
+            number, data = str(loader.number), Description(dataset, settings.any_sampler).parts()
+            recorded = self._data.get(number)
+            if recorded != data:
+                if isinstance(recorded, dict):
+                    self.warn(earlier.changed_data(number, recorded, data))
+                self._data[number] = data
+                self._write("running")
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """Show a bar for a loop that trains."""
@@ -230,8 +208,8 @@ class Recorder:
         self._loops.append(trains)
         if trains:
             self.pace.begin()
-        if trains and self._place is not None and not self._place.is_replaying:
-            self._progress.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
+        if trains and not self._progress.is_replaying:
+            self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Trace the microbatch before this one, where no backward pass has come after it."""
@@ -240,34 +218,33 @@ class Recorder:
             self._without_loss[microbatch.loader] = microbatch
 
     def _trace_seen(self, trace: Trace, loader: int) -> None:
-        seen, place = self._without_loss.pop(loader, None), self._place
-        if seen is None or not seen.size or self._settings.repeats:
-            return
-        if place is not None and not place.is_replaying:
-            trace.seen(place.steps, seen)
+        seen = self._without_loss.pop(loader, None)
+        is_new = not (self._settings.repeats or self._progress.is_replaying)
+        if seen is not None and seen.size and is_new:
+            trace.seen(self._progress.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Trace a loss and the samples behind it."""
         if self._trace is None:
             return
-        if self._place is not None and not self._settings.repeats:
-            self._trace.microbatch(self._place.steps + 1, microbatch, loss)
+        if not self._settings.repeats:
+            self._trace.microbatch(self._progress.steps + 1, microbatch, loss)
         self._without_loss.pop(microbatch.loader, None)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Trace the state and move the bar."""
         if self._trace is not None:
             self._trace.step(step, self._digests())
-        self._progress.step(microbatch.total)
+        self._bar.step(microbatch.total)
         self._stepped = microbatch
         if self.pace.step(microbatch.total):
             self._window_ends(step)
 
     def _window_ends(self, step: int) -> None:
         """Record how fast the last steps were."""
-        window, place, newest = self.pace.window(), self._place, self._stepped
-        if window is not None and place is not None and newest is not None:
-            epochs = {"epoch": place.epoch, "epochs": place.epochs}
+        window, progress, newest = self.pace.window(), self._progress, self._stepped
+        if window is not None and newest is not None:
+            epochs = {"epoch": progress.epoch, "epochs": progress.epochs}
             batches = {"batch": newest.step + 1, "batches": self._lengths.get(newest.loader)}
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
@@ -276,21 +253,18 @@ class Recorder:
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)
-        if self._place is None or self._place.is_replaying:
+        if self._progress.is_replaying:
             return
         if self._trace is not None:
             self._trace.loop(loader, epoch, round_, complete=not early)
         if trains:
-            self._window_ends(self._place.steps)
-            self._progress.epoch_ends(*self._shown_epoch(epoch))
+            self._window_ends(self._progress.steps)
+            self._bar.epoch_ends(*self._shown_epoch(epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the number of an epoch and how many there are, both of its phase.
-
-        A loader counts its loops through all phases of a script; outside of phases that is all there is.
-        """
-        place = self._place
-        return (place.epoch, place.epochs) if place is not None and place.epochs else (epoch, 0)
+        """Return the number of an epoch in its phase and their count; outside of phases that of a loop."""
+        progress = self._progress
+        return (progress.epoch, progress.epochs) if progress.epochs else (epoch, 0)
 
     def epoch_ends(self, epoch: int) -> None:
         """Write what is pending."""
@@ -299,15 +273,14 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the current step."""
-        kept = copied(values)
-        if place := self._place:
-            # Inside a microbatch the step that it belongs to is not done yet.
-            where: dict[str, Any] = {"epoch": place.epoch, "step": place.steps, "replica": None}
-            if (inside := place.microbatch) is not None:
-                where["step"] += 1
-                where |= {"replica": inside.replica, "weight": inside.weight}
-            self._events.add(kind="log", **(where | kept))
-        self._progress.log(kept)
+        kept, progress = copied(values), self._progress
+        # Inside a microbatch the step that it belongs to is not done yet.
+        where: dict[str, Any] = {"epoch": progress.epoch, "step": progress.steps, "replica": None}
+        if (inside := progress.microbatch) is not None:
+            where["step"] += 1
+            where |= {"replica": inside.replica, "weight": inside.weight}
+        self._events.add(kind="log", **(where | kept))
+        self._bar.log(kept)
 
     def traffic(self, model: int, moved: Mapping[str, int]) -> None:
         """Record how many bytes this rank has moved for a model, where they are counted."""
@@ -321,29 +294,27 @@ class Recorder:
         )
 
     def flush(self) -> None:
-        """Write what is pending: no kill loses it from here on."""
+        """Write what is pending: a kill does not lose it."""
         self._events.flush()
 
     def say(self, text: str) -> None:
-        """Show how the run gets on, on the main rank's standard error; not where progress is off."""
+        """Show a message on the main rank's standard error, unless progress is off."""
         if self._settings.progress:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Show what must not be missed, on the main rank's standard error, progress or not."""
+        """Show a warning on the main rank's standard error, progress or not."""
         if self._world.is_main:
-            self._progress.say(text)
+            self._bar.say(text)
 
     def warn_anywhere(self, text: str) -> None:
-        """Show what must not be missed and only this rank may know, on its standard error."""
-        self._progress.say(text)
+        """Show a warning on this rank's standard error, which only this rank may know."""
+        self._bar.say(text)
 
     def print(self, text: str) -> None:
         """Print a line of the script's on the main rank, on standard output."""
         if self._world.is_main:
-            self._progress.print(text)
-
-    # --- the end ---------------------------------------------------------------------------------
+            self._bar.print(text)
 
     def script_ends(self) -> None:
         """Trace the state at the end of the script, and write what is pending: the main rank reads it."""
@@ -354,7 +325,7 @@ class Recorder:
     def finish(
         self, digest: str, seconds: float, used: Mapping[str, int], settings: Sequence[str] | None
     ) -> None:
-        """Record how the run ended, and say so in one line; of each rank, the memory that it used.
+        """Record how the run ended and the memory of each rank, and print one line.
 
         With `settings` (of models and optimizers) an earlier run of the same has to have the same digest.
         """
@@ -362,7 +333,7 @@ class Recorder:
         self._events.flush()
         if not self._world.is_main:
             return
-        steps = self._place.steps if self._place else 0
+        steps = self._progress.steps
         result: dict[str, Any] = {"seconds": round(seconds, 3), "digest": digest}
         if settings is not None:
             settings = [*settings, str(steps), str(self._data)]
@@ -370,9 +341,7 @@ class Recorder:
             if line := earlier.other_digest(self.directory, known, digest):
                 self.warn(line)
         self._write("finished", steps=steps, **result)
-        self._progress.print(
-            f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}"
-        )
+        self._bar.print(f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}")
         self._has_finished = True
 
     def preempted(self, step: int) -> None:
@@ -385,7 +354,7 @@ class Recorder:
             # What started the ranks of torchrun, srun and mpiexec is not known here.
             command = ["python", *sys.orig_argv[1:]] if self._world.environment == "single" else []
             how = f"{how} {shlex.join(command)}" if command else f"the same command with {how}"
-            self._progress.say(f"lockstep: preempted after step {step}; to continue: {how}")
+            self._bar.say(f"lockstep: preempted after step {step}; to continue: {how}")
 
     def close(self, error: BaseException | None) -> None:
         """Close all files and loggers; record an error on the main rank."""
@@ -399,23 +368,13 @@ class Recorder:
                 self._write("failed", error=shortened(f"{type(error).__name__}: {error}"))
         except RunDirectoryError:
             if error is None:
-                raise  # otherwise the first error is the one to tell
+                raise  # otherwise the first error counts
         finally:
             # Last: it may take its time, and what becomes of the run does not depend on it.
             if self._loggers is not None:
                 self._loggers.close(ended=self._has_finished, failed=error is not None)
             if self._lock is not None:
                 self._lock.release(ends=error is None)
-
-    def _generation(self, step: int, source: str | None) -> dict[str, Any]:
-        world = self._world
-        generation = {
-            "ranks": world.size,
-            "nodes": world.node_count,
-            "environment": world.environment,
-            "time": round(time.time(), 3),
-        }
-        return generation if source is None else {**generation, "step": step, "source": source}
 
     def _write(self, status: str, **more: Any) -> None:
         run_file.write(
@@ -431,13 +390,6 @@ class Recorder:
                 **run_file.kept(self.directory),
             },
         )
-
-
-def _short(source: str) -> str:
-    """Return a source as users know it: a checkpoint by its name."""
-    if source == "memory":
-        return "in-memory snapshot"
-    return Path(source).name if "/" in source else source
 
 
 def _length(loader: Loader) -> int | None:

@@ -59,7 +59,7 @@ def is_users(file: str) -> bool:
 
 
 def beside(error_file: Path) -> Path:
-    """Return the file in which a worker writes its stacks: private to the launch, as that of its error."""
+    """Return the file for a worker's stacks, beside that for its error."""
     return error_file.with_suffix(".stacks")
 
 
@@ -67,9 +67,6 @@ def offer(environ: Mapping[str, str]) -> None:
     """Let this process write the stacks of all its threads whenever `SIGNAL` comes.
 
     A file that cannot be made costs the stacks, and not the run.
-
-    Args:
-        environ: the worker's environment.
     """
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -21,13 +20,7 @@ from lockstep.engine.data.microbatch import Microbatch
 
 
 class Trace:
-    """Writes the trace of one rank to a file of its own.
-
-    Args:
-        directory: where the traces of all ranks go.
-        rank: this rank.
-        generation: how many times the processes of the run were started before.
-    """
+    """Writes the trace of one rank and generation to a file in `directory`."""
 
     def __init__(self, directory: Path, rank: int, generation: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -35,25 +28,27 @@ class Trace:
         self._file = path.open("w", encoding="utf-8")
 
     def begin(self, step: int) -> None:
-        """Record after which step this generation continues: what others saw after it is computed again."""
+        """Record after which step this generation continues; later ones are computed again."""
         self._write(kind="begin", step=step)
         self._file.flush()
 
     def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Record a backward pass of step number `step`."""
-        place, samples = _place(microbatch), _samples(microbatch)
         bits, value = loss_bits(loss), loss.item()
-        self._write(kind="microbatch", step=step, **place, loss=bits, value=value, samples=samples)
+        numbers, samples = _numbers(microbatch), _samples(microbatch)
+        self._write(
+            kind="microbatch", step=step, **numbers, loss=bits, value=value, samples=samples
+        )
 
     def seen(self, step: int, microbatch: Microbatch) -> None:
         """Record a microbatch without a backward pass, seen after step number `step`."""
-        self._write(kind="seen", step=step, **_place(microbatch), samples=_samples(microbatch))
+        self._write(kind="seen", step=step, **_numbers(microbatch), samples=_samples(microbatch))
         self._file.flush()  # an evaluation whose result is saved is not computed again
 
     def step(self, step: int, digests: Mapping[str, str]) -> None:
         """Record the state after step number `step`: a digest for each model and registered object."""
         self._write(kind="step", step=step, digests=digests)
-        self._file.flush()  # a rank may be killed; what it did until then is what one wants to know
+        self._file.flush()  # a rank may be killed; the trace shows what it did until then
 
     def end(self, digests: Mapping[str, str]) -> None:
         """Record the state at the end of the run."""
@@ -65,7 +60,7 @@ class Trace:
         self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
 
     def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
-        """Record that a loop over a loader is over."""
+        """Record the end of a loop over a loader."""
         self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
         self._file.flush()  # a state that is saved now has what an evaluation has found
 
@@ -76,22 +71,11 @@ class Trace:
         """Write what is pending and close the file."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _place(microbatch: Microbatch) -> dict[str, int]:
+def _numbers(microbatch: Microbatch) -> dict[str, int]:
     loader, epoch, round_, batch, replica = microbatch.numbers
-    place = {"loader": loader, "epoch": epoch, "round": round_, "batch": batch}
-    return {**place, "turn": microbatch.turn, "replica": replica}
+    numbers = {"loader": loader, "epoch": epoch, "round": round_, "batch": batch}
+    return {**numbers, "turn": microbatch.turn, "replica": replica}
 
 
 def _samples(microbatch: Microbatch) -> list[int]:

@@ -20,17 +20,11 @@ BASE = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A run that has not finished, has a checkpoint, and is not in use.
-
-    Attributes:
-        directory: the run directory.
-        step: of its newest checkpoint.
-        began: when its newest processes started, in Unix seconds.
-    """
+    """A run that has not finished, has a checkpoint, and is not in use."""
 
     directory: Path
-    step: int
-    began: float
+    step: int  # of its newest checkpoint
+    began: float  # when its newest processes started, in Unix seconds
 
 
 def find(
@@ -39,27 +33,23 @@ def find(
     """Return the unfinished runs among `directories`, the newest first.
 
     Args:
-        directories: run directories; others are passed over.
-        meant: what the identity of the run has to have; `None` allows any value.
+        directories: other directories than those of runs are passed over.
+        meant: values that the identity of the run must have; `None` allows any.
         owner: of this launch, whose own lock does not count.
     """
     found = []
     for directory in directories:
         with contextlib.suppress(LockstepError):  # it cannot be read, so it cannot be continued
-            one = _look(directory, meant, owner)
-            found += [] if one is None else [one]
-    return sorted(found, key=lambda one: one.began, reverse=True)
+            if (run := _look(directory, meant, owner)) is not None:
+                found.append(run)
+    return sorted(found, key=lambda run: run.began, reverse=True)
 
 
 def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run_dir: str) -> Path:
     """Return the directory of the newest run of `found`.
 
-    Args:
-        found: unfinished runs.
-        what: the script and its arguments.
-        where: the directory that was searched.
-        resume: the flag or the variable that asks for one.
-        run_dir: how a user names a directory; the directory follows.
+    The other arguments are for the message: the script and its arguments, the directory that was searched,
+    how a user asks for an unfinished run, and how for one by its directory, which follows.
 
     Raises:
         UsageError: if there is none.
@@ -74,7 +64,7 @@ def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run
 
 
 def contradicting(resume: str, fresh: str) -> UsageError:
-    """Return the error for a run that is to continue and to begin anew."""
+    """Return the error for a command that asks to continue a run and to begin anew."""
     return UsageError(
         f"{resume} and {fresh} contradict each other; expected one of them",
         hint=f"{resume} continues an unfinished run, {fresh} begins anew",
@@ -82,13 +72,7 @@ def contradicting(resume: str, fresh: str) -> UsageError:
 
 
 def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
-    """Return the line that names the newest run of `found`, for a command that begins a new one.
-
-    Args:
-        found: unfinished runs, at least one.
-        resume: how a user asks for the newest.
-        run_dir: how a user names a directory; the directory follows.
-    """
+    """Return the line that names the newest run of `found`, for a command that begins a new one."""
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""
     return (
@@ -98,7 +82,7 @@ def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
 
 
 def is_same(identity: Mapping[str, Any], meant: Mapping[str, Any]) -> bool:
-    """Return whether a recorded identity has all values that are `meant`, as far as these say any."""
+    """Return whether a recorded identity has all values of `meant` that are not `None`."""
     return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.recovery.checkpointing import Checkpointing
+from lockstep.engine.recovery.checkpointing import StateSaver
 from lockstep.engine.recovery.resume import Saved, Search
 from lockstep.engine.training import carried_variables
 from lockstep.engine.training.carried_variables import SAVED, packed, unpacked
@@ -222,12 +222,12 @@ def test_a_resume_names_what_was_lost_with_both_values(
 ) -> None:
     points: list[Saved] = []
 
-    def keep(keeper: Checkpointing) -> None:
+    def keep(keeper: StateSaver) -> None:
         text, tensors = keeper._capture()
         stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
         points.append(Saved(text, stored, "test"))
 
-    monkeypatch.setattr(Checkpointing, "at_point", keep)
+    monkeypatch.setattr(StateSaver, "at_point", keep)
     with make_run() as run:
         annealed(run)
     capsys.readouterr()

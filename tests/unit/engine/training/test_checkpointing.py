@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.engine.recovery.checkpointing import Checkpointing
+from lockstep.engine.recovery.checkpointing import StateSaver
 
 
 class Counted:
@@ -49,7 +49,7 @@ def gathered_at(
         record=SimpleNamespace(warn=lambda _: None, flush=list),
     )
     made: Any = (context, state, loop, None, coordination, schedule if launched else None, keeps)
-    keeper = Checkpointing(*made, aligned=True, apart=False)
+    keeper = StateSaver(*made, aligned=True, apart=False)
     for point in range(1, points + 1):
         state.now = loop.steps = point
         schedule.taken = begins is not None and point > begins

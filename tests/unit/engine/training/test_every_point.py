@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.engine.recovery.checkpointing import Checkpointing
+from lockstep.engine.recovery.checkpointing import StateSaver
 from lockstep.engine.recovery.resume import Saved, Search
 from lockstep.state.checkpoint.parts import Stored
 
@@ -420,13 +420,13 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     points: list[Saved] = []
 
-    def keep(keeper: Checkpointing) -> None:
+    def keep(keeper: StateSaver) -> None:
         keeper._metrics.note_partial()
         text, tensors = keeper._capture()
         stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
         points.append(Saved(text, stored, "test"))
 
-    monkeypatch.setattr(Checkpointing, "at_point", keep)
+    monkeypatch.setattr(StateSaver, "at_point", keep)
     whole = train(script, tmp_path, 0)
     recorded, points = points, []
     assert len(recorded) >= 6

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory of their own, closed at the end, and the guard of tests that use torch."""
+"""Checkpoints in a directory of their own, closed at the end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 
 IDENTITY = {"name": "digits", "seed": 0, "arguments": ["--lr", "0.1"]}
-
-
-@pytest.fixture(autouse=True)
-def clean(torch_state: None) -> None:
-    """Use the guard in each test."""
 
 
 @pytest.fixture
@@ -34,10 +29,10 @@ def make(directory: Path, warned: list[str]) -> Iterator[Callable[..., Any]]:
     made = []
 
     def make(place: Path = directory, identity: dict[str, Any] | None = None, **more: Any) -> Any:
-        from lockstep.state.checkpoint.disk import Checkpoints
+        from lockstep.state.checkpoint.manager import CheckpointManager
 
         settings = {"rank": 0, "size": 1, "store": None, "keep": 2, "warn": warned.append, **more}
-        made.append(Checkpoints(place, identity or IDENTITY, **settings))
+        made.append(CheckpointManager(place, identity or IDENTITY, **settings))
         return made[-1]
 
     yield make

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import dcp
 from lockstep.state.checkpoint.dcp import share_out
-from lockstep.state.checkpoint.disk import Buffers
+from lockstep.state.checkpoint.manager import Buffers
 from lockstep.state.checkpoint.manifest import DamagedError, FileSpec, Manifest, TensorSpec
 from lockstep.state.checkpoint.parts import Cut
 

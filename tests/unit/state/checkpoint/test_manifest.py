@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -121,16 +120,3 @@ def test_noting_what_is_best(tmp_path: Path) -> None:
     manifest.write(tmp_path, example(tmp_path, best=None))
     manifest.note_best(tmp_path, 0.75)
     assert manifest.read(tmp_path) == example(tmp_path, best=0.75)
-
-
-def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch) -> None:
-    manifest.write(tmp_path, example(tmp_path))
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        manifest.note_best(tmp_path, 9)
-    assert manifest.read(tmp_path) == example(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.state.checkpoint.schedule import Schedule
 from lockstep.state.checkpoint.shared_memory import (
     VARIABLE,
     Buffer,
@@ -23,6 +22,7 @@ from lockstep.state.checkpoint.shared_memory import (
     tag_of,
 )
 from lockstep.state.checkpoint.snapshot import Snapshots
+from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
 
 TAG = bytes(range(32))
 
@@ -92,7 +92,7 @@ def test_a_run_sees_that_the_memory_is_of_one_that_comes_later(memory):
     write(ranks(memory, 2, tags[1]), 1, state(1))
     for tag, later in zip(tags, (True, False, False), strict=True):
         (team,) = ranks(memory, 1, tag)
-        assert team.is_spoken_for is later
+        assert team.is_of_later_run is later
         assert (team.found is not None) is (tag == tags[1])
 
 
@@ -192,7 +192,7 @@ def test_snapshots_leave_memory_to_the_script(memory, monkeypatch):
     """They would take more than half of what is free: there are none, and somebody is told."""
     monkeypatch.setattr("lockstep.state.checkpoint.snapshot.memory_left", lambda: 30_000_000)
     (snapshots,) = ranks(memory, 1)
-    schedule = Schedule(snapshots, StatusPage(memory.page), leads=True)
+    schedule = SnapshotSchedule(snapshots, StatusPage(memory.page), leads=True)
     assert schedule.due(1) == 0
     problem = schedule.prepare("text", state(0, 1_000_000))
     assert problem == "snapshots would take 0.0 GB of memory, and 0.0 GB are free"
@@ -216,7 +216,7 @@ def test_all_ranks_follow_the_first(memory):
     """The others come to a point before or after the first has planned the next snapshot."""
     team = ranks(memory, 2)
     page = StatusPage(memory.page)
-    schedules = [Schedule(one, page, leads=part == 0) for part, one in enumerate(team)]
+    schedules = [SnapshotSchedule(one, page, leads=part == 0) for part, one in enumerate(team)]
     for schedule in schedules:
         assert schedule.due(7) == 0
     assert [schedule.needs_memory for schedule in schedules] == [True, False]
@@ -240,7 +240,9 @@ def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
     ahead, dice = 3, random.Random(seed)
     team = ranks(memory, 2)
     page = StatusPage(memory.page)
-    schedules = [Schedule(one, page, leads=part == 0, ahead=ahead) for part, one in enumerate(team)]
+    schedules = [
+        SnapshotSchedule(one, page, leads=part == 0, ahead=ahead) for part, one in enumerate(team)
+    ]
     schedules[0].prepare("text", state(0))
     steps, taken = [0, 0], [[], []]  # that are done; after which a snapshot was taken
     while min(steps) < 60:
@@ -262,7 +264,7 @@ def test_all_ranks_follow_the_first_though_some_are_ahead_of_it(memory, seed):
 def test_a_generation_that_goes_on_has_a_snapshot_of_its_first_step(memory):
     team = ranks(memory, 2)
     page = StatusPage(memory.page)
-    schedules = [Schedule(one, page, leads=part == 0) for part, one in enumerate(team)]
+    schedules = [SnapshotSchedule(one, page, leads=part == 0) for part, one in enumerate(team)]
     for schedule in schedules:
         schedule.go_on(7)
     assert [schedule.needs_memory for schedule in schedules] == [False, False]
@@ -276,9 +278,11 @@ def test_a_generation_that_goes_on_has_a_snapshot_of_its_first_step(memory):
 
 def test_a_snapshot_that_costs_much_is_taken_seldom(memory, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("lockstep.state.checkpoint.schedule.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "lockstep.state.checkpoint.snapshot_schedule.time.monotonic", lambda: clock[0]
+    )
     (snapshots,) = ranks(memory, 1)
-    schedule = Schedule(snapshots, StatusPage(memory.page), leads=True)
+    schedule = SnapshotSchedule(snapshots, StatusPage(memory.page), leads=True)
     takes_20_ms = lambda *_: clock.__setitem__(0, clock[0] + 0.02)  # noqa: E731
     monkeypatch.setattr(Snapshots, "write", takes_20_ms)
     schedule.due(1)

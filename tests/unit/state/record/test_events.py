@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -173,7 +174,7 @@ def microbatch(**changes: Any) -> Microbatch:
 
 
 def test_a_trace_holds_bits_samples_and_digests(tmp_path: Path) -> None:
-    with Trace(tmp_path / "trace", 2) as trace:
+    with contextlib.closing(Trace(tmp_path / "trace", 2)) as trace:
         trace.loader(1, 10, exhaustive=True)
         trace.microbatch(4, microbatch(), torch.tensor(0.1, requires_grad=True))
         trace.microbatch(4, microbatch(size=0, indices=np.array([5]), turn=1), torch.tensor([0.1]))

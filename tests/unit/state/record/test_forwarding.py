@@ -1,8 +1,7 @@
-"""Forwarding to a logger that may lose what it was given: what a later generation gives it again."""
+"""Forwarding to loggers: a generation continues after the last step that was forwarded."""
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,30 +9,23 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import RunDirectoryError
 from lockstep.state.record import forwarding
-from lockstep.state.record.given import Given, GivenFile
 from lockstep.state.record.loggers import Backend
 
 
 class Memory(Backend):
-    """A logger that remembers what it was given.
+    """A logger that remembers its values; it may fail at a step."""
 
-    Args:
-        held: what it says that it has of earlier generations.
-    """
-
-    keeps = False
-
-    def __init__(self, held: Given | None) -> None:
-        self.held = held
+    def __init__(self, fails_at: float) -> None:
         self.losses: list[tuple[int, float]] = []
-        self.fails_at = math.inf
+        self.fails_at = fails_at
         self.flushed = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if step == self.fails_at:
             raise OSError("no route to the server")
-        self.losses.append((step, values["loss"]))
+        self.losses += [(step, value) for value in values.values()]
 
     def flush(self) -> None:
         self.flushed = len(self.losses)
@@ -44,61 +36,57 @@ class Run:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._patch = monkeypatch
         self._time = 0
         monkeypatch.setattr(forwarding, "_EVERY", 0.01)
         (directory / "events").mkdir()
 
-    def _event(self, rank: int, kind: str, step: int, **fields: Any) -> None:
+    @property
+    def progress(self) -> Path:
+        return self.directory / "loggers/progress.json"
+
+    def event(self, rank: int, kind: str, step: int, **fields: Any) -> None:
         self._time += 1
         with (self.directory / f"events/rank-{rank}.jsonl").open("a") as file:
             file.write(
                 json.dumps({"time": self._time, "kind": kind, "step": step, **fields}) + "\n"
             )
 
-    def generation(
-        self,
-        ranks: int,
-        resumed: int,
-        last: int,
-        held: Given | None,
-        *,
-        killed: bool = True,
-        fails_at: float = math.inf,
-    ) -> list[tuple[int, float]]:
-        """Train from step `resumed + 1` to `last`; return what a logger got.
-
-        Rank k logs the step and 6 k; a logger gets the mean.
-        """
-        for rank in range(ranks):
-            self._event(rank, "start", resumed)
-        memory = Memory(held)
-        memory.fails_at = fails_at
-        self._patch.setattr(forwarding, "make", lambda *_: memory)
-        opened = forwarding.Forwarding(
+    def forwarding(self, ranks: int, resumed: int) -> forwarding.Forwarding:
+        return forwarding.Forwarding(
             ["wandb"],
             self.directory,
             {"name": "run"},
             ranks=ranks,
             resumed=resumed,
-            say=self.said.append,
+            say=self.messages.append,
         )
+
+    def generation(
+        self, ranks: int, resumed: int, last: int, *, fails_at: float = math.inf
+    ) -> list[tuple[int, float]]:
+        """Train from step `resumed + 1` to `last`, to be killed then; return what a logger got.
+
+        Rank k logs the step and 6 k; a logger gets the mean.
+        """
+        memory = Memory(fails_at)
+        self._patch.setattr(forwarding, "make", lambda *_: memory)
+        for rank in range(ranks):
+            self.event(rank, "start", resumed)
+        opened = self.forwarding(ranks, resumed)
         for rank in range(ranks):
             for step in range(resumed + 1, last + 1):
                 loss = float(step + 6 * rank)
-                self._event(rank, "log", step, replica=rank, weight=1 / ranks, loss=loss)
-            self._event(rank, "pace", last)
+                self.event(rank, "log", step, replica=rank, weight=1 / ranks, loss=loss)
+            self.event(rank, "pace", last)
         deadline = time.monotonic() + 20
-        while memory.losses[-1:] < [(min(last, fails_at - 1), 0.0)]:
-            assert time.monotonic() < deadline, (memory.losses, self.said)
+        while not self.progress.exists() or json.loads(self.progress.read_text())["step"] < last:
+            assert time.monotonic() < deadline, (memory.losses, self.messages)
             time.sleep(0.01)
-        if killed:
-            opened._ends.set()
-            opened._thread.join()
-        else:
-            opened.close(ended=False, failed=False)
-            assert memory.flushed == len(memory.losses)
+        opened._ends.set()
+        opened._thread.join()
+        assert memory.flushed == len(memory.losses) or fails_at < math.inf
         return memory.losses
 
 
@@ -107,71 +95,39 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path, monkeypatch)
 
 
-def test_a_kill_makes_a_logger_lose_steps(run: Run) -> None:
-    assert run.generation(1, 0, 6, None) == [(k, float(k)) for k in range(1, 7)]
-    # It holds two of six; four of them were done before the newest snapshot.
-    got = run.generation(1, 4, 8, (2, {"loss"}))
-    assert got == [(k, float(k)) for k in range(3, 9)]
+def test_steps_that_are_computed_again_are_forwarded_once(run: Run) -> None:
+    assert run.generation(1, 0, 6) == [(k, float(k)) for k in range(1, 7)]
+    assert run.generation(1, 4, 8) == [(7, 7.0), (8, 8.0)]
 
 
-def test_a_logger_holds_more_than_was_noted(run: Run) -> None:
-    run.generation(1, 0, 3, None)
-    assert run.generation(1, 3, 6, (5, {"loss"})) == [(6, 6.0)]
+def test_steps_that_fewer_ranks_compute_again_are_forwarded_once(run: Run) -> None:
+    assert run.generation(4, 0, 6) == [(k, k + 9.0) for k in range(1, 7)]
+    assert run.generation(2, 3, 7) == [(7, 10.0)]
 
 
-def test_a_logger_that_tells_nothing_gets_what_is_new(run: Run) -> None:
-    run.generation(1, 0, 6, None)
-    assert run.generation(1, 4, 8, None) == [(7, 7.0), (8, 8.0)]
+def test_a_value_of_the_last_step_that_came_after_its_others_is_forwarded(run: Run) -> None:
+    run.generation(1, 0, 3)
+    run.event(0, "log", 3, replica=None, accuracy=0.5)
+    assert run.generation(1, 3, 4) == [(3, 0.5), (4, 4.0)]
 
 
-def test_a_logger_that_was_closed_has_lost_nothing(run: Run) -> None:
-    """Its files may have been sent and removed."""
-    run.generation(1, 0, 6, None, killed=False)
-    assert run.generation(1, 6, 7, (0, frozenset())) == [(7, 7.0)]
-    assert run.generation(1, 7, 8, (0, frozenset())) == [(7, 7.0), (8, 8.0)]
+def test_a_kill_before_progress_is_noted_repeats_steps_and_loses_none(run: Run) -> None:
+    run.generation(1, 0, 3)
+    noted = run.progress.read_text()
+    run.generation(1, 3, 6)
+    run.progress.write_text(noted)
+    assert run.generation(1, 6, 7) == [(k, float(k)) for k in range(4, 8)]
 
 
-def test_steps_that_fewer_ranks_computed_again_have_the_later_values(run: Run) -> None:
-    assert run.generation(4, 0, 6, None) == [(k, k + 9.0) for k in range(1, 7)]
-    assert run.generation(2, 3, 7, (6, {"loss"})) == [(7, 10.0)]
-    # Steps 4 to 6 were computed again without the other two ranks.
-    got = run.generation(2, 7, 8, (2, {"loss"}))
-    assert got == [(3, 12.0), *((k, k + 3.0) for k in range(4, 9))]
+def test_a_logger_that_has_failed_gets_values_again_after_a_restart(run: Run) -> None:
+    assert run.generation(1, 0, 6, fails_at=4) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    (message,) = run.messages
+    assert "logger wandb has failed, and gets no more values: OSError: no route" in message
+    assert run.generation(1, 6, 8) == [(7, 7.0), (8, 8.0)]
 
 
-def test_a_logger_that_has_failed_gets_later_what_it_lacks(run: Run) -> None:
-    assert run.generation(1, 0, 6, None, fails_at=4) == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert len(run.said) == 1
-    assert "logger wandb has failed, and gets no more values: OSError: no route" in run.said[0]
-    assert run.generation(1, 5, 8, None) == [(k, float(k)) for k in range(4, 9)]
-
-
-def test_a_logger_that_is_new_when_nothing_is_left_to_train_gets_all(run: Run) -> None:
-    run.generation(1, 0, 3, None, killed=False)
-    (run.directory / "loggers/given-wandb-0.json").unlink()
-    got = run.generation(1, 3, 3, None, killed=False)
-    assert got == [(k, float(k)) for k in range(1, 4)]
-
-
-def test_what_was_given_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "given.json"
-    certain: Given = (0, frozenset())
-    for value in ((3, {"loss", "accuracy"}), (20, {"x"})):
-        file = GivenFile(path)
-        file.write(value)
-        file.close()
-        again = GivenFile(path)
-        assert (again.value, again.certain) == (value, certain)
-        again.write(value, closed=True)
-        again.close()
-        certain = value
-    assert path.stat().st_mode & 0o077 == 0
-
-
-def test_a_damaged_file_is_named_and_left_closed(tmp_path: Path) -> None:
-    path = tmp_path / "given.json"
-    path.write_text("[3]")
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with pytest.raises(ValueError, match=r"given\.json is damaged .*; remove it"):
-        GivenFile(path)
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+def test_damaged_progress_is_named(run: Run) -> None:
+    run.progress.parent.mkdir()
+    run.progress.write_text("[3]")
+    with pytest.raises(RunDirectoryError, match=r"progress\.json cannot be read"):
+        run.forwarding(1, 0)

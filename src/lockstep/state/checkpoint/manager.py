@@ -1,14 +1,17 @@
 """Checkpoints on disk: written atomically by all ranks while training continues.
 
-training thread: save() ── copies this rank's parts ──> continues
-own thread:                └─ writes, checks, renames (saving.py), removes old ones
+training thread:   save() ── copies this rank's parts ──> continues
+background thread:            └─ writes, checks, renames (writer.py), removes old ones
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import queue
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import isnan, prod
@@ -20,11 +23,16 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import catalog, dcp, manifest
-from lockstep.state.checkpoint.background import Background
 from lockstep.state.checkpoint.catalog import Found, Key, Warn
 from lockstep.state.checkpoint.manifest import Manifest, TensorSpec
 from lockstep.state.checkpoint.parts import Box, Cut, cut_of, local, whole
-from lockstep.state.checkpoint.saving import Peers, Saving, Workplace, explained, not_written
+from lockstep.state.checkpoint.writer import (
+    CheckpointWriter,
+    DraftDirectory,
+    StoreChannel,
+    explained,
+    not_written,
+)
 from lockstep.world import accelerator
 
 if TYPE_CHECKING:
@@ -32,19 +40,17 @@ if TYPE_CHECKING:
 
 #: How long `close` waits for the disk.
 _CLOSE_SECONDS = 5.0
-
-
-#: Takes step, name, seconds and how good the state is of a checkpoint that was written.
+#: Takes step, name, seconds and rating of a checkpoint that was written.
 Written = Callable[[int, str, float, float | None], None]
 
 
 def warn_on_stderr(message: str) -> None:
-    """Write a warning where users look for them."""
+    """Write a warning to standard error."""
     sys.stderr.write(f"{message}\n")
 
 
-class Checkpoints:
-    """The checkpoints of a run, as one of its ranks sees them.
+class CheckpointManager:
+    """Saves the checkpoints of a run, finds the newest one, and removes old ones.
 
     Args:
         directory: where they are; it is made with the first one.
@@ -54,9 +60,9 @@ class Checkpoints:
         store: a store that these objects of all ranks have for themselves (a `PrefixStore`); `None`
             for one rank.
         keep: how many of the latest checkpoints stay, besides the best one.
-        warn: told of checkpoints that are skipped.
-        patience: seconds without news after which a rank is missing.
-        written: told on the main rank, in a thread, of each checkpoint: step, name, seconds, how good.
+        warn: called with a message for each checkpoint that is skipped.
+        patience: seconds without a message after which a rank is missing.
+        written: called on the main rank, in a thread, for each checkpoint.
     """
 
     def __init__(
@@ -76,14 +82,12 @@ class Checkpoints:
         assert (store is None) == (size == 1), "several ranks need a store, one has none"
         self._directory = directory
         self._identity = json.loads(json.dumps(identity))
-        self._rank = rank
-        self._keep = keep
-        self._warn = warn
-        self._written = written
-        self._peers = Peers(store, rank=rank, size=size, patience=patience)
+        self._rank, self._keep = rank, keep
+        self._warn, self._written = warn, written
+        self._channel = StoreChannel(store, rank=rank, size=size, patience=patience)
         self._background = Background("lockstep-checkpoint")
         self._buffers = Buffers()
-        self._place: Workplace | None = None
+        self._drafts: DraftDirectory | None = None
         self._attempts = 0
         self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
         self._shares: list[dict[str, Box]] = []
@@ -108,12 +112,7 @@ class Checkpoints:
         self._background.submit(get_ready)
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        text: str,
-        *,
-        best: float | None,
+        self, step: int, tensors: Mapping[str, Tensor], text: str, *, best: float | None
     ) -> None:
         """Save the state after `step`: copy it, and let it be written while training continues.
 
@@ -136,22 +135,24 @@ class Checkpoints:
                 self._background.submit(lambda: self._note(best))
             return
         self.wait()
-        specs, parts = self._stage(tensors)
-        assert self._place is not None
+        specs, parts = self._copy_own(tensors)
+        assert self._drafts is not None
         self._serial, self._last = self._serial + 1, (step, text)
-        told = Manifest(
+        contents = Manifest(
             identity=self._identity, step=step, best=best, text=text, tensors=specs, files={}
         )
-        saving = Saving(self._peers, self._place, self._serial, told, self._shares, parts)
+        writer = CheckpointWriter(
+            self._channel, self._drafts, self._serial, contents, self._shares, parts
+        )
 
         def write() -> None:
             began = time.monotonic()
-            if not saving.run():
+            if not writer.run():
                 return
-            self._path = saving.path
+            self._path = writer.path
             if self._written is not None and self._rank == 0:
-                self._written(step, saving.path.name, time.monotonic() - began, best)
-            self._retain()
+                self._written(step, writer.path.name, time.monotonic() - began, best)
+            self._remove_old()
 
         self._background.submit(write)
 
@@ -170,13 +171,13 @@ class Checkpoints:
     def close(self, patience: float = 0.0) -> None:
         """Drop what is not written within `patience` seconds; no other rank is waited for beyond that."""
         self._background.settle(patience)
-        self._peers.drop()
+        self._channel.stop()
         self._background.close(_CLOSE_SECONDS)
-        if self._place is not None and self._rank == 0:
-            self._place.close()
+        if self._drafts is not None and self._rank == 0:
+            shutil.rmtree(self._drafts.path, ignore_errors=True)
 
     def newest(self) -> Found | None:
-        """Return the newest checkpoint that is what was written, or `None` where there is none.
+        """Return the newest checkpoint that verifies, or `None` where there is none.
 
         Those that are damaged, half removed or of a newer format are skipped, with a warning.
 
@@ -190,7 +191,7 @@ class Checkpoints:
         return newest
 
     def newest_text(self) -> str | None:
-        """Return the text of the newest checkpoint whose manifest can be read; its files are not looked at.
+        """Return the text of the newest checkpoint whose manifest can be read, without a look at its files.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -201,14 +202,14 @@ class Checkpoints:
         return None
 
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
-        """Return what this rank writes of the tensors; agrees with the others before."""
-        if self._place is None:
+        """Return the parts of tensors that this rank writes; the first call agrees with the other ranks."""
+        if self._drafts is None:
             self._attempts += 1
             try:
-                self._place = Workplace.open(self._directory, self._peers, self._attempts)
+                self._drafts = DraftDirectory.open(self._directory, self._channel, self._attempts)
             except (CheckpointError, OSError) as error:
                 raise not_written(self._directory, explained(error)) from error
-        writers = self._place.writers
+        writers = self._drafts.writers
         if not self._writes_parts:
             cuts = {}
         if self._plan != (specs, cuts):
@@ -219,32 +220,31 @@ class Checkpoints:
     @property
     def _writes_parts(self) -> bool:
         """Whether each rank can write its own part of a tensor."""
-        assert self._place is not None
-        return len(self._place.writers) == self._peers.size
+        assert self._drafts is not None
+        return len(self._drafts.writers) == self._channel.size
 
-    def _stage(
+    def _copy_own(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, TensorSpec], dict[str, Tensor]]:
         """Return types and shapes of all tensors, and copies of what this rank writes of them."""
         specs, cuts = _described(tensors)
         own = self._own_share(specs, cuts)
-        self._buffers.prepare(
-            _specs_of(own, specs), {n for n in own if accelerator.holds(tensors[n])}
-        )
+        pinned = {name for name in own if accelerator.holds(tensors[name])}
+        self._buffers.prepare(_specs_of(own, specs), pinned)
         return specs, self._buffers.copy(self._parts(tensors, own))
 
     def _parts(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Box]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank writes.
+        """Yield the tensors and parts of tensors that this rank writes.
 
         Where a rank does not see the directory, all ranks gather tensors that are cut, one after the other.
         """
         for name, tensor in tensors.items():
             is_gathered = not self._writes_parts and cut_of(tensor) is not None
-            held = whole(tensor) if is_gathered else local(tensor.detach())
+            values = whole(tensor) if is_gathered else local(tensor.detach())
             if name in own:
-                yield name, held.reshape(own[name].sizes)
+                yield name, values.reshape(own[name].sizes)
 
     def _note(self, best: float) -> None:
         assert self._path is not None, "it was written before"
@@ -252,9 +252,9 @@ class Checkpoints:
             manifest.note_best(self._path, best)
         except (CheckpointError, OSError) as error:
             raise not_written(self._path, explained(error)) from error
-        self._retain()
+        self._remove_old()
 
-    def _retain(self) -> None:
+    def _remove_old(self) -> None:
         key = None if self._path is None else catalog.key_of(self._path)
         if self._rank != 0 or key is None or not catalog.place(self._directory, key).exists():
             return
@@ -267,32 +267,91 @@ class Checkpoints:
             self._warn(f"lockstep: warning: old checkpoints are not removed: {error.message}")
 
 
+class Background:
+    """A thread that runs jobs in order; an error is raised in the thread that waits.
+
+    It starts with the first job, and ends with `close`, or with the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open = 0
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those before it; after an error that is not raised yet it is left out."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._open += 1
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        """Wait until all jobs are done; raise the error of the first that failed, once.
+
+        Raises:
+            Exception: whatever a job raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._open == 0)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def settle(self, seconds: float) -> None:
+        """Wait until all jobs are done, but not for longer than `seconds`; raise no error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open == 0, seconds)
+
+    def close(self, seconds: float) -> bool:
+        """Run no more jobs; return whether the thread has ended within `seconds`."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            error: BaseException | None = None
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as raised:  # raised where a thread waits
+                error = raised
+            with self._changed:
+                self._error = self._error or error
+                self._open -= 1
+                self._changed.notify_all()
+            # A job may hold tensors: let go of it before the next one comes.
+            del job, error
+
+
 class Buffers:
-    """Memory on the host that serves every checkpoint anew: new pages cost far more than to fill them."""
+    """Host memory that every checkpoint uses again: new pages cost far more than to fill them."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self, specs: Mapping[str, TensorSpec], pinned: Collection[str] = ()) -> None:
-        """Get the memory, and touch every page of it; may run in a thread of its own.
-
-        Args:
-            specs: types and shapes of what will be copied.
-            pinned: names of those that come from a GPU.
-        """
+        """Get memory for `specs`, and touch every page of it; `pinned` are those that come from a GPU."""
         for name in [name for name in self._kept if name not in specs]:
             del self._kept[name]
         for name, spec in specs.items():
             kept = self._kept.get(name)
             if kept is None or dcp.spec_of(kept) != spec:
-                self._kept[name] = _touched(spec, pin=name in pinned)
+                count = dcp.bytes_of(spec)
+                memory = torch.empty(count, dtype=torch.uint8, pin_memory=name in pinned)
+                # By numpy, not by torch: a thread that computes with torch would start a team of threads.
+                memory.numpy().fill(0)
+                self._kept[name] = memory.view(dcp.dtype_of(spec)).view(spec.shape)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy tensors, with their names, into the memory that `prepare` has got, one after the other.
-
-        Returns:
-            The copies, which are valid until the next call.
-        """
+        """Copy tensors into the memory that `prepare` has got; the copies are valid until the next call."""
         devices = set()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -305,7 +364,7 @@ class Buffers:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
-    """Return types and shapes of tensors, and how those are cut that ranks have parts of."""
+    """Return types and shapes of tensors, and the cuts of those that are cut over ranks."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
     return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}
@@ -313,11 +372,3 @@ def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], di
 
 def _specs_of(share: Mapping[str, Box], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(specs[name].dtype, box.sizes) for name, box in share.items()}
-
-
-def _touched(spec: TensorSpec, *, pin: bool) -> Tensor:
-    count = dcp.bytes_of(spec)
-    memory = torch.empty(count, dtype=torch.uint8, pin_memory=pin)
-    # By numpy, not by torch: a thread that computes with torch would start a team of threads of its own.
-    memory.numpy().fill(0)
-    return memory.view(dcp.dtype_of(spec)).view(spec.shape)

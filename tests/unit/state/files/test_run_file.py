@@ -88,15 +88,15 @@ def test_a_finished_run_is_passed_over_while_a_later_one_of_its_script_is_not(
         if status is not None:
             path.mkdir(exist_ok=True)
             record(path, status)
-    run_file.follow(paths[0], paths[1])
-    run_file.follow(paths[1], paths[2])
+    run_file.link(paths[0], paths[1])
+    run_file.link(paths[1], paths[2])
     if refused:
         with pytest.raises(RunDirectoryError, match="is finished"):
             run_file.check(tmp_path, IDENTITY, fresh=False)
     else:
         run_file.check(tmp_path, IDENTITY, fresh=False)
     # Directories that lead back to each other have nothing that is left to do.
-    run_file.follow(paths[1], paths[0])
+    run_file.link(paths[1], paths[0])
     with pytest.raises(RunDirectoryError, match="is finished"):
         run_file.check(tmp_path, IDENTITY, fresh=False)
 
@@ -128,7 +128,7 @@ def test_a_record_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_what_came_after_a_run_stays_when_its_record_is_written_anew(tmp_path: Path) -> None:
     assert run_file.kept(tmp_path) == {}
     record(tmp_path, "finished")
-    run_file.follow(tmp_path, tmp_path / "second-2")
+    run_file.link(tmp_path, tmp_path / "second-2")
     assert run_file.kept(tmp_path) == {"next": "second-2"}
     (tmp_path / "run.json").write_text("damaged")
     assert run_file.kept(tmp_path) == {}, "it is about to be replaced"

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, RunDirectoryError
-from lockstep.state.checkpoint import catalog, dcp, manifest, saving
+from lockstep.state.checkpoint import catalog, dcp, manifest, writer
 from lockstep.state.checkpoint.dcp import stored
 from lockstep.state.checkpoint.export import choose
-from lockstep.state.checkpoint.saving import Workplace
+from lockstep.state.checkpoint.writer import DraftDirectory
 from tests.unit.state.checkpoint.conftest import IDENTITY
 
 
@@ -284,7 +284,7 @@ def test_what_a_dead_launch_left_unfinished_is_removed(make, directory) -> None:
     save(one, 1)
     one.close()
     assert not list(directory.glob(".*"))
-    mine, theirs = f".draft-{saving._machine()}-dead", ".draft-0ther-alive"
+    mine, theirs = f".draft-{writer._machine()}-dead", ".draft-0ther-alive"
     for drafts in (mine, theirs):
         shutil.copytree(directory / "step-00000001", directory / drafts / "2")
     two = make()
@@ -305,11 +305,11 @@ WRITER = """
 import sys, time, torch
 from pathlib import Path
 from lockstep.state.checkpoint import dcp
-from lockstep.state.checkpoint.disk import Checkpoints
+from lockstep.state.checkpoint.manager import CheckpointManager
 from tests.unit.state.checkpoint.conftest import IDENTITY
-from tests.unit.state.checkpoint.test_disk import save
+from tests.unit.state.checkpoint.test_manager import save
 directory, stop = Path(sys.argv[1]), sys.argv[2] == "stop"
-checkpoints = Checkpoints(directory, IDENTITY, rank=0, size=1, store=None, keep=2)
+checkpoints = CheckpointManager(directory, IDENTITY, rank=0, size=1, store=None, keep=2)
 save(checkpoints, 1)
 if stop:  # in the middle of the next one
     dcp.finish = lambda *_: (print("writing", flush=True), time.sleep(60))
@@ -458,7 +458,7 @@ def test_close_drops_what_is_written(make, directory, monkeypatch) -> None:
     other = make(rank=1, size=2, store=store)
     with ThreadPoolExecutor(1) as pool:
         # The other rank's part never comes: it has agreed to write, and no more.
-        met = pool.submit(Workplace.open, directory, other._peers, 1)
+        met = pool.submit(DraftDirectory.open, directory, other._channel, 1)
         checkpoints.save(1, state(1), "", best=None)
         met.result(timeout=10)
     begin = time.monotonic()
@@ -490,15 +490,6 @@ class Ranks:
 
         with ThreadPoolExecutor(len(self.all)) as pool:
             return list(pool.map(guarded, self.all, timeout=30))
-
-
-def test_several_ranks_write_together(make, directory, tmp_path) -> None:
-    ranks = Ranks(make, [directory] * 3)
-    assert ranks.do(lambda one: save(one, 1, 2)) == [None] * 3
-    files = [path.name for path in (directory / "step-00000002").glob("*.distcp")]
-    assert sorted(files) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-    assert all(whole(one, 2) for one in ranks.all)
-    assert whole(make(), 2)
 
 
 def test_ranks_that_share_no_directory_leave_it_to_the_others(make, tmp_path) -> None:

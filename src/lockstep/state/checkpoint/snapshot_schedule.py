@@ -19,8 +19,8 @@ _SHARE = 0.01
 _WARM = 2
 
 
-class Schedule:
-    """Takes snapshots after some of the steps.
+class SnapshotSchedule:
+    """Takes snapshots after some of the steps; `taken` counts them, alike on all ranks of the launcher.
 
     The first rank of a launcher measures what one costs, and says on the status page after which step
     the next is due; the other ranks follow. They have seen it by then, since no rank gets through a step
@@ -29,13 +29,9 @@ class Schedule:
 
     Args:
         snapshots: the memory.
-        page: where the ranks of this launcher look.
+        page: the status page of this launcher's ranks.
         leads: whether this is the first rank of its launcher.
         ahead: by how many steps another rank may be ahead of that one.
-
-    Attributes:
-        number: of the next snapshot, where all ranks take each together by another agreement.
-        taken: how many snapshots were taken: as many on all ranks of the launcher.
     """
 
     def __init__(
@@ -44,13 +40,13 @@ class Schedule:
         self._snapshots, self._page, self._leads = snapshots, page, leads
         self._least = ahead + 1
         self._preparing: threading.Thread | None = None
-        self.number = snapshots.number
+        self.number = snapshots.number  # of the next snapshot
         self.taken = 0
         self._steps = 0
         self._last: tuple[int, float] | None = None
 
     def go_on(self, steps: int) -> None:
-        """The run resumes after so many steps, and its memory is there: the next step has a snapshot.
+        """Resume after `steps`, where memory is there: the next step has a snapshot.
 
         So a generation that is killed after its first step leaves that step.
         """
@@ -61,10 +57,7 @@ class Schedule:
             self._page.plan_snapshot(steps + 1, self.number)
 
     def due(self, steps: int) -> int:
-        """Return the number of the snapshot that is due at this point, after so many steps; 0 for none.
-
-        To be called at every point, once.
-        """
+        """Return the number of the snapshot due after `steps`; 0 for none. Call it once at each point."""
         before, self._steps = self._steps, steps
         return max(number if before < step <= steps else 0 for step, number in self._page.snapshots)
 
@@ -84,7 +77,7 @@ class Schedule:
         """Take memory for a state of this size; once it is there, the next step has a snapshot.
 
         Returns:
-            Why there will be no snapshots, in words; `None` where there will be.
+            Why there will be no snapshots, for a message; `None` where there will be.
         """
         if not self._snapshots.is_ready(tensors):
             if missing := self._snapshots.missing(tensors):
@@ -103,11 +96,7 @@ class Schedule:
     ) -> None:
         """Take the snapshot that is due: all ranks of the launcher do so at this point.
 
-        Args:
-            number: of the snapshot.
-            text: what it says besides tensors.
-            tensors: the state.
-            began: when work on it began, on the monotonic clock: to gather the state takes time, too.
+        `began` is when work on it began, on the monotonic clock: to gather the state takes time, too.
         """
         self._snapshots.write(number, text, tensors)
         now = time.monotonic()

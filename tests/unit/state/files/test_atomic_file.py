@@ -91,7 +91,7 @@ def test_the_modes_are_those_asked_for_less_the_mask(tmp_path: Path) -> None:
 
 TRAIN = """
 import sys, pathlib, torch, lockstep
-from tests.unit.test_atomic_file import Disk
+from tests.unit.state.files.test_atomic_file import Disk
 
 directory, fails = pathlib.Path(sys.argv[0]).parent, {fails}
 disk = Disk()
@@ -124,7 +124,7 @@ except InterruptedError:
 
 def test_a_run_continues_after_a_power_loss_from_its_checkpoint(tmp_path: Path) -> None:
     """The names above it, the record, and files that DCP has written and not brought to the disk."""
-    script, root = tmp_path / "train.py", Path(__file__).parents[2]
+    script, root = tmp_path / "train.py", Path(__file__).parents[4]
 
     def train(*, fails: bool) -> str:
         script.write_text(TRAIN.format(fails=fails))

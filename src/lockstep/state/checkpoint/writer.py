@@ -1,0 +1,398 @@
+"""Write one checkpoint to disk, in a background thread.
+
+each writer: its tensors ──> __K_0.distcp, part-K.json ─┐
+main rank:   all parts there ──> .metadata, manifest.json ──> rename
+the others:  wait until the main rank is done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import CheckpointError, PeerError, causes
+from lockstep.state.checkpoint import catalog, dcp, manifest
+from lockstep.state.checkpoint.catalog import Key
+from lockstep.state.checkpoint.manifest import FileSpec, Manifest
+from lockstep.state.files.atomic_file import atomic_write, make_directory, sync_directory, sync_file
+from lockstep.world import host
+from lockstep.world.waiting import await_any
+
+_INTERVAL = 0.01
+#: How long the main rank waits for the others to see that a checkpoint is there.
+_LINGER_SECONDS = 5.0
+
+
+class StoppedError(Exception):
+    """Raised in calls that wait, after `StoreChannel.stop`."""
+
+
+class StoreChannel:
+    """Messages between the ranks' background threads through the store; no call blocks in the store.
+
+    A message belongs to a piece of work, such as one checkpoint; a rank can declare that it has failed.
+
+    Args:
+        store: a store that these ranks use for nothing else; `None` for one rank.
+        rank: this rank.
+        size: number of ranks.
+        patience: seconds without a message after which a rank is missing.
+    """
+
+    def __init__(self, store: dist.Store | None, *, rank: int, size: int, patience: float) -> None:
+        self.rank, self.size, self.patience = rank, size, patience
+        self._stopped = threading.Event()
+        # A client of its own: the main thread's may be busy waiting.
+        self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
+
+    def stop(self) -> None:
+        """Let every call that waits raise `StoppedError`."""
+        self._stopped.set()
+
+    def send(self, work: str, topic: str, value: Any = None) -> None:
+        """Send a message to the other ranks."""
+        if self._store is not None:
+            self._store.set(f"{work}/{topic}/{self.rank}", json.dumps(value))
+
+    def receive(
+        self, work: str, topic: str, ranks: Iterable[int], seconds: float = float("inf")
+    ) -> list[Any]:
+        """Return the messages of `ranks`, once all are there.
+
+        Raises:
+            CheckpointError: if a rank failed, or is missing after `seconds`.
+            StoppedError: after `stop`.
+        """
+        keys, store = {f"{work}/{topic}/{rank}": rank for rank in ranks}, self._store
+        if store is None or not keys:
+            return []
+        found = await_any(store, [[f"{work}/failed"], [*keys]], seconds, self._check_stopped)
+        self.check(work)
+        if found is None:
+            missing = ", ".join(f"rank {rank}" for k, rank in keys.items() if not store.check([k]))
+            raise CheckpointError(
+                f"{missing} did not come within {seconds:g} s to write a checkpoint together",
+                hint="all ranks have to save at the same step",
+            )
+        return [json.loads(store.get(key)) for key in keys]
+
+    def fail(self, work: str, error: CheckpointError) -> None:
+        """Let the other ranks fail with this error, unless a rank has failed before."""
+        if self._store is not None and not self._store.check([f"{work}/failed"]):
+            numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
+            report = [self.rank, error.message, error.hint, *numbers[:1]]
+            self._store.set(f"{work}/failed", json.dumps(report))
+
+    def failure(self, work: str) -> CheckpointError | None:
+        """Return why a rank has failed, if one has."""
+        if self._store is None or not self._store.check([f"{work}/failed"]):
+            return None
+        rank, reason, hint, *numbers = json.loads(self._store.get(f"{work}/failed"))
+        error = CheckpointError(f"rank {rank}: {reason}", hint=hint)
+        error.__cause__ = OSError(*numbers, reason) if numbers else None
+        return error
+
+    def check(self, work: str) -> None:
+        """Raise if a rank has failed.
+
+        Raises:
+            CheckpointError: naming the rank, and why.
+            StoppedError: after `stop`.
+        """
+        self._check_stopped()
+        if (failure := self.failure(work)) is not None:
+            raise failure
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDirectory:
+    """The directory in which the ranks of a launch write checkpoints before these get their names."""
+
+    directory: Path  # of the checkpoints
+    path: Path  # below it, with another name in each launch
+    writers: list[int]  # ranks that share the main rank's directory; the main rank is the first
+
+    @staticmethod
+    def open(directory: Path, channel: StoreChannel, attempt: int) -> DraftDirectory:
+        """Agree with the other ranks on it; what earlier launches have left unfinished is removed.
+
+        `attempt` counts calls, alike on all ranks: after one that failed the next may succeed.
+
+        Raises:
+            CheckpointError: if the main rank cannot write there, or a rank does not come.
+        """
+        work, patience, others = f"begin-{attempt}", channel.patience, range(1, channel.size)
+        if channel.rank:
+            (name,) = channel.receive(work, "name", [0], patience)
+            channel.send(work, "sees", (directory / name).is_dir())
+            (writers,) = channel.receive(work, "writers", [0], patience)
+            return DraftDirectory(directory=directory, path=directory / name, writers=writers)
+        try:
+            make_directory(directory, manifest.DIRECTORY_MODE)
+            path = directory / f"{catalog.DRAFT}{_machine()}-{secrets.token_hex(8)}"
+            path.mkdir(mode=manifest.DIRECTORY_MODE)
+            for left in directory.glob(f"{catalog.DRAFT}*"):
+                # By the clock of the file system: those of hosts may differ.
+                if left != path and _is_abandoned(left, path.stat().st_mtime - patience):
+                    shutil.rmtree(left, ignore_errors=True)
+            channel.send(work, "name", path.name)
+            sees = channel.receive(work, "sees", others, patience)
+        except Exception as error:
+            channel.fail(work, explained(error))
+            raise
+        writers = [0, *(rank for rank, can_see in zip(others, sees, strict=False) if can_see)]
+        channel.send(work, "writers", writers)
+        return DraftDirectory(directory=directory, path=path, writers=writers)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint.
+
+    Args:
+        serial: which checkpoint of this launch it is, from 1.
+        contents: its manifest, without files.
+        shares: what each writer writes.
+        tensors: this rank's parts, on the CPU; nothing changes them.
+    """
+
+    def __init__(
+        self,
+        channel: StoreChannel,
+        drafts: DraftDirectory,
+        serial: int,
+        contents: Manifest,
+        shares: dcp.Shares,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        self._channel, self._drafts, self._serial = channel, drafts, str(serial)
+        self._contents, self._shares, self._tensors = contents, shares, tensors
+        self._draft = drafts.path / self._serial
+        self._reports = [self._draft / f"part-{part}.json" for part in range(len(drafts.writers))]
+        self._before = self._of_step()
+        #: On the main rank, where the checkpoint is.
+        self.path = catalog.place(drafts.directory, (contents.step, 0))
+
+    def _of_step(self) -> dict[Key, Path]:
+        """Return where checkpoints of this step are, the newest first."""
+        there = catalog.paths(self._drafts.directory)
+        return {key: path for key, path in there.items() if key[0] == self._contents.step}
+
+    def run(self) -> bool:
+        """Write it; return whether it is on disk: it is not where the channel was stopped.
+
+        Raises:
+            CheckpointError: if it cannot be written, by whichever rank.
+        """
+        channel, writers = self._channel, self._drafts.writers
+        try:
+            if channel.rank in writers:
+                self._write_part(writers.index(channel.rank))
+            if channel.rank == 0:
+                self._commit(self._await_parts())
+                self._announce()
+            else:
+                self._await_commit()
+        except StoppedError:
+            self._remove_draft()
+            return False
+        except PeerError:
+            raise
+        except dist.DistError as error:
+            self._remove_draft()
+            raise PeerError("the other ranks left while a checkpoint was written") from error
+        except Exception as error:
+            reason = explained(error)
+            with contextlib.suppress(dist.DistError):
+                # Once a rank has failed the draft is removed, and the rest is a consequence.
+                reason = channel.failure(self._serial) or reason
+                channel.fail(self._serial, reason)
+            self._remove_draft()
+            raise not_written(self.path, reason) from error
+        return True
+
+    def _remove_draft(self) -> None:
+        if self._channel.rank == 0:
+            shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _write_part(self, part: int) -> None:
+        self._draft.mkdir(mode=manifest.DIRECTORY_MODE, exist_ok=True)
+        specs = self._contents.tensors
+        results = dcp.write_part(self._draft, part, self._shares, specs, self._tensors)
+        names = {result["storage_data"]["relative_path"] for result in results}
+        files = {name: _describe(self._draft / name) for name in sorted(names)}
+        report = json.dumps({"results": results, "files": files})
+        atomic_write(self._reports[part], report, manifest.FILE_MODE, sync=False)
+
+    def _await_parts(self) -> list[dict[str, Any]]:
+        """Return the reports of all writers, once all have written their parts.
+
+        Raises:
+            CheckpointError: naming the ranks that don't write any more.
+        """
+        missing, patience = dict(enumerate(self._drafts.writers)), self._channel.patience
+        seen, since = -1, time.monotonic()
+        while missing := {k: rank for k, rank in missing.items() if not self._reports[k].exists()}:
+            self._channel.check(self._serial)
+            written = _bytes_in(self._draft)
+            if written != seen:
+                seen, since = written, time.monotonic()
+            if time.monotonic() - since > patience:
+                ranks = ", ".join(str(rank) for rank in missing.values())
+                raise CheckpointError(
+                    f"rank {ranks} wrote nothing to {self._draft} for {patience:g} s",
+                    hint="the output of that rank, and the disk, may say why",
+                )
+            time.sleep(_INTERVAL)
+        return [json.loads(report.read_text(encoding="utf-8")) for report in self._reports]
+
+    def _commit(self, parts: list[dict[str, Any]]) -> None:
+        """Write what describes the parts, and give the checkpoint its name."""
+        draft, specs = self._draft, self._contents.tensors
+        dcp.finish(draft, self._shares, specs, [part["results"] for part in parts])
+        files = {name: FileSpec(**spec) for part in parts for name, spec in part["files"].items()}
+        files[dcp.METADATA] = FileSpec(**_describe(draft / dcp.METADATA))
+        for report in self._reports:
+            report.unlink()
+        self._channel.check(self._serial)
+        manifest.write(draft, replace(self._contents, files=files))
+        try:
+            self._rename()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._rename()  # a file system that several hosts share has listed a checkpoint late
+        sync_directory(self._drafts.directory)
+
+    def _rename(self) -> None:
+        """Make this state the newest checkpoint of its step.
+
+        Where a checkpoint of the same state exists, it gets the newest name, and the draft is not needed.
+        """
+        there = self._of_step()
+        texts = {key: self._text_at(path) for key, path in there.items()}
+        self.path = catalog.place(self._drafts.directory, self._newest_key(there, texts))
+        same = next((there[key] for key in there if texts[key] == self._contents.text), None)
+        if same is None:
+            self._draft.rename(self.path)
+            return
+        same.rename(self.path)
+        if self._contents.best is not None:
+            manifest.note_best(self.path, self._contents.best)
+
+    def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
+        """Return the key that makes this state the newest of its step.
+
+        Another state of the step has the number before: weights may change without an update.
+        """
+        if not there:
+            return self._contents.step, 0
+        last = max(there)
+        if texts[last] == self._contents.text:
+            return last
+        if texts[last] is None:
+            catalog.remove(there[last])
+            if not there[last].exists():
+                return last
+        return last[0], last[1] + 1
+
+    def _text_at(self, path: Path) -> str | None:
+        """Return the text of a checkpoint; `None` for one that is damaged, or another run's."""
+        try:
+            there = catalog.look(path).manifest
+        except CheckpointError:
+            return None
+        return None if there.differences(self._contents.identity) else there.text
+
+    def _announce(self) -> None:
+        """Let the other ranks know that the checkpoint is there; return when they have seen it."""
+        # Of a checkpoint that failed, a rank may have begun its part after this one had given up. All
+        # of them have left that behind, and don't begin the next one before they see this.
+        for left in self._drafts.path.glob("*"):
+            shutil.rmtree(left, ignore_errors=True)
+        # Without the store, no rank would read it; and the checkpoint is there.
+        with contextlib.suppress(RuntimeError, CheckpointError):
+            self._channel.send(self._serial, "done")
+            others = range(1, self._channel.size)
+            self._channel.receive(self._serial, "seen", others, _LINGER_SECONDS)
+
+    def _await_commit(self) -> None:
+        try:
+            self._channel.receive(self._serial, "done", [0])
+            self._channel.send(self._serial, "seen")
+        except dist.DistError as error:  # the store, and the main rank with it, is not there
+            if not self._of_step().keys() - self._before.keys():
+                raise PeerError("rank 0 left while it wrote a checkpoint") from error
+
+
+def _machine() -> str:
+    """Return a name of this host, until it boots again."""
+    return hashlib.sha256(host.identity().encode()).hexdigest()[:8]
+
+
+def _is_abandoned(drafts: Path, since: float) -> bool:
+    """Return whether the launch that writes to `drafts` is gone.
+
+    The lock of the run directory shows it of launches on this host. Without locks nothing shows it of other
+    hosts: their drafts are abandoned if nothing has been written there `since`.
+    """
+    if drafts.name.startswith((f"{catalog.DRAFT}{_machine()}-", catalog.REMOVED)):
+        return True
+    newest = 0.0
+    for path in (drafts, *drafts.rglob("*")):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return newest < since
+
+
+def explained(error: BaseException) -> CheckpointError:
+    """Return a CheckpointError with the reason and a hint for any error of a write."""
+    if isinstance(error, CheckpointError):
+        return error
+    cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+    if cause is None:
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    hint = "--run-dir names another place; earlier checkpoints are as they were"
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room, or keep fewer (keep=, LOCKSTEP_KEEP); earlier ones are as they were"
+    reason = CheckpointError(cause.strerror or str(cause), hint=hint)
+    reason.__cause__ = cause  # its number decides whether the next generation may write it
+    return reason
+
+
+def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
+    """Return the error for a checkpoint that is not on disk."""
+    return CheckpointError(
+        f"the checkpoint {path} cannot be written: {reason.message}", hint=reason.hint
+    )
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    """Bring a file of the checkpoint to the disk; return its size and checksum."""
+    path.chmod(manifest.FILE_MODE)
+    sync_file(path)  # DCP of torch 2.15 leaves it in the memory of the system
+    return asdict(FileSpec.of(path))
+
+
+def _bytes_in(directory: Path) -> int:
+    size = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
