@@ -12,7 +12,7 @@ from typing import IO, Any
 import pytest
 
 from lockstep.launch import command
-from lockstep.tools.verify import layouts, running, verdict
+from lockstep.tools.verify import comparison, layouts, running
 from tests.template import Forked, Template
 
 #: For scripts that need what stands beside the tests (`tests.vision`).
@@ -49,12 +49,13 @@ class Verify:
 
     def __call__(
         self, script: Path, words: Sequence[str], arguments: Sequence[str] = ()
-    ) -> verdict.Verdict:
+    ) -> comparison.VerifyResult:
         """Return what comes of a script with `arguments` on the layouts `words`."""
         parsed = layouts.parse(words)
         replicas = max(layout.ranks for layout in parsed)
-        work = running.Work(command.RunCommand([str(script), *arguments], (), ()), replicas)
-        return verdict.judge(list(verdict.outcomes(parsed, work, self.directory / "verified")))
+        work = running.RunSpec(command.RunCommand([str(script), *arguments], (), ()), replicas)
+        outcomes = running.outcomes(parsed, work, self.directory / "verified")
+        return comparison.judge(list(outcomes))
 
     def _start(
         self, words: Sequence[str], *, env: Mapping[str, str], **streams: IO[bytes]
