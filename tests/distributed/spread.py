@@ -26,7 +26,12 @@ class Drawing(nn.Module):
     """Draws from all three generators, in training and in evaluation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.randn(len(x), 1) + float(np.random.rand()) + random.gauss(0, 1)
+        return (
+            x
+            + torch.randn(len(x), 1, device=x.device)
+            + float(np.random.rand())
+            + random.gauss(0, 1)
+        )
 
 
 class Skipping(nn.Module):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.engine.training import context
 from lockstep.testing import run_ranks
-from lockstep.world import connect
+from lockstep.world import accelerator, connect
 from tests.adversary.verifying import ROOT
 from tests.conftest import Lockstep
 from tests.distributed import jobs, spread
@@ -30,12 +30,17 @@ pytestmark = [
 GPU = "cuda:0"
 
 
+def chosen(device: str) -> torch.device:
+    """Make a device the current one, as a rank does."""
+    return torch.device("cpu") if device == "cpu" else accelerator.use(torch.device(device).index)
+
+
 @contextmanager
 def group_of(backend: str, device: str) -> Iterator[None]:
     """A process group of the script's own, whose ranks may share one device."""
     dist.init_process_group(backend, init_method="env://")
     with (
-        patch.object(context, "choose_device", return_value=torch.device(device)),
+        patch.object(context, "choose_device", side_effect=lambda *_: chosen(device)),
         patch.object(connect, "device_identity", return_value=None),
     ):
         yield
