@@ -329,10 +329,10 @@ class Audit:
         if found.odd is None:
             raise carried(finding, by)
         place = f"rank {found.odd} (node {rows[found.odd][2 * size + 1]}, {context.device.type})"
-        is_even = context.replicas % context.world.size == 0
-        if finding.changes or not is_even:  # a rank that makes more passes may have counted them
+        if finding.changes:  # which may matter, or be a sum that is only printed
             raise carried(finding, by, suspect=place)
-        raise wrong_rank(finding, place, self._agreed[-1] if self._agreed else 0)
+        is_even = context.replicas % context.world.size == 0
+        raise wrong_rank(finding, place, self._agreed[-1] if self._agreed else 0, is_even=is_even)
 
 
 def _place(frame: FrameType) -> _Place:

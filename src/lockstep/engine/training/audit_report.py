@@ -97,12 +97,15 @@ def collectives(calls: int) -> AuditError:
     )
 
 
-def wrong_rank(finding: Finding, place: str, agreed: int) -> AuditError:
-    """Return that a rank computes something else than the others do."""
+def wrong_rank(finding: Finding, place: str, agreed: int, *, is_even: bool) -> AuditError:
+    """Return that a rank computes something else; `is_even` if all make the same number of passes."""
+    counts = (
+        "" if is_even else "look for what counts passes, of which ranks make unequal numbers; or "
+    )
     return AuditError(
         f"{place} computes something else than the other ranks: {finding.where}: "
         f"{finding.what}; the other ranks agree",
-        hint=f"test that machine's memory and processor; the last audit that agreed was at step {agreed}: "
+        hint=f"{counts}test that machine's memory and processor; the last audit that agreed was at step {agreed}: "
         f"checkpoints written since then may be wrong; {_OFF}",
     )
 
