@@ -105,8 +105,8 @@ def wrong_rank(finding: Finding, place: str, agreed: int, *, is_even: bool) -> A
     return AuditError(
         f"{place} computes something else than the other ranks: {finding.where}: "
         f"{finding.what}; the other ranks agree",
-        hint=f"{counts}test that machine's memory and processor; the last audit that agreed was at step {agreed}: "
-        f"checkpoints written since then may be wrong; {_OFF}",
+        hint=f"{counts}test that machine's memory and processor; the last audit that agreed was at step "
+        f"{agreed}: checkpoints written since then may be wrong; {_OFF}",
     )
 
 
