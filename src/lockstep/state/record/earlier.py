@@ -23,7 +23,7 @@ from lockstep.state.record import stacks
 #: Runs that are looked at, the newest first.
 _RUNS = 50
 #: Files of the user's that are hashed.
-_FILES = 200
+_FILES = 2000
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
