@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.engine.recovery.checkpointing import Checkpointing
+from lockstep.engine.recovery.checkpointing import StateSaver
 from lockstep.state.checkpoint import dcp
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.state.checkpoint.snapshot import Snapshots
@@ -54,9 +54,9 @@ def measured(what: str) -> Iterator[None]:
 
 def watch_snapshots() -> None:
     """Measure each point of the run at which a snapshot is taken."""
-    at_point, write = Checkpointing.at_point, Snapshots.write
+    at_point, write = StateSaver.at_point, Snapshots.write
 
-    def watched_point(keeper: Checkpointing) -> None:
+    def watched_point(keeper: StateSaver) -> None:
         count = len(_taken)
         with measured("point"):
             at_point(keeper)
@@ -68,7 +68,7 @@ def watch_snapshots() -> None:
         _taken.append(1)
         write(snapshots, *arguments)
 
-    Checkpointing.at_point = watched_point  # type: ignore[method-assign]
+    StateSaver.at_point = watched_point  # type: ignore[method-assign]
     Snapshots.write = watched_write  # type: ignore[method-assign]
 
 

@@ -13,20 +13,20 @@ from typing import Any
 
 from contestants import with_lockstep
 
-from lockstep.state.checkpoint.schedule import Schedule
 from lockstep.state.checkpoint.shared_memory import VARIABLE
+from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
 
 
 def count() -> list[float]:
     """Return a list to which every snapshot adds its seconds."""
     taken: list[float] = []
-    take = Schedule.take
+    take = SnapshotSchedule.take
 
-    def timed(self: Schedule, number: int, text: str, tensors: Any, began: float) -> None:
+    def timed(self: SnapshotSchedule, number: int, text: str, tensors: Any, began: float) -> None:
         take(self, number, text, tensors, began)
         taken.append(time.monotonic() - began)
 
-    Schedule.take = timed  # type: ignore[method-assign]
+    SnapshotSchedule.take = timed  # type: ignore[method-assign]
     return taken
 
 
