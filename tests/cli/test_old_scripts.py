@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,26 @@ def weights(lockstep: Lockstep, name: str) -> dict[str, list[object]]:
     return {key: value.tolist() for key, value in state.items()}
 
 
+#: Now and then, a script with a process group of its own dies so after its last line, under any launcher:
+#: Gloo's threads outlive the interpreter (https://github.com/pytorch/pytorch/pull/179291).
+GLOO_AT_EXIT = "terminate called without an active exception"
+
+
+def finished(run: Callable[[], Done]) -> Done:
+    """Run a script that makes its own process group, again if Gloo aborts it at its exit."""
+    for _ in range(2):
+        done = run()
+        if GLOO_AT_EXIT not in done.err:
+            return done
+    return run()
+
+
 @pytest.mark.ranks(2)
 def test_a_script_of_2020_gives_the_weights_it_gave_under_its_own_launcher(lockstep):
     own = ("-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2")
-    theirs = lockstep.python(*own, str(DDP), "--save", "theirs.pt", env=PLAIN)
+    theirs = finished(lambda: lockstep.python(*own, str(DDP), "--save", "theirs.pt", env=PLAIN))
     assert theirs.code == 0, theirs.err
-    ours = lockstep("run", "-n", "2", str(DDP), "--save", "ours.pt", env=PLAIN)
+    ours = finished(lambda: lockstep("run", "-n", "2", str(DDP), "--save", "ours.pt", env=PLAIN))
     assert ours.code == 0, ours.err
     assert ours.out == theirs.out
     assert ours.err == "lockstep: ddp_2020.py takes --local_rank: each rank gets its own\n"
@@ -39,7 +54,8 @@ def test_a_script_of_2020_gives_the_weights_it_gave_under_its_own_launcher(locks
     # The spelling of 2020 alone, which torch's own launcher refuses since 2.0.
     text = DDP.read_text().replace('"--local_rank", "--local-rank"', '"--local_rank"')
     script = lockstep.script(text)
-    assert lockstep("run", "-n", "2", script, "--save", "old.pt", env=PLAIN).out == theirs.out
+    old = finished(lambda: lockstep("run", "-n", "2", script, "--save", "old.pt", env=PLAIN))
+    assert old.out == theirs.out
     assert weights(lockstep, "old.pt") == weights(lockstep, "theirs.pt")
 
 
