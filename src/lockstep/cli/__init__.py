@@ -110,7 +110,7 @@ def whole_parser() -> Parser:
         epilog="lockstep COMMAND --help shows the options of a command.",
         examples=_EXAMPLES,
     )
-    parser.set_defaults(handler=lambda _: print(parser.format_help(), end="") or 0)
+    parser.set_defaults(handler=lambda _: print(parser.format_help(), end="") or 0, parser=parser)
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for verb in _VERBS:

@@ -34,10 +34,7 @@ def handle(options: argparse.Namespace) -> int:
     """Print the script for the shell that `options` name; return the exit code."""
     import shtab
 
-    from lockstep.cli import whole_parser
-
-    whole = whole_parser()
-
+    whole: Parser = options.parser
     for action in (one for parser in (whole, *whole.verbs.values()) for one in parser._actions):
         if action.metavar in (*_FILES, *_DIRECTORIES):
             kind = shtab.DIRECTORY if action.metavar in _DIRECTORIES else shtab.FILE
