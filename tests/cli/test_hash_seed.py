@@ -30,11 +30,10 @@ def test_a_vocabulary_from_a_set(lockstep):
     place = lockstep.script(SCRIPT)
     launches = [
         lockstep("run", "-n", "1", place),
-        lockstep("run", "-n", "2", place),
         lockstep("run", "-n", "2", "--start", "spawn", place),
         lockstep("run", "-n", "1", place, env={"PYTHONHASHSEED": "1"}),
     ]
-    assert [done.code for done in launches] == [0] * 4, [done.err for done in launches]
+    assert [done.code for done in launches] == [0] * 3, [done.err for done in launches]
     digests = [re.findall(r"digest=sha256:(\w+)", done.out)[-1] for done in launches]
-    assert len(set(digests[:3])) == 1
-    assert digests[3] != digests[0]
+    assert digests[1] == digests[0]
+    assert digests[2] != digests[0]

@@ -99,7 +99,7 @@ def preempted(lockstep, script: str, ranks: int, *, in_evaluation: bool, **env: 
     assert digest(again.out) == digest(whole.out)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("script", [IN_A_METRIC, BY_HAND], ids=["in a metric", "by hand"])
 @pytest.mark.ranks(2)
 def test_a_run_is_saved_in_an_evaluation(lockstep, script: str, ranks: int) -> None:
@@ -111,7 +111,7 @@ def test_a_forward_pass_that_needs_all_ranks(lockstep) -> None:
     preempted(lockstep, IN_A_METRIC, 2, in_evaluation=True, LOCKSTEP_STRATEGY="fsdp")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("script", [COUNTS, SWAPS], ids=["counts", "swaps weights"])
 @pytest.mark.ranks(2)
 def test_what_an_evaluation_changes_is_not_saved_in_its_middle(
