@@ -1,1 +1,1 @@
-"""What a run keeps: checkpoints and snapshots, records, and the files of its directory."""
+"""The saved state of a run: checkpoints and snapshots, records, and the files of its directory."""

@@ -1,4 +1,4 @@
-"""Quantities with units, such as 25Gbit/s and 20us: parsing and formatting."""
+"""Parse and format quantities with units, such as 25Gbit/s and 20us."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_bandwidth(text: str) -> float:
     """Return a bandwidth such as `25Gbit/s` or `3GB/s` in bytes per second.
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if `text` is not a bandwidth.
     """
     found = _BANDWIDTH.fullmatch(text.strip())
     if found is None or not float(found["number"]):
@@ -35,7 +35,7 @@ def parse_latency(text: str) -> float:
     """Return a time such as `20us` in seconds.
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if `text` is not a time.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
@@ -47,21 +47,21 @@ def parse_latency(text: str) -> float:
 
 
 def seconds(value: float) -> str:
-    """Return a time with three digits and a unit."""
+    """Return a time with three significant digits and a unit, such as `1.25 ms`."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     factor, unit = next((one for one in units if value >= one[0]), (1e-9, "ns"))
     return f"{three(value / factor)} {unit}"
 
 
 def size(value: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
+    """Return a number of bytes with three significant digits and a decimal unit, such as `1.25 MB`."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     factor, unit = next((one for one in units if value >= one[0]), (1.0, "B"))
     return f"{three(value / factor)} {unit}"
 
 
 def three(value: float) -> str:
-    """Return a number with at least three digits, and no more than the first three behind the point."""
+    """Return a number with at least three significant digits, such as `0.0123` or `1,234`."""
     if not value:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -78,10 +78,10 @@ def binary_size(value: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
+    """Return a number and a noun, in the plural unless the number is 1: `1 rank`, `2 ranks`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def rounded(value: float | None) -> Any:
-    """Return six significant digits; `None` for `None`, NaN and infinity."""
+    """Return a number rounded to six significant digits; `None` for `None`, NaN and infinity."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

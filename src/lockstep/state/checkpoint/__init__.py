@@ -1,1 +1,1 @@
-"""Snapshots in host memory, checkpoints on disk, and restoring a run from them."""
+"""The state of a run: snapshots in host memory, checkpoints on disk, and how to restore a run from one."""

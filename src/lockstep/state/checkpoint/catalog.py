@@ -1,4 +1,4 @@
-"""Checkpoints of a directory: listing, verification by checksums, deletion of old ones.
+"""List the checkpoints in a directory, verify them by checksums, and remove old ones.
 
 Does not import torch.
 """
@@ -18,14 +18,14 @@ from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.state.checkpoint import manifest
 from lockstep.state.checkpoint.manifest import Manifest
 
-#: Where in a run directory checkpoints are.
+#: Name of the directory of checkpoints in a run directory.
 DIRECTORY = "checkpoints"
-#: What is being written or removed has a name that begins so, which no checkpoint has.
+#: Begins the names of directories that are being written or removed; no checkpoint's name begins so.
 DRAFT = ".draft-"
-#: How the names of checkpoints begin that are being removed.
+#: Begins the names of checkpoints that are being removed.
 REMOVED = f"{DRAFT}removed-"
 _PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-#: Which checkpoint it is: its step, and how many states of that step were saved before.
+#: Identifies a checkpoint: its step, and the number of states of that step that were saved before.
 Key = tuple[int, int]
 
 Warn = Callable[[str], None]
@@ -33,26 +33,26 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint whose files match the checksums of its manifest."""
+    """A checkpoint on disk whose files match the checksums of its manifest."""
 
     path: Path
     manifest: Manifest
 
 
 def place(directory: Path, key: Key) -> Path:
-    """Return the path of a checkpoint."""
+    """Return the path of the checkpoint of a step and number (`key`) in `directory`."""
     step, number = key
     return directory / (f"step-{step:08d}.{number}" if number else f"step-{step:08d}")
 
 
 def key_of(path: Path) -> Key | None:
-    """Return the key of the checkpoint at `path`; `None` where that is no checkpoint's name."""
+    """Return the step and number in the name of a checkpoint's path; `None` for any other name."""
     match = _PATTERN.fullmatch(path.name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def paths(directory: Path) -> dict[Key, Path]:
-    """Return the paths of all checkpoints, damaged ones too, the newest first.
+    """Return the paths of all checkpoints in a directory by key, damaged ones too, the newest first.
 
     Raises:
         CheckpointError: if the directory cannot be read.
@@ -71,11 +71,11 @@ def paths(directory: Path) -> dict[Key, Path]:
 
 
 def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
-    """Return the checkpoint at `path`; its files are compared with its manifest.
+    """Return the checkpoint at `path` after comparing its files with the sizes and checksums recorded.
 
     Raises:
-        RunDirectoryError: if it is of another run than `identity`; naming what differs.
-        CheckpointError: saying what is wrong with it.
+        RunDirectoryError: if the checkpoint is of another run than `identity`; naming each difference.
+        CheckpointError: if the checkpoint is damaged or cannot be read.
     """
     try:
         found = Found(path, manifest.read(path))
@@ -93,10 +93,10 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
 
 
 def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> Found | None:
-    """Return the newest checkpoint that verifies, or `None` where none does.
+    """Return the newest checkpoint that verifies, or `None` if none does.
 
-    Checkpoints of other runs than `identity` are refused; without one any is taken. `warn` gets a message
-    for each checkpoint that is skipped.
+    With `identity`, a checkpoint of another run is an error; without it, any checkpoint is taken. `warn` is
+    called with a message for each checkpoint that is skipped.
 
     Raises:
         RunDirectoryError: if the checkpoint is of another run; naming both values.
@@ -115,14 +115,14 @@ def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> F
 
 
 def best(directory: Path) -> Path | None:
-    """Return the path of the checkpoint with the best rating; `None` if none has a rating.
+    """Return the path of the checkpoint with the best rating; `None` if no checkpoint has a rating.
 
     Raises:
         CheckpointError: if the directory cannot be read.
     """
     rated: list[tuple[float, Key]] = []
     for key, path in paths(directory).items():
-        # One that cannot be read is not the best.
+        # A checkpoint that cannot be read is not the best.
         with contextlib.suppress(OSError, CheckpointError):
             if (value := manifest.read(path).best) is not None:
                 rated.append((value, key))
@@ -132,10 +132,10 @@ def best(directory: Path) -> Path | None:
 def remove_old(
     directory: Path, identity: Mapping[str, Any], *, keep: int, newest: Key, bad: Collection[Key]
 ) -> None:
-    """Remove the checkpoints that the one with key `newest` makes needless.
+    """Remove old checkpoints, except the `keep` latest ones, the best one, and the one with key `newest`.
 
-    Checkpoints of other runs and of newer formats are not removed. Damaged ones, those in `bad` among them,
-    do not count as one of the `keep` latest.
+    Checkpoints of other runs and of newer formats stay. Damaged ones, among them those with keys in `bad`,
+    do not count among the `keep` latest, and are removed if they are older than `newest`.
     """
     good: dict[Key, float | None] = {}
     damaged: set[Key] = set()
@@ -161,14 +161,14 @@ def remove_old(
     rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
     if rated:
         stay.add(max(rated)[1])
-    # A damaged one that lies ahead is replaced when the run gets there.
+    # A damaged checkpoint of a later step is replaced when the run reaches that step.
     older = {key for key in damaged if key < newest}
     for key in (good.keys() - stay) | older:
         remove(place(directory, key))
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that a kill leaves no half of one."""
+    """Remove a checkpoint after renaming it: a kill cannot leave an incomplete one under its name."""
     aside = path.with_name(f"{REMOVED}{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)

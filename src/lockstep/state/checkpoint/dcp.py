@@ -1,9 +1,9 @@
-"""PyTorch's distributed checkpoints (DCP): its planners, writer and reader, without its collectives.
+"""Write and read PyTorch's distributed checkpoints (DCP) with its planners, but without its collectives.
 
-Each rank knows beforehand which parts it writes, and says in a file which ones it has written. So
-threads of their own write a checkpoint, while the main threads, which own the process group, train.
+Each rank computes beforehand which parts it writes, and reports in a file which parts it has written. So
+background threads write a checkpoint while the main threads, which own the process group, train.
 
-To import DCP takes a second: this module does so where it is first used, in such a thread.
+Importing DCP takes a second: this module imports it where it is first used, in such a thread.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
-#: The file in which DCP says where each tensor is.
+#: The file in which DCP records the position of each tensor.
 METADATA = ".metadata"
 
-#: For each writer, which part of which tensors it writes; at most one part of each.
+#: For each writer, the part that it writes of each of its tensors.
 Shares = Sequence[Mapping[str, Box]]
 
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _METADATA = "torch.distributed.checkpoint.metadata"
-#: Locked while DCP is imported. A process that is forked in that second, a DataLoader's worker for one,
-#: would find modules that are half imported, and the locks of a thread that it doesn't have.
+#: Locked while DCP is imported. A process forked in that second, such as a DataLoader's worker, would have
+#: half-imported modules, and locks of a thread that does not exist in it.
 _importing = threading.RLock()
 os.register_at_fork(
     before=_importing.acquire,
@@ -51,7 +51,7 @@ os.register_at_fork(
     after_in_child=_importing.release,
 )
 
-#: All that `.metadata`, a pickle, may name; besides these, types of elements.
+#: The classes and functions that `.metadata`, a pickle, may name, besides dtypes.
 _ALLOWED = {
     *(
         (_METADATA, name)
@@ -72,7 +72,7 @@ _ALLOWED = {
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Return type and shape of a tensor."""
+    """Return the dtype and shape of a tensor."""
     return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
@@ -89,7 +89,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def bytes_of(spec: TensorSpec) -> int:
-    """Return the size of a tensor's elements.
+    """Return the size of a tensor's elements in bytes.
 
     Raises:
         DamagedError: if this torch has no such type.
@@ -100,10 +100,11 @@ def bytes_of(spec: TensorSpec) -> int:
 def share_out(
     specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Cut] | None = None
 ) -> list[dict[str, Box]]:
-    """Return the share of each writer: nearly equal in bytes, and the same on every rank.
+    """Divide the tensors of a checkpoint among its writers; return the share of each writer.
 
-    Of a tensor that is cut over ranks each writes its own part, as writer `k` is rank `k`. Of the others
-    the largest come first, each to the writer that has least; names are in the order of `specs`.
+    The shares are the same on every rank. Of a tensor that is cut over ranks each rank writes its own part;
+    writer `k` is rank `k`. Of the whole tensors the largest come first, each goes to the writer with the
+    fewest bytes. Names are in the order of `specs`.
     """
     cuts = cuts or {}
     loads = [(0, writer) for writer in range(writers)]
@@ -132,13 +133,13 @@ def write_part(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
 ) -> list[dict[str, Any]]:
-    """Write the file of writer number `part`, with its parts of the tensors, on the CPU.
+    """Write the file of writer number `part`: its share of the tensors, which are on the CPU.
 
     Returns:
-        What `finish` needs to know of it, as JSON.
+        The results that `finish` needs, as JSON.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     if not shares[part]:
         return []
@@ -156,10 +157,10 @@ def finish(
     specs: Mapping[str, TensorSpec],
     results: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write `.metadata`, once all parts are there; `write_part` has returned `results` to the writers.
+    """Write `.metadata` after all writers have written; `results` are the return values of `write_part`.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     load_dcp()
     _, metadata = _plans(shares, specs)
@@ -169,11 +170,11 @@ def finish(
 
 
 def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint whose files have been verified; each is read on demand.
+    """Return the tensors of a checkpoint whose files have been verified; each is read from disk on demand.
 
     Raises:
-        DamagedError: if its parts contradict each other; so does reading.
-        CheckpointError: if it cannot be read; so does reading.
+        DamagedError: if parts of the checkpoint contradict each other, here or when a tensor is read.
+        CheckpointError: if the checkpoint cannot be read, here or when a tensor is read.
     """
     load_dcp()
     with _readable(directory):
@@ -191,7 +192,7 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
 
 @contextlib.contextmanager
 def _readable(directory: Path) -> Iterator[None]:
-    """Turn errors of the body into ones that name the checkpoint in `directory`."""
+    """Turn an error raised inside this context into one that names the checkpoint in `directory`."""
     try:
         yield
     except MemoryError:
@@ -200,14 +201,14 @@ def _readable(directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"the checkpoint {directory} cannot be read: {error.strerror or error}"
         ) from error
-    except Exception as error:  # what is wrong with the contents can show itself in any way
+    except Exception as error:  # damaged contents may raise any error
         why = f"its parts contradict each other: {error}"
         why = error.message if isinstance(error, DamagedError) else why
         raise DamagedError(f"the checkpoint {directory} cannot be read: {why}") from error
 
 
 class _Contents:
-    """Reads tensors of a checkpoint part by part."""
+    """Reads parts of the tensors of a checkpoint from its files."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
@@ -218,7 +219,7 @@ class _Contents:
         self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a part of a tensor, read from the files part by part."""
+        """Return the part `box` of a tensor, read from all files that contain elements of it."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -241,14 +242,14 @@ class _Contents:
 
 
 def load_dcp() -> None:
-    """Import DCP."""
+    """Import PyTorch's distributed checkpoint package, which takes about a second."""
     with _importing:
         _writing()
         _reading()
 
 
 def _plans(shares: Shares, specs: Mapping[str, TensorSpec]) -> tuple[list[SavePlan], Metadata]:
-    """Return each writer's plan, and the metadata of the whole; the same on every rank."""
+    """Return the save plan of each writer, and the metadata of the checkpoint; the same on every rank."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -269,7 +270,7 @@ def _write_item(name: str, spec: TensorSpec, box: Box) -> WriteItem:
     )
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    # Types and shapes alone: a plan has to be the same whatever device tensors are on.
+    # Only dtypes and shapes: a plan must not depend on the devices of tensors.
     shape = torch.empty(spec.shape, dtype=dtype_of(spec), device="meta")
     offsets = torch.Size(box.offsets)
     return WriteItem(
@@ -294,19 +295,19 @@ def _writer(directory: Path) -> FileSystemWriter:
 
 @cache
 def _writing() -> tuple[Any, Any]:
-    """Return the classes of writer and planner; DCP is imported here."""
+    """Import DCP and return the classes of its writer and its save planner that Lockstep uses."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
     class Writer(FileSystemWriter):
-        """Writes the same bytes for the same state: neither a path nor a random number is in them."""
+        """Writes the same bytes for the same state: DCP's own writer adds a path and a random number."""
 
         def storage_meta(self) -> StorageMeta | None:
             return StorageMeta()
 
     class Planner(DefaultSavePlanner):
-        """Finds the parts to write by the names of their tensors."""
+        """Finds the tensors to write by their names."""
 
         def __init__(self, parts: Mapping[str, Tensor]) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -320,13 +321,13 @@ def _writing() -> tuple[Any, Any]:
 
 @cache
 def _reading() -> tuple[Any, Any]:
-    """Return the classes of reader and planner; DCP is imported here."""
+    """Import DCP and return the classes of its reader and its load planner that Lockstep uses."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     class Reader(FileSystemReader):
-        """Reads a checkpoint that may come from anywhere, from its own files alone."""
+        """Reads a checkpoint from its own files only, since it may come from an untrusted source."""
 
         def __init__(self, path: Path, files: frozenset[str]) -> None:
             super().__init__(path)
@@ -345,7 +346,7 @@ def _reading() -> tuple[Any, Any]:
             return metadata
 
     class Planner(DefaultLoadPlanner):
-        """Reads into the memory of one part of a tensor."""
+        """Loads one part of one tensor into the memory of `target`."""
 
         def __init__(self, target: Tensor) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -358,7 +359,7 @@ def _reading() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only objects of the classes that describe a checkpoint."""
+    """Unpickles only objects of the classes that describe a checkpoint; any other class is an error."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,4 +1,4 @@
-"""Export a checkpoint of a run directory to a plain `state_dict` file, without the script."""
+"""Export a model of a checkpoint to a plain `state_dict` file, without the training script."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lockstep.state.checkpoint.catalog import Found, Key
 from lockstep.state.checkpoint.manager import warn_on_stderr
 from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
 
-#: The file in the run directory, where no name is given.
+#: Name of the exported file in the run directory, if the user gives none.
 DEFAULT = "model.pt"
-#: What the tensors of the K-th model are called in a checkpoint.
+#: Names of the tensors of the K-th model in a checkpoint.
 _MODEL = re.compile(r"models\.(\d+)\.(.+)")
 
 
@@ -26,13 +26,10 @@ def export(
     model: int | None = None,
     force: bool = False,
 ) -> tuple[Path, Found]:
-    """Write the weights of a model of a run; return the file, and the checkpoint that they are from.
-
-    Without `output` the file is `model.pt` in the run directory. Without `step` and `best` the newest
-    checkpoint is taken. `model` is the number of one of several models, from 0.
+    """Write the weights of one of a run's models to a file; return the file and the checkpoint it is from.
 
     Raises:
-        UsageError: if something that was asked for is not there, or the file is.
+        UsageError: if the requested checkpoint or model does not exist, or the file exists.
         CheckpointError: if the checkpoint cannot be read, or the file not be written.
     """
     target = output or run_dir / DEFAULT
@@ -47,11 +44,11 @@ def export(
 
 
 def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Found:
-    """Return a checkpoint of a run that verifies: of a step, the best, or the newest.
+    """Return a verified checkpoint of a run: that of `step`, the best one, or the newest one.
 
     Raises:
-        UsageError: if there is no such run, or no such checkpoint.
-        CheckpointError: if the one that was asked for, or all of them, are damaged.
+        UsageError: if the run or the checkpoint does not exist.
+        CheckpointError: if the requested checkpoint is damaged, or all are.
     """
     directory = run_dir / catalog.DIRECTORY
     there = catalog.paths(directory)
@@ -97,7 +94,7 @@ def _chosen(there: dict[Key, Path], path: Path) -> Found:
 
 
 def _names(chosen: Found, model: int | None) -> dict[str, str]:
-    """Return the names of a model's tensors in the checkpoint, and in its own `state_dict`."""
+    """Return the names of a model's tensors in its own `state_dict`, by their names in the checkpoint."""
     models: dict[int, dict[str, str]] = {}
     for name in chosen.manifest.tensors:
         if match := _MODEL.fullmatch(name):

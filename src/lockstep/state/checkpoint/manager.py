@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written atomically by all ranks while training continues.
+"""Save checkpoints to disk: all ranks write them atomically, in the background, while training continues.
 
 training thread:   save() ── copies this rank's parts ──> continues
 background thread:            └─ writes, checks, renames (writer.py), removes old ones
@@ -38,9 +38,9 @@ from lockstep.world import accelerator
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: How long `close` waits for the disk.
+#: Seconds that `close` waits for a write to end.
 _CLOSE_SECONDS = 5.0
-#: Takes step, name, seconds and rating of a checkpoint that was written.
+#: A function called with the step, name, seconds and rating of a checkpoint that was written.
 Written = Callable[[int, str, float, float | None], None]
 
 
@@ -53,16 +53,13 @@ class CheckpointManager:
     """Saves the checkpoints of a run, finds the newest one, and removes old ones.
 
     Args:
-        directory: where they are; it is made with the first one.
-        identity: of the run; JSON. A checkpoint of another run is not continued from.
-        rank: this rank.
-        size: number of ranks.
-        store: a store that these objects of all ranks have for themselves (a `PrefixStore`); `None`
-            for one rank.
-        keep: how many of the latest checkpoints stay, besides the best one.
+        directory: of the checkpoints; it is made with the first one.
+        identity: of the run; JSON. A checkpoint of another run is not resumed.
+        store: a store that only the managers of all ranks use (a `PrefixStore`); `None` for one rank.
+        keep: number of the latest checkpoints that stay, besides the best one.
         warn: called with a message for each checkpoint that is skipped.
-        patience: seconds without a message after which a rank is missing.
-        written: called on the main rank, in a thread, for each checkpoint.
+        patience: seconds without a message after which a rank counts as missing.
+        written: called on the main rank, in a background thread, for each checkpoint.
     """
 
     def __init__(
@@ -92,15 +89,12 @@ class CheckpointManager:
         self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
         self._shares: list[dict[str, Box]] = []
         self._serial = 0
-        self._last: tuple[int, str] | None = None  # step and text of what was saved last
+        self._last: tuple[int, str] | None = None  # step and text of the last saved state
         self._path: Path | None = None  # on the main rank, where it is
         self._bad: set[Key] = set()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get ready for `save` of such tensors, in the background; all ranks call it, or none.
-
-        The first `save` then takes no longer than later ones.
-        """
+        """Allocate memory for copies of `tensors` and import DCP, in the background, on all ranks."""
         specs, cuts = _described(tensors)
         pinned = {name for name, tensor in tensors.items() if accelerator.holds(tensor)}
 
@@ -114,16 +108,16 @@ class CheckpointManager:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], text: str, *, best: float | None
     ) -> None:
-        """Save the state after `step`: copy it, and let it be written while training continues.
+        """Copy the state after `step`, and write it to disk in the background while training continues.
 
-        All ranks call it with the same state. An earlier checkpoint that is still being written is
-        waited for. A state that was saved last is not saved again; but `best` is noted.
+        All ranks call it with the same state. It waits for an earlier checkpoint that is still being
+        written. The state that was saved last is not saved again; only its rating `best` is updated.
 
         Args:
             step: updates that the run has done.
-            tensors: the whole state, on any device; of what is cut over ranks each has its part.
-            text: the rest of the state.
-            best: how good this state is, larger is better; the best one is kept.
+            tensors: the whole state, on any device; of a tensor cut over ranks, this rank's part.
+            text: the state besides the tensors.
+            best: rating of this state, larger is better; the best checkpoint is kept.
 
         Raises:
             CheckpointError: if this or an earlier checkpoint could not be written.
@@ -157,10 +151,10 @@ class CheckpointManager:
         self._background.submit(write)
 
     def wait(self) -> None:
-        """Wait until all that was saved is on disk.
+        """Wait until all saved checkpoints are on disk.
 
         Raises:
-            CheckpointError: if something could not be written.
+            CheckpointError: if a checkpoint could not be written.
         """
         try:
             self._background.wait()
@@ -169,7 +163,7 @@ class CheckpointManager:
             raise
 
     def close(self, patience: float = 0.0) -> None:
-        """Drop what is not written within `patience` seconds; no other rank is waited for beyond that."""
+        """Wait at most `patience` seconds for checkpoints to be written, drop any that is not, and stop."""
         self._background.settle(patience)
         self._channel.stop()
         self._background.close(_CLOSE_SECONDS)
@@ -179,10 +173,10 @@ class CheckpointManager:
     def newest(self) -> Found | None:
         """Return the newest checkpoint that verifies, or `None` where there is none.
 
-        Those that are damaged, half removed or of a newer format are skipped, with a warning.
+        Checkpoints that are damaged, partly removed or of a newer format are skipped, with a warning.
 
         Raises:
-            RunDirectoryError: if it is of another run.
+            RunDirectoryError: if the checkpoint is of another run.
             CheckpointError: if the directory cannot be read.
         """
         newest = catalog.newest(self._directory, self._identity, self._warn)
@@ -191,7 +185,7 @@ class CheckpointManager:
         return newest
 
     def newest_text(self) -> str | None:
-        """Return the text of the newest checkpoint whose manifest can be read, without a look at its files.
+        """Return the text of the newest checkpoint with a readable manifest, without verifying its files.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -202,7 +196,7 @@ class CheckpointManager:
         return None
 
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
-        """Return the parts of tensors that this rank writes; the first call agrees with the other ranks."""
+        """Return this rank's share of the tensors; the first call determines which ranks write."""
         if self._drafts is None:
             self._attempts += 1
             try:
@@ -219,14 +213,14 @@ class CheckpointManager:
 
     @property
     def _writes_parts(self) -> bool:
-        """Whether each rank can write its own part of a tensor."""
+        """Whether all ranks see the checkpoint directory, so that each can write its parts of tensors."""
         assert self._drafts is not None
         return len(self._drafts.writers) == self._channel.size
 
     def _copy_own(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, TensorSpec], dict[str, Tensor]]:
-        """Return types and shapes of all tensors, and copies of what this rank writes of them."""
+        """Copy this rank's share to host memory; return dtypes and shapes of all tensors, and copies."""
         specs, cuts = _described(tensors)
         own = self._own_share(specs, cuts)
         pinned = {name for name in own if accelerator.holds(tensors[name])}
@@ -236,9 +230,10 @@ class CheckpointManager:
     def _parts(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Box]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors and parts of tensors that this rank writes.
+        """Yield the name and values of each tensor, or part of a tensor, that this rank writes.
 
-        Where a rank does not see the directory, all ranks gather tensors that are cut, one after the other.
+        If a rank does not see the directory, all ranks gather the tensors that are cut over ranks, one by
+        one.
         """
         for name, tensor in tensors.items():
             is_gathered = not self._writes_parts and cut_of(tensor) is not None
@@ -268,9 +263,9 @@ class CheckpointManager:
 
 
 class Background:
-    """A thread that runs jobs in order; an error is raised in the thread that waits.
+    """A thread that runs jobs in order; a job's error is raised in the thread that calls `wait`.
 
-    It starts with the first job, and ends with `close`, or with the process.
+    The thread starts with the first job, and ends with `close` or with the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -282,7 +277,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those before it; after an error that is not raised yet it is left out."""
+        """Queue `job`; it is skipped if an earlier job failed and `wait` has not raised that error yet."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -291,10 +286,10 @@ class Background:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Wait until all jobs are done; raise the error of the first that failed, once.
+        """Wait until all jobs are done; raise the error of the first job that failed, once.
 
         Raises:
-            Exception: whatever a job raised.
+            Exception: any error that a job raised.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._open == 0)
@@ -303,12 +298,12 @@ class Background:
             raise error
 
     def settle(self, seconds: float) -> None:
-        """Wait until all jobs are done, but not for longer than `seconds`; raise no error."""
+        """Wait until all jobs are done, but at most `seconds`; raise no error."""
         with self._changed:
             self._changed.wait_for(lambda: self._open == 0, seconds)
 
     def close(self, seconds: float) -> bool:
-        """Run no more jobs; return whether the thread has ended within `seconds`."""
+        """Let the thread end after the queued jobs; return whether it has ended within `seconds`."""
         if self._thread is None:
             return True
         self._jobs.put(None)
@@ -327,18 +322,18 @@ class Background:
                 self._error = self._error or error
                 self._open -= 1
                 self._changed.notify_all()
-            # A job may hold tensors: let go of it before the next one comes.
+            # A job may refer to tensors: drop the reference before waiting for the next job.
             del job, error
 
 
 class Buffers:
-    """Host memory that every checkpoint uses again: new pages cost far more than to fill them."""
+    """Host memory that every checkpoint reuses: allocating new pages costs far more than filling them."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self, specs: Mapping[str, TensorSpec], pinned: Collection[str] = ()) -> None:
-        """Get memory for `specs`, and touch every page of it; `pinned` are those that come from a GPU."""
+        """Allocate memory for `specs` and touch every page; memory for names in `pinned` is pinned."""
         for name in [name for name in self._kept if name not in specs]:
             del self._kept[name]
         for name, spec in specs.items():
@@ -351,7 +346,7 @@ class Buffers:
                 self._kept[name] = memory.view(dcp.dtype_of(spec)).view(spec.shape)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy tensors into the memory that `prepare` has got; the copies are valid until the next call."""
+        """Copy tensors into the memory allocated by `prepare`; the copies are valid until the next call."""
         devices = set()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -364,7 +359,7 @@ class Buffers:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
-    """Return types and shapes of tensors, and the cuts of those that are cut over ranks."""
+    """Return the dtypes and shapes of tensors, and the cuts of the tensors that are cut over ranks."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
     return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}

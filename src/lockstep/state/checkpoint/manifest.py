@@ -1,4 +1,4 @@
-"""`manifest.json` of a checkpoint: run, step, types and shapes of tensors, checksums of files.
+"""`manifest.json` of a checkpoint: its run and step, dtypes and shapes of tensors, checksums of files.
 
 Does not import torch.
 """
@@ -18,9 +18,9 @@ from lockstep.state.files.atomic_file import atomic_write
 from lockstep.version import __version__
 
 NAME = "manifest.json"
-#: Counts changes that an older Lockstep could not read.
+#: Format of the file; it grows with each change that an older version of Lockstep could not read.
 FORMAT = 2
-#: Files and directories hold state: they are for the user alone.
+#: Permissions of a checkpoint's files and directories: only the user may read the state.
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
 
@@ -35,16 +35,16 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint with files or contents other than those that were written."""
+    """A checkpoint is damaged: its files or contents differ from those that were written."""
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint that a newer Lockstep has written."""
+    """A checkpoint has a format that this version cannot read: a newer version of Lockstep wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Type and shape of a tensor."""
+    """The dtype and shape of a tensor."""
 
     dtype: str  # such as `float32`
     shape: tuple[int, ...]
@@ -67,28 +67,28 @@ class FileSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that is known of a checkpoint besides its tensors."""
+    """The contents of `manifest.json`: all information about a checkpoint except its tensors."""
 
     identity: Mapping[str, Any]  # of the run, see `lockstep.state.files.run_file`; JSON
     step: int  # updates that the run had done
     best: float | None  # the rating of this state, larger is better
-    text: str  # the rest of the state, as it was given to `save`
+    text: str  # the state besides the tensors, as it was given to `save`
     tensors: Mapping[str, TensorSpec]
-    files: Mapping[str, FileSpec]  # all besides the manifest
-    lockstep: str = __version__  # version that wrote it
+    files: Mapping[str, FileSpec]  # all files of the checkpoint besides the manifest
+    lockstep: str = __version__  # the version that wrote the checkpoint
 
     def dumps(self) -> str:
-        """Return the text of the file, which includes its own checksum."""
+        """Return the text of `manifest.json`, which includes its own checksum."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n"
 
     @staticmethod
     def loads(text: str) -> Manifest:
-        """Return the manifest that `dumps` has made `text` of.
+        """Return the manifest of a `text` that `dumps` has returned.
 
         Raises:
-            NewerFormatError: if it is of a later format.
-            DamagedError: if it has changed since.
+            NewerFormatError: if the manifest has a later format.
+            DamagedError: if the text has changed.
         """
         try:
             content = json.loads(text)
@@ -114,7 +114,7 @@ class Manifest:
             raise DamagedError(f"{NAME} is no manifest: {error}") from error
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return one line per field in which another identity differs."""
+        """Return one line for each field in which `identity` differs from the recorded identity."""
         now = json.loads(json.dumps(identity))
         names = [*now, *(name for name in self.identity if name not in now)]
         return [
@@ -124,7 +124,7 @@ class Manifest:
         ]
 
     def verify(self, directory: Path) -> None:
-        """Compare all files in `directory` with what was written.
+        """Raise an error unless all files in `directory` have the recorded sizes and checksums.
 
         Raises:
             DamagedError: naming the first file that differs.
@@ -136,10 +136,10 @@ class Manifest:
                 raise DamagedError(f"{name} has another checksum than when it was written")
 
     def verify_size(self, directory: Path, name: str) -> None:
-        """Compare the size of one file with what was written.
+        """Raise an error unless the file `name` in `directory` has the recorded size.
 
         Raises:
-            DamagedError: if it differs, or the file is missing.
+            DamagedError: if the size differs, or the file is missing.
         """
         expected = self.files[name].bytes
         try:
@@ -151,11 +151,11 @@ class Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """Return the manifest in `directory`.
+    """Return the manifest of the checkpoint in `directory`.
 
     Raises:
-        NewerFormatError: if it is of a later format.
-        DamagedError: if it is missing, or not what was written.
+        NewerFormatError: if the manifest has a later format.
+        DamagedError: if the manifest is missing or has changed.
     """
     try:
         text = (directory / NAME).read_text(encoding="utf-8")
@@ -167,20 +167,20 @@ def read(directory: Path) -> Manifest:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest.
+    """Write the manifest of the checkpoint in `directory`, atomically.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     atomic_write(directory / NAME, manifest.dumps(), FILE_MODE)
 
 
 def note_best(directory: Path, best: float) -> None:
-    """Write a rating into the checkpoint in `directory`.
+    """Write the rating `best` into the manifest of the checkpoint in `directory`.
 
     Raises:
-        CheckpointError: if its manifest cannot be read.
-        OSError: if it cannot be written.
+        CheckpointError: if the manifest cannot be read.
+        OSError: if the manifest cannot be written.
     """
     manifest = read(directory)
     if manifest.best != best:

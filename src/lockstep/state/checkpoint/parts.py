@@ -1,4 +1,4 @@
-"""Shards of tensors: the shard that a rank holds, and reads of saved tensors."""
+"""Parts of tensors: boxes of elements, how a DTensor is cut over ranks, and reads of saved tensors."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where it begins in each dimension, and how long it is there."""
+    """A rectangular part of a tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """Return the box that is all of a tensor."""
+        """Return the box that contains all elements of a tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the box."""
         return prod(self.sizes)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this part of `tensor`, in the same memory."""
+        """Return the elements of `tensor` in this box, as a view."""
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dimension, offset, size)
         return tensor
@@ -40,13 +40,13 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut over ranks: as `torch.chunk` does it."""
+    """How a tensor is cut over ranks along one dimension, in the chunks of `torch.chunk`."""
 
     dimension: int
     count: int  # number of parts; rank `k` of the run holds part `k`
 
     def box(self, shape: tuple[int, ...], part: int) -> Box:
-        """Return part `part` of a tensor of this shape; it may be empty."""
+        """Return the box of part number `part` of a tensor of this shape; the box may be empty."""
         length = shape[self.dimension]
         step = -(-length // self.count)
         start = min(part * step, length)
@@ -57,31 +57,31 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that was saved, of which each rank reads what it needs."""
+    """A saved tensor, of which each rank reads the parts that it needs."""
 
     shape: torch.Size
     dtype: torch.dtype
-    fetch: Callable[[Box], torch.Tensor]  # returns a part, in memory of its own, on the CPU
+    fetch: Callable[[Box], torch.Tensor]  # returns a copy of the part on the CPU
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Stored:
-        """Return a `Stored` that copies from a tensor in memory."""
+        """Return a `Stored` that copies parts of a tensor in memory."""
         return Stored(tensor.shape, tensor.dtype, lambda box: box.of(tensor).clone())
 
     def read(self) -> torch.Tensor:
-        """Return all of it."""
+        """Return the whole tensor."""
         return self.fetch(Box.whole(self.shape))
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor."""
-    # Its module takes half a second to import; before that there is none.
+    """Whether a value is a DTensor."""
+    # DTensor's module takes half a second to import; before it is imported no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's part of a DTensor; any other tensor is returned unchanged."""
     if not is_dtensor(value):
         return value
     with torch.inference_mode(False):  # in it, a parameter that is a DTensor cannot be detached
@@ -90,7 +90,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def cut_of(value: torch.Tensor) -> Cut | None:
-    """Return how a tensor is cut over ranks; `None` for one that is whole on each."""
+    """Return how a DTensor is cut over ranks; `None` for a tensor that is whole on each rank."""
     if not is_dtensor(value):
         return None
     from torch.distributed.tensor import Shard
@@ -102,7 +102,7 @@ def cut_of(value: torch.Tensor) -> Cut | None:
 
 
 def whole(value: Any) -> Any:
-    """Return a DTensor gathered from all ranks, which call this together; other values as they are."""
+    """Gather a DTensor from all ranks, which all call this; return any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()

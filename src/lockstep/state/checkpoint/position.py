@@ -1,8 +1,9 @@
-"""Position of a run in its epochs, loops and steps, in numbers that any layout can resume from.
+"""Position of a run in its epochs, loops and steps, in numbers from which any layout can resume.
 
-A position is the way to it: the events that the script reaches when it starts again from its top, in
-order. Whatever is over is short: of a phase its last epoch stays, of a loop its last batch, of a metric its
-value. The last event of a level may be open: the position is inside it.
+A position is a list of events: the loops, metrics, epochs and saves that the script reaches, in order, when
+it starts again from its top. An event that is over is stored briefly: a phase (a call of `run.epochs`) by
+its last epoch, a loop by its last batch, a metric by its value. The last event may be open: the run is
+inside it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from lockstep.engine.data.microbatch import Batching
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import state_codec
 
-#: Tensors that values of metrics are made of, by the name under which the JSON refers to them.
+#: Tensors in the values of metrics, by the names with which the JSON refers to them.
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Numbers of a run that only grow."""
+    """Counts of a run that only grow: optimizer steps, loaders, and loops over each loader."""
 
     steps: int = 0  # optimizer steps
-    stretch: int = 0  # another one for every epoch and every phase, part of all keys
+    stretch: int = 0  # grows with every epoch and every phase; part of all keys of random streams
     loaders: int = 0  # loaders that the script has made
     rounds: tuple[tuple[int, int], ...] = ()  # loops in this stretch: pairs of loader and count
 
     @staticmethod
     def parse(content: Mapping[str, Any]) -> Counters:
-        """Read them from JSON of `dataclasses.asdict`."""
+        """Return the counters of JSON that `dataclasses.asdict` has made."""
         rounds = tuple((_count(loader), _count(count)) for loader, count in content["rounds"])
         steps, stretch, loaders = (
             _count(content[name]) for name in ("steps", "stretch", "loaders")
@@ -42,49 +43,49 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class LoopEvent:
-    """A loop over a loader that updates parameters."""
+    """A loop over a loader in which the script updates parameters."""
 
-    loader: int  # its number
+    loader: int  # number of the loader in the script
     stretch: int
     round: int  # how many loops over this loader came before in the stretch
     batching: Batching
     batches: int = 0  # global batches that are done
-    steps: int = 0  # optimizer steps of the run when they were
+    steps: int = 0  # optimizer steps of the run when these batches were done
     last: int = 0  # number of the last batch that has begun
-    before: int = 0  # optimizer steps of the run when it began
-    complete: bool = False  # it is over, by `break` for instance
-    #: of the last batch, in the order of `run.backward`; only where there is one replica
+    before: int = 0  # optimizer steps of the run when the last batch began
+    complete: bool = False  # the loop is over, by `break` for instance
+    #: losses of the last batch, in the order of `run.backward`; only if the run has one replica
     losses: list[Any] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)  # in the last batch
+    events: list[Event] = field(default_factory=list)  # reached in the last batch
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Loader, stretch and round, which identify the loop."""
+        """The loop's loader, its stretch (a number per epoch and phase), and its round: loops before it."""
         return (self.loader, self.stretch, self.round)
 
 
 @dataclass(slots=True, kw_only=True)
 class MetricEvent:
-    """A call of `run.mean`, `run.sum` or `run.gather`."""
+    """A call of `run.mean`, `run.sum` or `run.gather`, with its result so far."""
 
-    call: str  # which of them
+    call: str  # `mean`, `sum` or `gather`
     done: bool = False
-    value: Any = None  # its result until now: numbers, tensors, and containers of them
-    key: int | None = None  # of random generators when it returned
-    after: Counters = Counters()  # when it returned; while it is open, when it began
-    events: list[Event] = field(default_factory=list)  # that its items reach, while it is open
+    value: Any = None  # the result so far: numbers, tensors, and containers of these
+    key: int | None = None  # key of the random streams when the call returned
+    after: Counters = Counters()  # when the call returned; while it is open, when it began
+    events: list[Event] = field(default_factory=list)  # reached inside the call, while it is open
 
 
 @dataclass(slots=True, kw_only=True)
 class PhaseEvent:
-    """A call of `run.epochs`."""
+    """A phase: one call of `run.epochs`."""
 
-    epoch: int | None = None  # the last one; `None` where there is none
+    epoch: int | None = None  # the last epoch that began; `None` before the first
     begin: Counters = Counters()  # when that epoch began
     ended: bool = False  # that epoch is over
     complete: bool = False  # the phase is over
     after: Counters = Counters()  # when the epoch, or the phase, was over
-    events: list[Event] = field(default_factory=list)  # of that epoch
+    events: list[Event] = field(default_factory=list)  # reached in that epoch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,19 +133,19 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A point of a run: between two batches, between two epochs, or at a call of `run.save`."""
+    """A point of a run with complete state: between two batches, between two epochs, or at a `run.save`."""
 
-    points: int = 0  # how many came before
+    points: int = 0  # number of such points before this one
     counters: Counters = Counters()
-    events: Sequence[Event] = ()  # the way there
+    events: Sequence[Event] = ()  # the events that the script reaches up to this point
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps."""
+        """Number of optimizer steps that the run has done."""
         return self.counters.steps
 
     def as_json(self) -> tuple[dict[str, Any], Tensors]:
-        """Return it as JSON, and the tensors that the JSON refers to by name."""
+        """Return the position as JSON, and the tensors to which the JSON refers by name."""
         tensors: Tensors = {}
         events = [_as_json(event, tensors) for event in self.events]
         return {"points": self.points, "counters": asdict(self.counters), "events": events}, tensors
@@ -153,10 +154,10 @@ class Position:
     def parse(
         content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Position:
-        """Read the JSON of `as_json`; without `tensors` values of metrics that are tensors are missing.
+        """Return the position of JSON made by `as_json`; without `tensors`, tensors of metrics are `None`.
 
         Raises:
-            CheckpointError: if it is no position, such as one of an earlier version.
+            CheckpointError: if the JSON is not a position of this version's format.
         """
         try:
             events = [_parse(event, tensors or {}) for event in content["events"]]

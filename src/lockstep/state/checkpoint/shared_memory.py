@@ -1,8 +1,8 @@
-"""Shared memory that outlives the workers: the ranks' status page, their losses, and snapshot buffers.
+"""Shared memory that outlives the workers: the ranks' status page, their losses, and two snapshot buffers.
 
-The launcher makes it before it forks the fork server; workers inherit descriptors. It is anonymous
-(memfd): no other user sees it, limits on /dev/shm don't matter, and it goes with the last process that
-has it, however that ends. Does not import torch: the launcher looks here too.
+The launcher makes the memory before it forks the fork server; workers inherit file descriptors. The memory
+is anonymous (memfd): no other user sees it, limits on /dev/shm do not apply, and it is freed with the last
+process that has it open. This module does not import torch, since the launcher uses it, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: Where a worker finds the descriptors: of the status page, of the losses, and of both buffers.
+#: Environment variable with the file descriptors of the status page, the losses and both buffers.
 VARIABLE = "LOCKSTEP_MEMORY"
-#: The most ranks that one launcher may have.
+#: The largest number of ranks of one launcher.
 SLOTS = 1024
-#: Collective calls, by `Slot.waiting`: 0 is none, 1 any other call, the last one after the run.
+#: Names of collective calls, indexed by `Slot.waiting`; 0 is no call, 1 any call that is not listed.
 COLLECTIVES = (
     "",
     "a collective call",
@@ -43,7 +43,7 @@ AFTER_RUN = len(COLLECTIVES) - 1
 _WORD = 8
 _SLOT_WORDS = 8
 _PAGE_BYTES = _WORD * _SLOT_WORDS * (SLOTS + 1)
-#: Losses of a rank that are kept, and the bytes of all ranks'; pages that no rank writes take no memory.
+#: Number of losses kept of each rank. Pages of the memory that no rank writes take no memory.
 _LOSSES = 512
 _LOSS_WORDS = 1 + 2 * _LOSSES
 _LOSS_BYTES = _WORD * _LOSS_WORDS * SLOTS
@@ -51,7 +51,7 @@ _LOSS_BYTES = _WORD * _LOSS_WORDS * SLOTS
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """File descriptors of the shared memory."""
+    """File descriptors of the shared memory of a launcher and its workers."""
 
     page: int
     losses: int
@@ -59,7 +59,7 @@ class Descriptors:
 
     @staticmethod
     def create() -> Descriptors:
-        """Make the memory; it is private to this user and empty."""
+        """Create the shared memory, empty and private to this user; return its file descriptors."""
         names = ("status", "losses", "snapshot-a", "snapshot-b")
         made = [os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC) for name in names]
         page, losses, first, second = made
@@ -69,7 +69,7 @@ class Descriptors:
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
-        """Return the descriptors in a worker's environment; `None` where there are none of this memory."""
+        """Return the file descriptors that `environ` names; `None` without descriptors of this memory."""
         try:
             page, losses, first, second = map(int, environ[VARIABLE].split(","))
             if (os.fstat(page).st_size, os.fstat(losses).st_size) != (_PAGE_BYTES, _LOSS_BYTES):
@@ -80,27 +80,27 @@ class Descriptors:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All of them, in the order of the variable."""
+        """All file descriptors, in the order of the environment variable."""
         return (self.page, self.losses, *self.buffers)
 
     def variable(self) -> str:
-        """Return the value of `VARIABLE` that a worker needs."""
+        """Return the value of the environment variable `VARIABLE` for a worker."""
         return ",".join(map(str, self.all))
 
     def keep_through_exec(self) -> None:
-        """Let a program that this process becomes inherit them."""
+        """Make the file descriptors inheritable by a program that this process executes."""
         for descriptor in self.all:
             os.set_inheritable(descriptor, True)
 
     def close(self) -> None:
-        """Close them in this process."""
+        """Close the file descriptors in this process."""
         for descriptor in self.all:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
 class _Word:
-    """Descriptor of a number in shared memory."""
+    """A Python descriptor that reads and writes one 64-bit number of a slot in shared memory."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -113,18 +113,18 @@ class _Word:
 
 
 class Slot:
-    """Progress of one rank. Written by the rank, read by its launcher.
+    """Progress of one rank in shared memory, written by the rank and read by its launcher.
 
-    All numbers only grow within a generation, and are the same on all ranks that are in the same call,
-    except `beat`.
+    All numbers only grow until the ranks are restarted. All numbers but `beat` are the same on all ranks
+    that are in the same collective call.
     """
 
     __slots__ = ("first", "words")
 
-    pid = _Word(0)  # process id of a rank that has opened a run in this generation; 0 before
-    beat = _Word(1)  # heartbeat: grows with everything that happens on the rank
+    pid = _Word(0)  # process id of the rank; 0 before it has opened a run since the last (re)start
+    beat = _Word(1)  # heartbeat: grows with every event on the rank
     entered = _Word(2)  # number of collective calls that the rank has entered
-    waiting = _Word(3)  # index in `COLLECTIVES` of the call that the rank is in; 0 for none
+    waiting = _Word(3)  # index in `COLLECTIVES` of the call in which the rank is; 0 for none
     step = _Word(4)  # steps that the run has done
     run = _Word(5)  # number of the run in its process, from 0
 
@@ -134,27 +134,28 @@ class Slot:
 
 
 class StatusPage:
-    """Progress of the ranks of one launcher, and what they agree on."""
+    """Shared memory of one launcher: each rank's progress, and decisions that all ranks follow."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
 
     def slot(self, index: int) -> Slot:
-        """Return the slot of the `index`-th rank of this launcher."""
+        """Return the progress of the `index`-th rank of this launcher."""
         return Slot(self._words, index)
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """After which steps snapshots are due, and their numbers: the first rank decides, others follow.
+        """The last two planned snapshots, each as a pair: the step after which it is due, and its number.
 
-        Two of them, since a rank may look for one when the first rank has taken it, and plans the next.
+        The first rank plans snapshots, the other ranks read the plan. Two plans are kept, since another
+        rank may read the plan of a snapshot after the first rank has taken it and has planned the next one.
         """
         words = self._words
         return (words[4], words[5]), (words[6], words[7])
 
     def plan_snapshot(self, step: int, number: int) -> None:
-        """Set the step after which snapshot `number` is due; the plan of the snapshot before stays."""
+        """Set the step after which snapshot `number` is due; the plan of the previous snapshot stays."""
         word = 4 + 2 * (number % 2)
         self._words[word] = 0
         self._words[word + 1] = number
@@ -162,7 +163,7 @@ class StatusPage:
 
     @property
     def asked(self) -> int:
-        """The request of some rank to all others: a number defined by the training; 0 for none."""
+        """A request of any rank to all ranks: a number that the training package defines; 0 for none."""
         return self._words[1]
 
     @asked.setter
@@ -171,31 +172,31 @@ class StatusPage:
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """After which step all ranks do what was asked, and what: the first rank decides."""
+        """The step after which all ranks carry out a request, and the request; the first rank decides."""
         return self._words[2], self._words[3]
 
     @agreed.setter
     def agreed(self, step_and_what: tuple[int, int]) -> None:
         step, what = step_and_what
-        self._words[3] = what  # the step comes last: it is what others wait for
+        self._words[3] = what  # the step is written last, since the other ranks wait for it
         self._words[2] = step
 
     def begin_run(self) -> None:
-        """Clear what an earlier run of the same processes has agreed on."""
+        """Clear the decisions of an earlier run of the same processes."""
         for word in range(_SLOT_WORDS):
             self._words[word] = 0
 
     def clear(self) -> None:
-        """Clear all: a generation begins, and no rank is in a call yet."""
+        """Clear the whole page before workers are (re)started."""
         self._memory[:] = bytes(_PAGE_BYTES)
 
 
 class LossRing:
-    """The losses of a rank's last microbatches, as bits of float64 numbers; the oldest are overwritten.
+    """The losses of a rank's last microbatches, as bits of float64 numbers; new ones overwrite the oldest.
 
     Args:
         words: the memory of all ranks' losses.
-        index: which of its launcher's ranks writes here.
+        index: number of the rank among those of its launcher.
     """
 
     def __init__(self, words: memoryview, index: int) -> None:
@@ -203,16 +204,16 @@ class LossRing:
 
     @staticmethod
     def memory(descriptor: int) -> memoryview:
-        """Return the memory of all ranks' losses."""
+        """Map and return the memory of all ranks' losses."""
         return memoryview(mmap.mmap(descriptor, _LOSS_BYTES)).cast("q")
 
     @staticmethod
     def key(points: int, replica: int, nth: int) -> int:
-        """Return the key of the `nth` loss of a microbatch; never 0, which an empty place has."""
+        """Return the key of the `nth` loss of a microbatch; never 0, which marks an empty entry."""
         return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
 
     def add(self, key: int, bits: int) -> None:
-        """Write a loss over the oldest."""
+        """Write a loss over the oldest one."""
         words, first = self._words, self._first
         place = first + 1 + 2 * (words[first] % _LOSSES)
         words[place] = 0
@@ -221,19 +222,19 @@ class LossRing:
         words[first] += 1
 
     def clear(self) -> None:
-        """Forget what another run of this process has left."""
+        """Remove the losses that an earlier run of this process has left."""
         self._words[self._first] = 0
         for place in range(self._first + 1, self._first + _LOSS_WORDS, 2):
             self._words[place] = 0
 
     def read(self) -> dict[int, int]:
-        """Return the bits of losses by their keys."""
+        """Return the bits of this rank's losses by their keys."""
         words = self._words[self._first + 1 : self._first + _LOSS_WORDS].tolist()
         return {key: bits for key, bits in zip(words[::2], words[1::2], strict=True) if key}
 
     @staticmethod
     def read_all(words: memoryview, ranks: int) -> dict[int, int]:
-        """Return the losses of a launcher's ranks, without those that two ranks computed differently."""
+        """Return the losses of a launcher's ranks, without losses that two ranks computed differently."""
         found: dict[int, int] = {}
         unclear = set()
         for index in range(ranks):
@@ -243,23 +244,23 @@ class LossRing:
         return {key: bits for key, bits in found.items() if key not in unclear}
 
 
-#: A buffer: header, marks of the parts, then the elements and a text.
+#: Layout of a snapshot buffer: a header, one mark for each rank's part, the tensors' elements, a text.
 _MAGIC = 0x6C6F636B73746570
-_MARKS = 512  # word at which they begin
+_MARKS = 512  # word at which the marks begin
 _ALIGNMENT = 4096
 _MAGIC_WORD, _PARTS_WORD, _TEXT_WORD, _DATA_WORD = range(4)
 _TAG = slice(64, 96)
-#: Where the elements begin. Nothing of a rank's own may come before them, such as its text: ranks write at
-#: the same time, each where it computes that its part lies.
+#: Offset of the elements. It must be the same on all ranks, so nothing whose size may differ, such as a
+#: text, comes before: ranks write at the same time, each at the offset that it computes for its part.
 DATA = -(-_WORD * (_MARKS + SLOTS) // _ALIGNMENT) * _ALIGNMENT
 
 
 class Buffer:
-    """One of the two memories for snapshots, as this process sees it.
+    """One of the two memories for snapshots: while one is written, the other has the previous snapshot.
 
-    Each rank of a launcher writes a part of the elements and then its mark, the snapshot's number. A buffer
-    is whole where all marks are equal. Numbers grow from snapshot to snapshot; even ones go to the first
-    buffer, odd ones to the second.
+    Each rank of a launcher writes a part of the elements and then its mark, which is the snapshot's number.
+    A buffer is complete if all marks are equal. Numbers grow from snapshot to snapshot; snapshots with even
+    numbers go to the first buffer, those with odd numbers to the second.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -269,29 +270,29 @@ class Buffer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Map the memory anew if it has grown."""
+        """Map the memory anew if another process has made it larger."""
         size = os.fstat(self._descriptor).st_size
         if size and (self._memory is None or len(self._memory) < size):
             self._memory = mmap.mmap(self._descriptor, size)
             self._words = memoryview(self._memory).cast("Q")
 
     def reserve(self, text: int, data: int) -> None:
-        """Grow the memory to hold so many bytes; it never shrinks, so all ranks may call this at once."""
+        """Grow the memory to `text + data` bytes or more; it never shrinks, so all ranks may call this."""
         wanted = DATA + -(-(data + text) // _ALIGNMENT) * _ALIGNMENT
         if os.fstat(self._descriptor).st_size < wanted:
-            # Unlike ftruncate it cannot shrink what a rank with a longer text has just made larger.
+            # Unlike ftruncate this cannot shrink memory that a rank with a longer text has just enlarged.
             os.posix_fallocate(self._descriptor, wanted - 1, 1)
         self.refresh()
 
     @property
     def memory(self) -> mmap.mmap:
-        """The whole mapping."""
+        """The whole mapped memory of the buffer."""
         assert self._memory is not None, "reserve() comes first"
         return self._memory
 
     @property
     def number(self) -> int:
-        """Number of the snapshot in it, or 0 where it is not whole."""
+        """Number of the snapshot in the buffer, or 0 if the snapshot is not complete."""
         words = self._words
         if words is None or words[_MAGIC_WORD] != _MAGIC:
             return 0
@@ -300,34 +301,34 @@ class Buffer:
 
     @property
     def highest(self) -> int:
-        """The highest mark that any rank has left in it."""
+        """The highest mark that any rank has left in the buffer."""
         return 0 if self._words is None else max(self._words[_MARKS : _MARKS + SLOTS].tolist())
 
     @property
     def tag(self) -> bytes:
-        """The tag of the snapshot's run, 32 bytes."""
+        """The tag of the run whose snapshot this is, 32 bytes."""
         return bytes(self.memory[_TAG])
 
     @property
     def text(self) -> bytes:
-        """The text in it."""
+        """The text of the snapshot: its state besides the tensors, as JSON."""
         words = memoryview(self.memory).cast("Q")
         start = DATA + words[_DATA_WORD]
         return bytes(self.memory[start : start + words[_TEXT_WORD]])
 
     @property
     def data(self) -> memoryview:
-        """The elements in it."""
+        """The elements of the snapshot's tensors."""
         size = memoryview(self.memory).cast("Q")[_DATA_WORD]
         return memoryview(self.memory)[DATA : DATA + size]
 
     def begin(self, part: int) -> None:
-        """Clear the mark of rank `part` of this launcher, which is about to write."""
+        """Clear the mark of rank `part` of this launcher, before the rank writes its part."""
         assert self._words is not None
         self._words[_MARKS + part] = 0
 
     def describe(self, tag: bytes, text: bytes, data: int, parts: int) -> None:
-        """Write the header and the text: the first rank of the launcher does it, and no other."""
+        """Write the header and the text of a snapshot; only the first rank of the launcher does so."""
         assert self._words is not None
         self._words[_MAGIC_WORD] = 0
         self._words[_PARTS_WORD] = parts
@@ -338,23 +339,23 @@ class Buffer:
         self._words[_MAGIC_WORD] = _MAGIC
 
     def commit(self, part: int, number: int) -> None:
-        """Set the mark of rank `part`, which has written its part of snapshot `number`."""
+        """Set the mark of rank `part` after it has written its part of snapshot `number`."""
         assert self._words is not None
         self._words[_MARKS + part] = number
 
 
 def tag_of(identity: bytes, run: int) -> bytes:
-    """Return the tag of the `run`-th run of a script, from 0."""
+    """Return the tag that identifies the `run`-th run of a script, from 0, with this identity; 32 bytes."""
     return run.to_bytes(4, "big") + hashlib.sha256(identity).digest()[:28]
 
 
 def run_of(tag: bytes) -> int:
-    """Return the number of a run in its script, by its tag."""
+    """Return the number of a run in its script, from 0, read from the run's tag."""
     return int.from_bytes(tag[:4], "big")
 
 
 def newest(buffers: Sequence[Buffer]) -> Buffer | None:
-    """Return the buffer with the newest whole snapshot, or `None` where none is whole."""
+    """Return the buffer with the newest complete snapshot, or `None` if no buffer has one."""
     for buffer in buffers:
         buffer.refresh()
     whole = [buffer for buffer in buffers if buffer.number > 0]
@@ -362,13 +363,13 @@ def newest(buffers: Sequence[Buffer]) -> Buffer | None:
 
 
 def next_number(buffers: Sequence[Buffer]) -> int:
-    """Return a number above all marks whose buffer is not that of the newest whole snapshot."""
+    """Return a snapshot number above all marks, for the buffer without the newest complete snapshot."""
     keep = newest(buffers)
     number = max(buffer.highest for buffer in buffers) + 1
     return number + (keep is not None and buffers[number % 2] is keep)
 
 
 def progress(descriptors: Descriptors) -> tuple[bytes, int]:
-    """Return tag and number of the newest snapshot; empty and 0 without one."""
+    """Return tag and number of the newest complete snapshot; `b""` and 0 if there is none."""
     buffer = newest([Buffer(descriptor) for descriptor in descriptors.buffers])
     return (b"", 0) if buffer is None else (buffer.tag, buffer.number)

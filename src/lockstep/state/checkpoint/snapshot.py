@@ -1,8 +1,8 @@
 """Snapshots: copies of the run's state in shared memory that outlives the workers.
 
-Of whole tensors each rank of a launcher copies a share, and of tensors that are cut over ranks its part.
-A rank that is killed in the middle leaves that half of the memory without its mark; the other half still
-has the snapshot before.
+Each rank of a launcher copies a share of the whole tensors, and its own part of tensors that are cut over
+ranks. The memory has two buffers: if a rank is killed while it writes one, its mark is missing there, and
+the other buffer still has the previous snapshot.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lockstep.world import accelerator
 from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
-#: Memory that is taken at once; more takes seconds, and is taken beside the training.
+#: Up to so many bytes are allocated at once; more takes seconds, and is allocated by a thread.
 _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Where a tensor lies in the data of a buffer."""
+    """Offset, dtype and shape of a tensor in the data of a snapshot buffer."""
 
     offset: int
     dtype: torch.dtype
@@ -50,14 +50,14 @@ class _Extent:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where tensors lie in the data of a buffer of `size` bytes."""
+    """Offsets of all tensors in the data of a snapshot buffer; `size` is the data's number of bytes."""
 
     extents: dict[str, _Extent]
     size: int
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the layout of `tensors`, in their order."""
+        """Return the layout that stores `tensors` one after the other."""
         extents, offset = {}, 0
         for name, tensor in tensors.items():
             extents[name] = _Extent(offset, tensor.dtype, tensor.shape)
@@ -65,7 +65,7 @@ class Layout:
         return Layout(extents, offset)
 
     def as_json(self) -> list[list[object]]:
-        """Return it as JSON."""
+        """Return the layout as JSON."""
         return [
             [name, extent.offset, str(extent.dtype).removeprefix("torch."), list(extent.shape)]
             for name, extent in self.extents.items()
@@ -73,7 +73,7 @@ class Layout:
 
     @staticmethod
     def parse(content: list[list[object]], size: int) -> Layout:
-        """Read the JSON of `as_json`."""
+        """Return the layout of JSON that `as_json` has made."""
         extents = {}
         for name, offset, dtype, shape in content:
             assert isinstance(offset, int)
@@ -82,7 +82,7 @@ class Layout:
         return Layout(extents, size)
 
     def view(self, memory: memoryview, name: str) -> torch.Tensor:
-        """Return the tensor of that name in `memory`."""
+        """Return the tensor `name` as a view of `memory`."""
         extent = self.extents[name]
         if extent.size == 0:
             return torch.empty(extent.shape, dtype=extent.dtype)
@@ -93,21 +93,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot in memory."""
+    """A snapshot read from shared memory: the state's text and its tensors."""
 
     text: str  # the state besides tensors
-    tensors: dict[str, torch.Tensor]  # views of the memory, which the next snapshots overwrite
-    ranks: range  # whose parts of the tensors that are cut over ranks are in it
-    size: int  # number of ranks that had parts
-    cuts: dict[str, int]  # dimensions along which these are cut, where other launchers have parts
+    tensors: dict[str, torch.Tensor]  # views of memory that later snapshots overwrite
+    ranks: range  # the ranks of this launcher, whose parts of cut tensors the snapshot contains
+    size: int  # number of ranks over which tensors are cut
+    cuts: dict[str, int]  # dimension of each cut tensor of which other launchers have parts
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all parts of all tensors; otherwise other launchers have some."""
+        """Whether the snapshot has all parts of all tensors; otherwise other launchers have some parts."""
         return not self.cuts
 
     def stored(self) -> dict[str, Stored]:
-        """Return the tensors; a part is copied when it is read."""
+        """Return the tensors of the snapshot; a part is copied when it is read."""
         return {
             name: Stored(tensor.shape, tensor.dtype, partial(self._fetch, name))
             for name, tensor in self.tensors.items()
@@ -127,17 +127,16 @@ class Snapshot:
 
 
 class Snapshots:
-    """The memory for snapshots, as one rank sees it.
+    """Reads and writes the snapshots in shared memory, for one rank.
 
-    Make it before the rendezvous of the ranks: it looks for what the generation before has left.
+    Make this object before the rendezvous of the ranks: it finds the snapshot from before the restart.
 
     Args:
-        descriptors: of the memory.
         tag: of the run, as `tag_of` makes it.
         part: number of this rank among the `parts` of its launcher.
         parts: number of the launcher's ranks.
         first: the first rank of the launcher.
-        size: number of ranks of all launchers; `None` where there is one launcher.
+        size: number of ranks of all launchers; `None` if there is one launcher.
     """
 
     def __init__(
@@ -154,19 +153,19 @@ class Snapshots:
         self._buffers = [Buffer(descriptor) for descriptor in descriptors.buffers]
         self._tag, self._part, self.parts = tag, part, parts
         self._ranks, self._size = range(first, first + parts), parts if size is None else size
-        #: Of the first snapshot that this generation takes.
+        #: Number of the first snapshot after this (re)start.
         self.number = next_number(self._buffers)
         self._layouts: list[Layout | None] = [None, None]
         self._copies: list[list[tuple[str, torch.Tensor, slice | None]]] = [[], []]
-        #: What the generation before has left of this run; `None` once the run continues and overwrites it.
+        #: The newest snapshot of this run from before the restart; `None` once the run has resumed from it.
         self.found = self.newest()
         left = newest(self._buffers)
-        #: Whether the memory holds a run that the script comes to after this one: a generation began again
-        #: with the first of several runs, and the one that was interrupted waits here.
+        #: Whether the memory has a snapshot of a later run of the same script: a script with several runs
+        #: was restarted, begins with its first run, and was interrupted in the later one.
         self.is_of_later_run = left is not None and run_of(left.tag) > run_of(tag)
 
     def newest(self) -> Snapshot | None:
-        """Return the newest whole snapshot, if it is of this run."""
+        """Return the newest complete snapshot, or `None` if it belongs to another run."""
         buffer = newest(self._buffers)
         if buffer is None or buffer.tag != self._tag:
             return None
@@ -178,19 +177,16 @@ class Snapshots:
         return Snapshot(head["text"], tensors, range(first, stop), size, head["cuts"])
 
     def is_ready(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether there is memory for `tensors`."""
+        """Return whether the memory has been allocated for a snapshot of `tensors`."""
         size = Layout.of(tensors).size
         return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.buffers)
 
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-        """Return how many bytes snapshots of `tensors` take and how many are free, if those are too few.
-
-        Half of what is free must stay: the script may need it.
-        """
+        """Return the bytes that snapshots of `tensors` need and the free bytes; `None` if these suffice."""
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.buffers)
         layout = Layout.of(tensors)
         cut = sum(layout.extents[name].size for name in self._cuts(tensors))
-        # The ranks of this launcher copy their parts alone.
+        # Of cut tensors, the ranks of this launcher copy only their own parts.
         here = layout.size - cut * (self._size - len(self._ranks)) // self._size
         wanted = 2 * here - has
         limit, free = memory_left(), psutil.virtual_memory().available
@@ -198,17 +194,17 @@ class Snapshots:
         return None if wanted <= free // 2 else (wanted, free)
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> threading.Thread | None:
-        """Take memory for `tensors`; return the thread that does it where it takes long."""
+        """Allocate memory for `tensors`; return the thread that does so, `None` if it is done already."""
         layout = Layout.of(tensors)
-        # Twice the text: it grows with the numbers in it.
+        # Twice the text: it becomes longer as the numbers in it grow.
         sizes = (2 * len(self._head(text, layout, tensors)), layout.size)
         is_filled = not self._cuts(tensors)
 
         def take() -> None:
             for buffer, descriptor in zip(self._buffers, self._descriptors.buffers, strict=True):
                 buffer.reserve(*sizes)
-                # The first write to each page would be slow; the kernel does it without our lock. Where
-                # other launchers have parts, pages of those are not taken.
+                # The first write to each page would be slow; the kernel touches pages without the GIL.
+                # If other launchers have parts of tensors, the pages of these parts are not touched.
                 if is_filled:
                     os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
 
@@ -226,19 +222,19 @@ class Snapshots:
         return json.dumps(head).encode()
 
     def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Cut]:
-        """Return the cuts of those tensors of which other launchers have parts."""
+        """Return how tensors are cut over ranks, for tensors of which other launchers have parts."""
         if len(self._ranks) == self._size:
             return {}
         return {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor))}
 
     def write(self, number: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of `tensors`; every rank of the launcher does so at the same point."""
+        """Copy this rank's part of `tensors` to shared memory; all ranks call this after the same step."""
         which = number % 2
         buffer, other = self._buffers[which], self._buffers[1 - which]
         other.refresh()
         buffer.refresh()
         if buffer.number and not other.number:
-            return  # the only whole one stays
+            return  # the only complete snapshot is not overwritten
         layout = Layout.of(tensors)
         head = self._head(text, layout, tensors)
         buffer.reserve(len(head), layout.size)
@@ -268,7 +264,11 @@ class Snapshots:
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, slice | None]]:
-        """Return what this rank copies: whole tensors, slices at the ends of its share, its own parts."""
+        """Return this rank's copies, each as a tensor's name, the target in memory, and the slice to copy.
+
+        The slice is `None` for a whole tensor and for this rank's own part of a tensor that is cut over
+        ranks.
+        """
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts
         copies: list[tuple[str, torch.Tensor, slice | None]] = []
@@ -286,7 +286,7 @@ class Snapshots:
                     copies.append((name, target, None))
                 continue
             width = extent.dtype.itemsize
-            # Elements that begin in this rank's part.
+            # The elements of this tensor that lie in this rank's share.
             lo = max(0, -(-(first - extent.offset) // width))
             hi = min(extent.shape.numel(), -(-(stop - extent.offset) // width))
             if lo < hi:

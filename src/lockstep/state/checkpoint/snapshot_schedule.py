@@ -1,4 +1,4 @@
-"""Interval of snapshots: as short as their cost in training time allows."""
+"""Choose the interval of snapshots: as short as their cost in training time allows."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ import torch
 from lockstep.state.checkpoint.shared_memory import StatusPage
 from lockstep.state.checkpoint.snapshot import Snapshots
 
-#: The part of the time that snapshots may take by themselves. What they do to the processor's caches
-#: comes on top, and is nothing that could be timed here.
+#: The share of the training time that taking snapshots may cost. Evicted processor caches cost more time,
+#: which cannot be measured here.
 _SHARE = 0.01
-#: Snapshots before the cost is believed: the first in each buffer touch pages for the first time.
+#: Number of first snapshots whose cost is not measured: the first in each buffer is slow, it touches pages.
 _WARM = 2
 
 
 class SnapshotSchedule:
-    """Takes snapshots after some of the steps; `taken` counts them, alike on all ranks of the launcher.
+    """Decides after which steps snapshots are taken, and takes them; `taken` counts them.
 
-    The first rank of a launcher measures what one costs, and says on the status page after which step
-    the next is due; the other ranks follow. They have seen it by then, since no rank gets through a step
-    without the first. Between two points without a step in between, at the end of an epoch, that does not
-    hold: there is at most one snapshot for each step.
+    The first rank of a launcher measures the cost of a snapshot, and writes to the status page after which
+    step the next one is due; the other ranks read that. They read it in time, since no rank completes a
+    step without the first rank. If there is no step in between, as at the end of an epoch, they may not: so
+    there is at most one snapshot for each step.
 
     Args:
-        snapshots: the memory.
-        page: the status page of this launcher's ranks.
         leads: whether this is the first rank of its launcher.
-        ahead: by how many steps another rank may be ahead of that one.
+        ahead: the number of steps by which another rank may be ahead of the first one.
     """
 
     def __init__(
@@ -46,38 +44,42 @@ class SnapshotSchedule:
         self._last: tuple[int, float] | None = None
 
     def go_on(self, steps: int) -> None:
-        """Resume after `steps`, where memory is there: the next step has a snapshot.
+        """Resume after step `steps`, with memory allocated: a snapshot is due after the next step.
 
-        So a generation that is killed after its first step leaves that step.
+        So workers that are killed after one step leave a snapshot of that step.
         """
         self._steps = steps
         self._last = (steps, time.monotonic())
         if self._leads:
-            # No rank has begun a step yet: none is ahead.
+            # No rank has begun a step yet, so none is ahead of the plan.
             self._page.plan_snapshot(steps + 1, self.number)
 
     def due(self, steps: int) -> int:
-        """Return the number of the snapshot due after `steps`; 0 for none. Call it once at each point."""
+        """Return the number of the snapshot due after step `steps`; 0 for none.
+
+        Call it once at each point where the state is complete: after each step, and at the end of each
+        epoch.
+        """
         before, self._steps = self._steps, steps
         return max(number if before < step <= steps else 0 for step, number in self._page.snapshots)
 
     def postpone(self) -> None:
-        """Take the snapshot that is due now after the next step."""
+        """Move the snapshot that is due now to after the next step."""
         if self._leads:
             self._page.plan_snapshot(self._steps + self._least, self.number)
 
     @property
     def needs_memory(self) -> bool:
-        """Whether this rank is to take memory, since no rank has yet."""
+        """Whether this rank should allocate memory for snapshots with `prepare`, as no rank has done so."""
         if not self._leads or self._last is not None:
             return False
         return self._preparing is None or not self._preparing.is_alive()
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Take memory for a state of this size; once it is there, the next step has a snapshot.
+        """Allocate memory for snapshots of `tensors`; then a snapshot is due after the next step.
 
         Returns:
-            Why there will be no snapshots, for a message; `None` where there will be.
+            The reason why there will be no snapshots, for a message; `None` if there will be snapshots.
         """
         if not self._snapshots.is_ready(tensors):
             if missing := self._snapshots.missing(tensors):
@@ -94,9 +96,9 @@ class SnapshotSchedule:
     def take(
         self, number: int, text: str, tensors: Mapping[str, torch.Tensor], began: float
     ) -> None:
-        """Take the snapshot that is due: all ranks of the launcher do so at this point.
+        """Take the snapshot that is due; all ranks of the launcher call this after the same step.
 
-        `began` is when work on it began, on the monotonic clock: to gather the state takes time, too.
+        `began` is when the work on it began, by `time.monotonic`: gathering the state takes time, too.
         """
         self._snapshots.write(number, text, tensors)
         now = time.monotonic()

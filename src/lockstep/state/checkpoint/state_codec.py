@@ -1,7 +1,7 @@
-"""Encode nested state as JSON text and a flat mapping of tensors, and decode it.
+"""Encode a nested state as JSON text and a flat mapping of tensors, and decode it, without pickle.
 
-What `state_dict()` returns is made of containers, numbers and tensors. Nothing else is taken, so that
-nothing has to be unpickled when it is read back.
+A `state_dict()` consists of containers, numbers, text and tensors. Other values are refused, so that
+nothing has to be unpickled when the state is read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint.parts import is_dtensor
 
-#: Values that are not of JSON's types: name, and how they are written.
+#: Types of values that JSON lacks: the name in the JSON, and the function that encodes a value.
 _LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
     bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
     complex: ("complex", lambda value: [value.real, value.imag]),
     torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("device", str),
 }
-#: Containers that are not of JSON's types: type and name.
+#: Types of containers that JSON lacks, and their names in the JSON.
 _LISTS: dict[type, str] = {tuple: "tuple", deque: "deque", torch.Size: "size"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[type, str] = {
@@ -36,7 +36,7 @@ _MAPPINGS: dict[type, str] = {
     Counter: "counter",
     defaultdict: "dict",
 }
-#: What a `defaultdict` may make. Any other factory is code, which state must not bring along.
+#: Allowed factories of a `defaultdict`. Any other factory is code, which a state must not contain.
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
     **{
@@ -59,19 +59,19 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "bytes": base64.b64decode,
     "complex": lambda parts: complex(*parts),
     "number": lambda parts: np.frombuffer(base64.b64decode(parts[1]), np.dtype(parts[0]))[0],
-    "scalar": lambda parts: np.dtype(parts[0]).type(parts[1]),  # of checkpoints of 0.1
+    "scalar": lambda parts: np.dtype(parts[0]).type(parts[1]),  # in checkpoints of version 0.1
     "dtype": lambda name: getattr(torch, name),
     "device": torch.device,
 }
-#: Bits of the largest integer: Python writes none of more than 4300 digits.
+#: Bits of the largest integer that is encoded: Python converts at most 4300 digits to text.
 _BITS = 14_000
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return `state` as JSON text, and its tensors by name; they share memory with those in `state`.
+    """Return `state` as JSON text, and its tensors by name; the tensors share memory with those in `state`.
 
     Raises:
-        CheckpointError: if it holds something that is neither container, number, text nor tensor.
+        CheckpointError: if `state` contains a value that is neither container, number, text nor tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = {name: encode(value, name, tensors) for name, value in state.items()}
@@ -79,15 +79,15 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state of a text of `flatten`, with the tensors that `tensor` returns for names."""
+    """Return the state of a text that `flatten` has made; `tensor` maps names to tensors."""
     return {name: decode(value, tensor) for name, value in json.loads(text).items()}
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` as JSON, and add the tensors in it to `tensors`, under names made of `path`.
+    """Return `value` as JSON, and add its tensors to `tensors`, under names that begin with `path`.
 
     Raises:
-        CheckpointError: as `flatten`.
+        CheckpointError: for a value that is neither container, number, text nor tensor.
     """
     return _Encoder(tensors).encode(value, path)
 
@@ -125,7 +125,7 @@ class _Encoder:
             options["parameter"] = True
         kept = value.detach()
         if not is_dtensor(value) and not value.is_contiguous():
-            # The order of elements in memory is that of sums over them. Views with gaps lose these.
+            # Sums over a tensor follow the order of its elements in memory. Gaps of a view are not kept.
             options["stride"] = torch.empty_like(kept, device="meta").stride()
         name = self._keep(kept, path)
         return {"tensor": [name, options] if options else name}
@@ -154,7 +154,7 @@ class _Encoder:
             return value
         if kind is np.ndarray and value.dtype.kind in "biufc":
             name, array = ("fortran", value.T) if value.flags.fnc else ("array", value)
-            # A type that torch does not have is refused below.
+            # A dtype that torch lacks raises here, and is refused below.
             with contextlib.suppress(TypeError, ValueError):
                 return {name: self._keep(torch.from_numpy(np.asarray(array, order="C")), path)}
         if isinstance(value, np.number | np.bool_ | np.datetime64) and value.dtype.char not in "gG":
@@ -181,7 +181,7 @@ def _refused(path: str, what: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the value of JSON of `encode`, with the tensors that `tensor` returns for names."""
+    """Return the value of JSON that `encode` has made; `tensor` maps names to tensors."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -202,7 +202,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 def _with_options(tensor: Any, options: Mapping[str, Any]) -> Any:
-    """Return a tensor with the options that it had; ranks make the ones of which they read parts."""
+    """Return a tensor with its recorded strides and `requires_grad`; any other value is unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     if "stride" in options:

@@ -1,4 +1,4 @@
-"""Plain weights: read and write a model's `state_dict`, as any PyTorch program does."""
+"""Read and write a model's `state_dict` as a plain file, as any PyTorch program does."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _TORCH = (".pt", ".pth", ".bin")
 _SAFETENSORS = ".safetensors"
 SUFFIXES = (*_TORCH, _SAFETENSORS)
-#: Where programs put the weights in a larger file.
+#: Keys under which programs put the `state_dict` in a larger file.
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-#: What DataParallel and DistributedDataParallel put before every name.
+#: Prefix that DataParallel and DistributedDataParallel add to every name.
 _PREFIX = "module."
-#: How many differences a message lists.
+#: Number of differences that a message lists.
 _LISTED = 5
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a suffix that is no format of weights, and safetensors where it isn't installed.
+    """Raise an error for an unknown suffix of a weights file, or for safetensors if that is not installed.
 
     Raises:
-        UsageError: naming what is expected.
+        UsageError: naming the allowed suffixes, or the missing package.
     """
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path} has the suffix {path.suffix!r}; expected {', '.join(SUFFIXES)}")
@@ -42,14 +42,14 @@ def check_suffix(path: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file of weights, on the CPU, without `module.` before each name.
+    """Return the tensors in a file of weights by name, on the CPU, without the prefix `module.`.
 
-    Of a file of torch, it may be a `state_dict`, or a dictionary with one as `state_dict`,
-    `model_state_dict` or `model`. Nothing but tensors and plain values is unpickled.
+    A file of torch may contain a `state_dict`, or a dictionary with one as `state_dict`, `model_state_dict`
+    or `model`. Only tensors and plain values are unpickled.
 
     Raises:
         UsageError: if the suffix is another.
-        CheckpointError: if it cannot be read, or holds no weights.
+        CheckpointError: if the file cannot be read, or contains no weights.
     """
     check_suffix(path)
     if not path.is_file():
@@ -61,14 +61,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
-    """Write a `state_dict` to a file, which is there as a whole or not at all.
+    """Write a `state_dict` to a file, atomically.
 
-    Where tensors are cut over ranks, all of them call this, and gather one after the other; a rank keeps
-    what is gathered, and writes it, if `here`. Values that are no tensors go to files of torch only.
+    If tensors are cut over ranks, all ranks call this and gather one tensor after the other; a rank keeps
+    the gathered tensors and writes the file only if `here`. Values other than tensors are written to files
+    of torch only.
 
     Raises:
         UsageError: if the suffix is another.
-        CheckpointError: if it cannot be written.
+        CheckpointError: if the file cannot be written.
     """
     check_suffix(path)
     tensors: dict[str, Any] = {}
@@ -88,10 +89,10 @@ def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) ->
 
 
 def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that have not exactly the names and shapes of a model's `state_dict`.
+    """Raise an error unless `weights` have exactly the names and shapes of a model's `state_dict`.
 
     Raises:
-        ModelError: naming what is missing, unexpected, or of another shape.
+        ModelError: naming missing and unexpected names, and names with another shape.
     """
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     problems = [
@@ -124,7 +125,7 @@ def _write(file: Any, tensors: dict[str, Any], *, safe: bool) -> None:
     if not safe:
         torch.save(tensors, file)
         return
-    # This format knows neither strides nor tensors that share memory.
+    # The format has neither strides nor tensors that share memory.
     apart = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()

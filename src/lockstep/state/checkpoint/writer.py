@@ -1,4 +1,4 @@
-"""Write one checkpoint to disk, in a background thread.
+"""Write one checkpoint to disk, in a background thread on each rank.
 
 each writer: its tensors ──> __K_0.distcp, part-K.json ─┐
 main rank:   all parts there ──> .metadata, manifest.json ──> rename
@@ -32,45 +32,43 @@ from lockstep.world import host
 from lockstep.world.waiting import await_any
 
 _INTERVAL = 0.01
-#: How long the main rank waits for the others to see that a checkpoint is there.
+#: Seconds that the main rank waits for the other ranks to confirm that a checkpoint is written.
 _LINGER_SECONDS = 5.0
 
 
 class StoppedError(Exception):
-    """Raised in calls that wait, after `StoreChannel.stop`."""
+    """Raised by calls that wait, after `StoreChannel.stop`."""
 
 
 class StoreChannel:
     """Messages between the ranks' background threads through the store; no call blocks in the store.
 
-    A message belongs to a piece of work, such as one checkpoint; a rank can declare that it has failed.
+    A message belongs to a piece of work, such as one checkpoint; a rank can declare the work as failed.
 
     Args:
-        store: a store that these ranks use for nothing else; `None` for one rank.
-        rank: this rank.
-        size: number of ranks.
-        patience: seconds without a message after which a rank is missing.
+        store: a store that only the background threads use; `None` for one rank.
+        patience: seconds without a message after which a rank counts as missing.
     """
 
     def __init__(self, store: dist.Store | None, *, rank: int, size: int, patience: float) -> None:
         self.rank, self.size, self.patience = rank, size, patience
         self._stopped = threading.Event()
-        # A client of its own: the main thread's may be busy waiting.
+        # Another client of the store: that of the main thread may be blocked in a call that waits.
         self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
 
     def stop(self) -> None:
-        """Let every call that waits raise `StoppedError`."""
+        """Make every call that waits raise `StoppedError`."""
         self._stopped.set()
 
     def send(self, work: str, topic: str, value: Any = None) -> None:
-        """Send a message to the other ranks."""
+        """Send a message of this rank to the other ranks."""
         if self._store is not None:
             self._store.set(f"{work}/{topic}/{self.rank}", json.dumps(value))
 
     def receive(
         self, work: str, topic: str, ranks: Iterable[int], seconds: float = float("inf")
     ) -> list[Any]:
-        """Return the messages of `ranks`, once all are there.
+        """Wait for the messages of `ranks` and return them.
 
         Raises:
             CheckpointError: if a rank failed, or is missing after `seconds`.
@@ -90,14 +88,14 @@ class StoreChannel:
         return [json.loads(store.get(key)) for key in keys]
 
     def fail(self, work: str, error: CheckpointError) -> None:
-        """Let the other ranks fail with this error, unless a rank has failed before."""
+        """Make the work fail on the other ranks with this error, unless a rank has failed before."""
         if self._store is not None and not self._store.check([f"{work}/failed"]):
             numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
             report = [self.rank, error.message, error.hint, *numbers[:1]]
             self._store.set(f"{work}/failed", json.dumps(report))
 
     def failure(self, work: str) -> CheckpointError | None:
-        """Return why a rank has failed, if one has."""
+        """Return the error of the rank that has failed, or `None` if no rank has failed."""
         if self._store is None or not self._store.check([f"{work}/failed"]):
             return None
         rank, reason, hint, *numbers = json.loads(self._store.get(f"{work}/failed"))
@@ -106,10 +104,10 @@ class StoreChannel:
         return error
 
     def check(self, work: str) -> None:
-        """Raise if a rank has failed.
+        """Raise an error if a rank has failed.
 
         Raises:
-            CheckpointError: naming the rank, and why.
+            CheckpointError: naming the rank and its error.
             StoppedError: after `stop`.
         """
         self._check_stopped()
@@ -123,20 +121,18 @@ class StoreChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDirectory:
-    """The directory in which the ranks of a launch write checkpoints before these get their names."""
+    """The directory in which the ranks of a launch write checkpoints before these are renamed."""
 
     directory: Path  # of the checkpoints
-    path: Path  # below it, with another name in each launch
-    writers: list[int]  # ranks that share the main rank's directory; the main rank is the first
+    path: Path  # below `directory`, with another name in each launch
+    writers: list[int]  # ranks that see the main rank's directory; the main rank is the first
 
     @staticmethod
     def open(directory: Path, channel: StoreChannel, attempt: int) -> DraftDirectory:
-        """Agree with the other ranks on it; what earlier launches have left unfinished is removed.
-
-        `attempt` counts calls, alike on all ranks: after one that failed the next may succeed.
+        """Agree on the directory with the other ranks, and remove unfinished checkpoints of other launches.
 
         Raises:
-            CheckpointError: if the main rank cannot write there, or a rank does not come.
+            CheckpointError: if the main rank cannot write the directory, or a rank does not answer.
         """
         work, patience, others = f"begin-{attempt}", channel.patience, range(1, channel.size)
         if channel.rank:
@@ -149,7 +145,7 @@ class DraftDirectory:
             path = directory / f"{catalog.DRAFT}{_machine()}-{secrets.token_hex(8)}"
             path.mkdir(mode=manifest.DIRECTORY_MODE)
             for left in directory.glob(f"{catalog.DRAFT}*"):
-                # By the clock of the file system: those of hosts may differ.
+                # Times are those of the file system: the clocks of hosts may differ.
                 if left != path and _is_abandoned(left, path.stat().st_mtime - patience):
                     shutil.rmtree(left, ignore_errors=True)
             channel.send(work, "name", path.name)
@@ -163,13 +159,13 @@ class DraftDirectory:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint.
+    """Writes one checkpoint, together with the writers of the other ranks.
 
     Args:
-        serial: which checkpoint of this launch it is, from 1.
+        serial: number of the checkpoint in this launch, from 1.
         contents: its manifest, without files.
-        shares: what each writer writes.
-        tensors: this rank's parts, on the CPU; nothing changes them.
+        shares: the parts of tensors that each writer writes.
+        tensors: this rank's parts, on the CPU; they do not change while they are written.
     """
 
     def __init__(
@@ -186,19 +182,19 @@ class CheckpointWriter:
         self._draft = drafts.path / self._serial
         self._reports = [self._draft / f"part-{part}.json" for part in range(len(drafts.writers))]
         self._before = self._of_step()
-        #: On the main rank, where the checkpoint is.
+        #: Path of the checkpoint, valid on the main rank.
         self.path = catalog.place(drafts.directory, (contents.step, 0))
 
     def _of_step(self) -> dict[Key, Path]:
-        """Return where checkpoints of this step are, the newest first."""
+        """Return the paths of the checkpoints of this step by key, the newest first."""
         there = catalog.paths(self._drafts.directory)
         return {key: path for key, path in there.items() if key[0] == self._contents.step}
 
     def run(self) -> bool:
-        """Write it; return whether it is on disk: it is not where the channel was stopped.
+        """Write the checkpoint; return whether it is on disk, which is `False` if the channel was stopped.
 
         Raises:
-            CheckpointError: if it cannot be written, by whichever rank.
+            CheckpointError: if any rank cannot write the checkpoint.
         """
         channel, writers = self._channel, self._drafts.writers
         try:
@@ -220,7 +216,7 @@ class CheckpointWriter:
         except Exception as error:
             reason = explained(error)
             with contextlib.suppress(dist.DistError):
-                # Once a rank has failed the draft is removed, and the rest is a consequence.
+                # Once a rank has failed the draft is removed, which makes other ranks fail, too.
                 reason = channel.failure(self._serial) or reason
                 channel.fail(self._serial, reason)
             self._remove_draft()
@@ -241,10 +237,10 @@ class CheckpointWriter:
         atomic_write(self._reports[part], report, manifest.FILE_MODE, sync=False)
 
     def _await_parts(self) -> list[dict[str, Any]]:
-        """Return the reports of all writers, once all have written their parts.
+        """Wait until all writers have written their parts, and return their reports.
 
         Raises:
-            CheckpointError: naming the ranks that don't write any more.
+            CheckpointError: naming the ranks that have stopped writing.
         """
         missing, patience = dict(enumerate(self._drafts.writers)), self._channel.patience
         seen, since = -1, time.monotonic()
@@ -263,7 +259,7 @@ class CheckpointWriter:
         return [json.loads(report.read_text(encoding="utf-8")) for report in self._reports]
 
     def _commit(self, parts: list[dict[str, Any]]) -> None:
-        """Write what describes the parts, and give the checkpoint its name."""
+        """Write the metadata and the manifest, then rename the draft to the checkpoint's name."""
         draft, specs = self._draft, self._contents.tensors
         dcp.finish(draft, self._shares, specs, [part["results"] for part in parts])
         files = {name: FileSpec(**spec) for part in parts for name, spec in part["files"].items()}
@@ -277,13 +273,14 @@ class CheckpointWriter:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            self._rename()  # a file system that several hosts share has listed a checkpoint late
+            self._rename()  # a file system shared by several hosts had not listed a checkpoint yet
         sync_directory(self._drafts.directory)
 
     def _rename(self) -> None:
-        """Make this state the newest checkpoint of its step.
+        """Give this state the name of the newest checkpoint of its step.
 
-        Where a checkpoint of the same state exists, it gets the newest name, and the draft is not needed.
+        If a checkpoint of the same state exists, that checkpoint gets the name, and the draft is not
+        needed.
         """
         there = self._of_step()
         texts = {key: self._text_at(path) for key, path in there.items()}
@@ -297,9 +294,10 @@ class CheckpointWriter:
             manifest.note_best(self.path, self._contents.best)
 
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
-        """Return the key that makes this state the newest of its step.
+        """Return the key that makes this state the newest checkpoint of its step.
 
-        Another state of the step has the number before: weights may change without an update.
+        A step may have several checkpoints with different states, since weights may change without an
+        update.
         """
         if not there:
             return self._contents.step, 0
@@ -313,7 +311,7 @@ class CheckpointWriter:
         return last[0], last[1] + 1
 
     def _text_at(self, path: Path) -> str | None:
-        """Return the text of a checkpoint; `None` for one that is damaged, or another run's."""
+        """Return the text of the checkpoint at `path`; `None` if it is damaged, or of another run."""
         try:
             there = catalog.look(path).manifest
         except CheckpointError:
@@ -321,12 +319,12 @@ class CheckpointWriter:
         return None if there.differences(self._contents.identity) else there.text
 
     def _announce(self) -> None:
-        """Let the other ranks know that the checkpoint is there; return when they have seen it."""
-        # Of a checkpoint that failed, a rank may have begun its part after this one had given up. All
-        # of them have left that behind, and don't begin the next one before they see this.
+        """Report to the other ranks that the checkpoint is on disk, and wait until they confirm it."""
+        # A rank may have written its part of a failed checkpoint after this rank had removed that draft. By
+        # now no rank writes: none begins the next checkpoint before it gets this message.
         for left in self._drafts.path.glob("*"):
             shutil.rmtree(left, ignore_errors=True)
-        # Without the store, no rank would read it; and the checkpoint is there.
+        # Without the store no rank could read the message; the checkpoint is on disk anyway.
         with contextlib.suppress(RuntimeError, CheckpointError):
             self._channel.send(self._serial, "done")
             others = range(1, self._channel.size)
@@ -336,21 +334,21 @@ class CheckpointWriter:
         try:
             self._channel.receive(self._serial, "done", [0])
             self._channel.send(self._serial, "seen")
-        except dist.DistError as error:  # the store, and the main rank with it, is not there
+        except dist.DistError as error:  # the store is gone, and the main rank with it
             if not self._of_step().keys() - self._before.keys():
                 raise PeerError("rank 0 left while it wrote a checkpoint") from error
 
 
 def _machine() -> str:
-    """Return a name of this host, until it boots again."""
+    """Return a name of this host that changes when the host reboots."""
     return hashlib.sha256(host.identity().encode()).hexdigest()[:8]
 
 
 def _is_abandoned(drafts: Path, since: float) -> bool:
-    """Return whether the launch that writes to `drafts` is gone.
+    """Return whether the launch that writes to `drafts` has ended.
 
-    The lock of the run directory shows it of launches on this host. Without locks nothing shows it of other
-    hosts: their drafts are abandoned if nothing has been written there `since`.
+    A launch on this host has ended, since this launch has the lock of the run directory. Without locks a
+    launch on another host counts as ended if nothing has been written to its drafts since the time `since`.
     """
     if drafts.name.startswith((f"{catalog.DRAFT}{_machine()}-", catalog.REMOVED)):
         return True
@@ -372,21 +370,21 @@ def explained(error: BaseException) -> CheckpointError:
     if cause.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room, or keep fewer (keep=, LOCKSTEP_KEEP); earlier ones are as they were"
     reason = CheckpointError(cause.strerror or str(cause), hint=hint)
-    reason.__cause__ = cause  # its number decides whether the next generation may write it
+    reason.__cause__ = cause  # its error number decides whether a restart may write the checkpoint
     return reason
 
 
 def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
-    """Return the error for a checkpoint that is not on disk."""
+    """Return the error for a checkpoint that could not be written."""
     return CheckpointError(
         f"the checkpoint {path} cannot be written: {reason.message}", hint=reason.hint
     )
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """Bring a file of the checkpoint to the disk; return its size and checksum."""
+    """Bring a file of the checkpoint to the disk with `fsync`; return its size and checksum."""
     path.chmod(manifest.FILE_MODE)
-    sync_file(path)  # DCP of torch 2.15 leaves it in the memory of the system
+    sync_file(path)  # DCP of torch 2.15 does not call `fsync`
     return asdict(FileSpec.of(path))
 
 

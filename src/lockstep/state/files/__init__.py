@@ -1,1 +1,1 @@
-"""Files of a run directory: atomic writes, the lock, the run file."""
+"""Files of a run directory: atomic writes, the lock, and `run.json`."""

@@ -1,8 +1,8 @@
-"""Files and directories that a kill or a power loss leaves whole: as they were before, or as they are now.
+"""Atomic writes: after a kill or a power loss a file has its old contents or its new ones, never a mix.
 
-A file is written under another name in the same directory, brought to the disk, and renamed; then the
-directory is brought to the disk, since the new name is a change of the directory. Without these calls of
-`fsync` a file system may keep the name and lose the contents.
+A file is written under another name in the same directory, brought to the disk with `fsync`, and renamed.
+Then the directory is brought to the disk, since the new name is a change of the directory. Without these
+calls of `fsync` a file system may keep the name and lose the contents.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: bool = True) -> None:
-    """Write a file; a reader, or a crash, sees the old or the new contents, never a part.
+    """Write a file atomically: a reader sees the old contents or the new ones, never a part of them.
 
-    With `sync` it survives a power loss, which a message to another process need not. `mode` is before the
-    process's mask; text is written as UTF-8.
+    With `sync` the file survives a power loss; a message to another process needs no `sync`. `mode` is the
+    file's mode before the process's umask applies. Text is written as UTF-8.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     with replacing(path, mode, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -34,13 +34,13 @@ def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: b
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """Context manager that yields a file to write, and replaces `path` by it as `atomic_write` does.
+    """Yield a temporary file to write; when the context ends, rename it to `path`, as `atomic_write` does.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
-    # A random name, and a file that is new: in a directory that other users may write to, it cannot be a
-    # link to a file of this user's.
+    # The name is random and the file is new: where other users may write to the directory, the name cannot
+    # be a link to a file of this user's.
     draft = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -59,7 +59,7 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[B
 
 
 def sync_file(path: Path) -> None:
-    """Bring the contents of a file to the disk, whoever has written them.
+    """Bring the contents of a file to the disk with `fsync`; another process may have written them.
 
     Raises:
         OSError: if the disk refuses.
@@ -69,7 +69,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk, where the file system can.
+    """Bring the names of a directory's files to the disk with `fsync`, where the file system supports that.
 
     Raises:
         OSError: if the disk refuses.
@@ -86,10 +86,12 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory, and with the default mode those above it, so that its name survives a power loss.
+    """Make a directory and its missing parents, so that their names survive a power loss.
+
+    `mode` is the mode of the directory itself; the parents get the default mode.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if the directory cannot be made.
     """
     if path.is_dir():
         return

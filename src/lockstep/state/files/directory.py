@@ -1,4 +1,4 @@
-"""Run directory: paths of logs and records."""
+"""The run directory of a launch: choose, make and check the directories of records and logs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HINT = "--run-dir DIR names another place"
 def create(
     run_dir: Path | None, name: str, base: Path = Path("runs"), *, stamp: str | None = None
 ) -> Path:
-    """Return the directory of a launch, made and writable, with `logs/` in it.
+    """Make and return the run directory of a launch, with `logs/` in it, and check that it can be written.
 
-    `run_dir` may be new or not; without it the directory is `base/NAME/TIME`, or `base/NAME/STAMP` where
-    another launcher of the same launch has chosen one.
+    `run_dir` may exist already. Without `run_dir` the directory is `base/NAME/TIME`, or `base/NAME/STAMP`
+    where another launcher of the same launch has chosen `stamp`.
 
     Raises:
-        UsageError: if a file is in its place.
-        RunDirectoryError: if it cannot be made or written.
+        UsageError: if a file has the directory's path.
+        RunDirectoryError: if the directory cannot be made or written.
     """
     try:
         if run_dir is None and stamp is not None:
@@ -49,16 +49,16 @@ def create(
 
 
 def name_new(name: str, base: Path = Path("runs"), *, stamp: str | None = None) -> Path:
-    """Return the directory of a launch that makes none, for a run that may: see `create`."""
+    """Return the name for a new run directory; a run makes the directory when it records something."""
     stamp = stamp or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return (base / name / Path(stamp).name).absolute()
 
 
 def make_logs(path: Path) -> Path:
-    """Return a directory for logs, made and writable.
+    """Make and return a directory for logs, and check that it can be written.
 
     Raises:
-        RunDirectoryError: if it cannot be made or written.
+        RunDirectoryError: if the directory cannot be made or written.
     """
     path = path.absolute()
     try:
@@ -73,12 +73,12 @@ def make_logs(path: Path) -> Path:
 
 
 def _reason(error: OSError) -> str:
-    """Return the system's message, and the file, where it names one."""
+    """Return the system's error message, with the file name if the error names one."""
     return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
 
 
 def short(path: Path) -> Path:
-    """Return `path` relative to the working directory, where it lies below it."""
+    """Return `path` relative to the working directory if it lies below that directory, else unchanged."""
     with contextlib.suppress(OSError):
         here = Path.cwd()
         return path.relative_to(here) if path.is_relative_to(here) else path
@@ -86,12 +86,12 @@ def short(path: Path) -> Path:
 
 
 def owner_only(path: str, flags: int) -> int:
-    """Open a file that other users of the machine cannot read: an opener for `open`."""
+    """Open a file that other users of the machine cannot read; to be passed to `open` as its `opener`."""
     return os.open(path, flags, 0o600)
 
 
 def _make_new(parent: Path) -> Path:
-    """Make a directory named after the time that no other launch has, and return it."""
+    """Make a directory below `parent` named after the present time, with a number if that name is taken."""
     parent = parent.absolute()
     make_directory(parent)
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -107,7 +107,7 @@ def _make_new(parent: Path) -> Path:
 
 
 def _check_writable(directory: Path) -> None:
-    # Permissions do not say it all: a read-only mount, a full disk. Writing does; with a name of its
-    # own, since launchers of other nodes do the same at the same time.
+    # Permissions alone do not show a read-only mount or a full disk, so a file is written. Its name is
+    # random, since launchers of other nodes write one at the same time.
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".writable-", buffering=0) as probe:
         probe.write(b"1")

@@ -1,7 +1,7 @@
-"""Lock of a run directory: one launch at a time; the lock ends with its process.
+"""Lock of a run directory: one launch uses a directory at a time, and the lock ends with its process.
 
-That is rank 0. While ranks are restarted no process holds the lock: so the file also names the launcher,
-and as long as that process lives, no other launch on its host takes the lock.
+Rank 0 locks the file. While ranks are restarted no process has it locked. So the file also names the
+launcher, and as long as that process lives, no other launch on its host takes the lock.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lockstep.world import host
 NAME = ".lock"
 #: Process id of the launcher, for its workers.
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER_PID"
-#: Seconds that the processes of a launch that has just ended have to be gone.
+#: Seconds to wait for the processes of a launch that has just ended to exit.
 _PATIENCE = 2.0
 _LOOK = 0.05
-#: What a file system answers that has no locks.
+#: Error numbers of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that lives as long as a launch."""
+    """The process that lives as long as a launch: the launcher, or the rank itself without a launcher."""
 
     host: str
     machine: str  # boot and network namespace, which distinguish hosts of one name
@@ -43,7 +43,7 @@ class Owner:
 
     @staticmethod
     def of(environment: str, environ: Mapping[str, str], launch: str | None) -> Owner:
-        """Return the owner of the lock for this rank: its launcher, if there is one that restarts ranks."""
+        """Return the owner of the lock for this rank: the launcher that can restart it, or itself."""
         pid = os.getpid()
         if environment == "lockstep":
             pid = int(environ.get(LAUNCHER_VARIABLE, pid))
@@ -53,18 +53,18 @@ class Owner:
 
     @property
     def lives(self) -> bool:
-        """Whether the process exists, as far as this host can know."""
+        """Whether the owner's process exists; `False` for a process of another host."""
         return self.machine == host.identity() and self.born > 0 and _born(self.pid) == self.born
 
     def is_launch_of(self, other: Owner) -> bool:
-        """Whether both are of one launch."""
+        """Whether this owner and `other` belong to one launch."""
         if self.launch is not None and self.launch == other.launch:
             return True
         return (self.machine, self.pid, self.born) == (other.machine, other.pid, other.born)
 
 
 class DirectoryLock:
-    """The lock of a run directory.
+    """The lock of a run directory, taken when this object is made.
 
     Raises:
         RunDirectoryError: if another launch uses the directory, or the file cannot be made.
@@ -87,7 +87,7 @@ class DirectoryLock:
             raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
-        """Take the lock, unless this launch has it; return the name of another owner, which has it."""
+        """Take the lock unless this launch has it already; return the name of another owner that has it."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             is_free = _lock(file)
@@ -112,7 +112,7 @@ class DirectoryLock:
                 os.close(file)
 
     def release(self, *, ends: bool) -> None:
-        """Release the lock; where the run does not end, its launcher keeps it to start the run again."""
+        """Release the lock; unless the run `ends`, its launcher keeps the lock to restart the run."""
         if self._file is None:
             return
         if ends or self._owner.pid == os.getpid():
@@ -121,7 +121,7 @@ class DirectoryLock:
         self.close()
 
     def close(self) -> None:
-        """Close the file; the lock lasts until all processes that share it have closed it."""
+        """Close the lock's file; the lock lasts until all processes that share the file have closed it."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -129,7 +129,7 @@ class DirectoryLock:
 
 
 def leave(directory: Path) -> None:
-    """Let other launches use a directory: the launch of this process that ran there is over."""
+    """Remove the lock that this launcher's process owns in `directory`: other launches can then use it."""
     with contextlib.suppress(OSError):
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -141,9 +141,9 @@ def leave(directory: Path) -> None:
 
 
 def in_use(directory: Path, own: Owner | None = None) -> bool | None:
-    """Return whether another launch than `own` uses a directory; `None` if that cannot be known here.
+    """Return whether another launch than `own` uses a directory; `None` if this host cannot find out.
 
-    The lock is only tried: a launch that takes it at that moment tries again.
+    The lock is tried only for a moment: a launch that tries to take it at that moment tries again.
     """
     try:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -166,11 +166,7 @@ def in_use(directory: Path, own: Owner | None = None) -> bool | None:
 
 
 def status(recorded: str, used: bool | None) -> str:
-    """Return the status of a run: the recorded one, or `dead` where it runs without a process.
-
-    A failed run whose launcher lives may be started again: it is still `running`. `used` is whether a
-    launch uses the directory, asked before the record was read.
-    """
+    """Return the status of a run: the recorded one, or `dead` if it is `running` without a process."""
     if recorded == "failed" and used:
         return "running"
     return "dead" if recorded == "running" and used is False else recorded
@@ -180,7 +176,7 @@ _locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close locks in a forked process, which may outlive the one that has them."""
+    """Close the inherited locks in a forked process, which may outlive its parent."""
     for lock in list(_locks):
         lock.close()
 
@@ -200,7 +196,7 @@ def _lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def _read(file: int) -> Owner | None:
-    """Return the owner in a file; `None` where it is about to write, or the file has something else."""
+    """Return the owner that a lock file names; `None` where the file is empty or damaged."""
     try:
         fields = json.loads(os.pread(file, 4096, 0))
         names = str(fields["host"]), str(fields["machine"])
@@ -210,6 +206,6 @@ def _read(file: int) -> Owner | None:
 
 
 def _born(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks; `None` if it is gone, or a zombie."""
+    """Return the start time of a process in clock ticks since boot; `None` if it has exited."""
     fields = host.process_fields(pid)
     return None if fields[:1] in ([], ["Z"]) else int(fields[19])

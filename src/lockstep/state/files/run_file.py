@@ -1,4 +1,4 @@
-"""`run.json`: identity of a run, layouts of its generations, and its end."""
+"""Read, write and check `run.json`: a run's identity, the layout of each of its starts, and its end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.errors import RunDirectoryError
 from lockstep.state.files.atomic_file import atomic_write
 
 NAME = "run.json"
-#: Grows when older versions cannot read what a newer one writes.
+#: Format of the file; it grows with each change that an older version of Lockstep could not read.
 FORMAT = 1
-#: How launchers pass the local rank to old scripts: other words on each rank, and none under `python`.
+#: Arguments with which torchrun passes the local rank to old scripts: they differ from rank to rank.
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")
-#: Types of what is read again; any may be missing.
+#: Types of the fields that are read again; any field may be missing.
 _KINDS: dict[str, tuple[type, ...]] = {
     "format": (int,),
     "identity": (dict,),
@@ -54,11 +54,12 @@ class Identity:
     threads: int  # intra-op threads per process
     precision: str  # of forward passes
     device: str  # kind of device
-    method: str = "exact"  # or how a run trains that need not be
+    #: `exact`, or strategy, exchange and `sync_every` of a run whose result need not be exact
+    method: str = "exact"
     versions: dict[str, str] = field(default_factory=dict)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Return one line per field in which a recorded identity differs."""
+        """Return one line for each field in which the recorded identity `other` differs from this one."""
         return [
             f"{name}: {other.get(name)!r} recorded, {value!r} now"
             for name, value in asdict(self).items()
@@ -67,7 +68,7 @@ class Identity:
 
 
 def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
-    """Return the versions that belong to a run's identity."""
+    """Return the versions of Python, torch and Lockstep, which belong to a run's identity."""
     return {
         "python": platform.python_version(),
         "torch": torch_version,
@@ -76,13 +77,13 @@ def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
 
 
 def script_and_arguments() -> tuple[str, list[str]]:
-    """Return the running script's file name and its arguments, as far as the user gave them."""
+    """Return the running script's file name and the user's arguments, without torchrun's local rank."""
     own = [word for word in sys.argv[1:] if not word.startswith(_LOCAL_RANK)]
     return Path(sys.argv[0]).name, own
 
 
 def read(directory: Path) -> dict[str, Any] | None:
-    """Return the record in `directory`, or `None` where there is none.
+    """Return the contents of `run.json` in `directory`, or `None` where the file does not exist.
 
     Raises:
         RunDirectoryError: if the record is damaged, or of a newer format.
@@ -113,7 +114,7 @@ def read(directory: Path) -> dict[str, Any] | None:
 def _check_kinds(
     path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
 ) -> None:
-    """Refuse values of other types than are written: readers rely on these."""
+    """Raise an error if a field of `content` has another type than `expected`, or is less than `least`."""
     for name in expected.keys() & content.keys():
         value, kinds = content[name], expected[name]
         if type(value) not in kinds or (int in kinds and not value >= least):
@@ -128,10 +129,10 @@ def _damaged(path: Path, what: str) -> RunDirectoryError:
 
 
 def write(directory: Path, content: dict[str, Any]) -> None:
-    """Write the record so that a reader sees the old or the new one, never a part.
+    """Write `run.json` atomically: a reader sees the old file or the new one, never a part.
 
     Raises:
-        RunDirectoryError: if it cannot be written.
+        RunDirectoryError: if the file cannot be written.
     """
     try:
         atomic_write(directory / NAME, json.dumps(content, indent=2) + "\n", 0o600)
@@ -148,7 +149,7 @@ def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
 
 
 def link(directory: Path, later: Path) -> None:
-    """Note in the record of a run which one its script has begun after it.
+    """Record in `run.json` of a run that its script has begun a later run, in the directory `later`.
 
     Raises:
         RunDirectoryError: if the record is damaged, or cannot be written.
@@ -159,7 +160,7 @@ def link(directory: Path, later: Path) -> None:
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """Return the fields of a record that are kept when it is written anew."""
+    """Return the fields of the existing `run.json` that stay when the file is written anew."""
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
         recorded = read(directory) or {}
@@ -167,10 +168,10 @@ def kept(directory: Path) -> dict[str, Any]:
 
 
 def forget(directory: Path) -> None:
-    """Remove the record.
+    """Remove `run.json`.
 
     Raises:
-        RunDirectoryError: if it cannot be removed.
+        RunDirectoryError: if the file cannot be removed.
     """
     try:
         (directory / NAME).unlink(missing_ok=True)
@@ -179,7 +180,7 @@ def forget(directory: Path) -> None:
 
 
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:
-    """Return whether a script has begun a later run after this one, and not finished it."""
+    """Return whether a script has begun a later run after this one, and has not finished that later run."""
     seen: set[Path] = set()
     while later := recorded.get("next"):
         directory = Path(os.path.normpath(directory / str(later)))
@@ -193,12 +194,10 @@ def continues(directory: Path, recorded: dict[str, Any]) -> bool:
 
 
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
-    """Refuse a directory with another run, or with a finished one, unless `fresh` allows to overwrite it.
-
-    A finished run is `restarted` where this launch has recorded it, before its processes were restarted.
+    """Raise an error if `directory` has another run, or a finished one; `fresh` allows to overwrite either.
 
     Raises:
-        RunDirectoryError: naming what differs.
+        RunDirectoryError: naming each difference.
     """
     recorded = read(directory)
     if recorded is None or fresh:

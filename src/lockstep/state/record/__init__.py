@@ -1,1 +1,1 @@
-"""Records of a run: its directory, `run.json`, events, trace."""
+"""Records of a run: events, the trace of every step, logged values, progress, error reports."""

@@ -12,15 +12,15 @@ from lockstep.state.record.reading import Event, Mean, values_of
 
 @dataclass(slots=True)
 class Generation:
-    """The events of one rank in one generation."""
+    """The events of one rank between two (re)starts."""
 
-    step: int  # steps that were done when it began
-    time: float  # Unix seconds
+    step: int  # steps that the run had done at the (re)start
+    time: float  # of the (re)start, in Unix seconds
     events: list[Event] = field(default_factory=list)
 
 
 def split_generations(events: Iterable[Event]) -> list[Generation]:
-    """Return the events of one rank, generation by generation."""
+    """Return the events of one rank, divided at the (re)starts of the rank."""
     found: list[Generation] = []
     for event in events:
         if event["kind"] == "start" or not found:
@@ -30,10 +30,10 @@ def split_generations(events: Iterable[Event]) -> list[Generation]:
 
 
 def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
-    """Return the events of each rank without those whose steps were computed again later.
+    """Return the events of each rank, without events of steps that were computed again after a restart.
 
-    A generation resumes after some step: what earlier ones recorded of later steps is superseded, also
-    that of ranks which this generation lacks. So the generations of the lowest rank decide for all ranks.
+    A restart resumes after some step. All earlier events of later steps are superseded, also those of ranks
+    that do not exist after the restart. So the restarts of the lowest rank decide for all ranks.
     """
     of_rank = {rank: split_generations(events) for rank, events in ranks.items()}
     generations = of_rank[min(of_rank)] if of_rank else []
@@ -54,7 +54,10 @@ def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[E
 
 
 def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
-    """Return the index of the generation that is that of another rank: clocks of machines differ."""
+    """Return the index in `generations`, the lowest rank's (re)starts, that matches `own` of another rank.
+
+    Matching (re)starts have the same step; their times differ a little, as the clocks of machines do.
+    """
 
     def distance(k: int) -> tuple[bool, float]:
         return generations[k].step != own.step, abs(generations[k].time - own.time)
@@ -65,9 +68,8 @@ def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
 def curves(ranks: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, float]]:
     """Return each logged number by step: the mean over replicas, weighted by their samples.
 
-    Steps that were computed again count as they were computed last.
-
-    What is logged outside of a loop is that of the lowest rank.
+    Of steps that were computed again the last values count. Values logged outside of a loop are those of
+    the lowest rank.
     """
     means: defaultdict[str, defaultdict[int, Mean]] = defaultdict(lambda: defaultdict(Mean))
     main = min(ranks, default=0)

@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError, PeerError, causes, shortened
 from lockstep.state.files.atomic_file import atomic_write
 from lockstep.state.record.stacks import Frame
 
-#: Parts of messages of torch and Gloo when the other end has failed.
+#: Parts of messages of torch and Gloo for a connection whose other process has failed.
 _PEER_PHRASES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -31,7 +31,7 @@ _PEER_PHRASES = (
 )
 #: How Python writes the number of a system's error.
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
-#: The most characters of a traceback that the launcher gets; the log has all.
+#: Number of characters to which a traceback is shortened for the launcher; the log has all of it.
 _TRACEBACK = 1 << 14
 #: How torch begins the message of an exception from a DataLoader worker.
 _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
@@ -39,7 +39,7 @@ _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """An exception that ended a worker, with the user's frame where it was raised."""
+    """The exception that ended a worker, with the line of the user's code that raised it."""
 
     rank: int
     exception: str  # name of the type
@@ -51,14 +51,14 @@ class Report:
     function: str | None = None
     traceback: str = ""  # the middle of a long one is left out
     time: float = 0.0  # by this machine's `time.monotonic`
-    consequence: bool = False  # it reports another rank's failure rather than one of its own
+    consequence: bool = False  # whether another rank's failure caused the exception
     errnos: Sequence[int] = ()  # of OSErrors among the exception and its causes
 
 
 def describe(error: BaseException, rank: int, home: str | None) -> Report:
-    """Return the report of `error`, whose traceback is trimmed to the user's frames.
+    """Return the report of `error`, with the last line of the user's code in its traceback.
 
-    Frames below `home`, the directory of the user's script, are preferred.
+    Code below `home`, the directory of the user's script, is preferred.
     """
     file, line, function = _frame(error, home)
     hint = error.hint if isinstance(error, LockstepError) else None
@@ -79,7 +79,7 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
 
 
 def errnos(error: BaseException) -> list[int]:
-    """Return the system's numbers of errors among an exception and its causes."""
+    """Return the error numbers of all OSErrors among an exception and its causes."""
     found: list[int] = []
     for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -105,7 +105,7 @@ def _message(error: BaseException) -> str:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether `error` reports another rank's failure."""
+    """Return whether the failure of another rank caused `error`."""
     if isinstance(error, PeerError):
         return True
     from_torch = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
@@ -113,19 +113,19 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def blames_peer(text: str) -> bool:
-    """Return whether `text` is torch's message for a connection that the other end has closed."""
+    """Return whether `text` is torch's message for a connection that the other process has closed."""
     lowered = text.lower()
     return any(phrase in lowered for phrase in _PEER_PHRASES)
 
 
 def write(report: Report, path: Path) -> None:
-    """Write `report` to `path` atomically; a full disk leaves the traceback in the log alone."""
+    """Write `report` to `path` atomically; if that fails, only the log has the traceback."""
     with contextlib.suppress(OSError):
         atomic_write(path, json.dumps(asdict(report)), sync=False)
 
 
 def read(path: Path) -> Report | None:
-    """Return the report in `path`, or `None` where there is none of ours."""
+    """Return the report in `path`, or `None` if the file does not contain a report."""
     try:
         return Report(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

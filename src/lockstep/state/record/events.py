@@ -1,4 +1,4 @@
-"""Events of a rank or a launcher: one JSON object per line, in `events/rank-K.jsonl`."""
+"""Write the events of a rank or a launcher: one JSON object per line, in `events/rank-K.jsonl`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.state.files.directory import owner_only
 from lockstep.state.files.run_file import cannot_write
 
 _FLUSH_SECONDS = 1.0
-#: Names that every event has of its own.
+#: Fields of every event, which a script cannot log.
 _OWN = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
@@ -37,7 +37,7 @@ class Events:
             raise cannot_write(self._directory, error) from error
 
     def add(self, **fields: Any) -> None:
-        """Record an event; tensors are read when it is written.
+        """Record an event; values of tensors are read when the event is written.
 
         Raises:
             RunDirectoryError: if pending events are due and cannot be written.
@@ -47,14 +47,14 @@ class Events:
             self.flush()
 
     def put(self, **fields: Any) -> None:
-        """Record an event from any thread; it is written with the next one of the main thread."""
+        """Record an event from any thread; the main thread writes it with its own next event."""
         self._pending.append((time.time(), fields))
 
     def flush(self) -> None:
         """Write all pending events.
 
         Raises:
-            RunDirectoryError: if they cannot be written, for instance on a full disk.
+            RunDirectoryError: if the events cannot be written, for instance on a full disk.
         """
         self._flushed = time.monotonic()
         try:
@@ -68,7 +68,7 @@ class Events:
         """Write all pending events and close the file.
 
         Raises:
-            RunDirectoryError: if they cannot be written.
+            RunDirectoryError: if the events cannot be written.
         """
         if self._closed:
             return
@@ -83,10 +83,10 @@ class Events:
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logged values with copies of tensors, which may change until they are written.
+    """Return logged values with copies of their tensors, since a tensor may change before it is written.
 
     Raises:
-        UsageError: for a name that every event has of its own, and for tensors in a list or a mapping.
+        UsageError: for a name that is a field of every event, and for tensors in a list or a mapping.
     """
     if taken := _OWN.intersection(values):
         raise UsageError(
@@ -110,7 +110,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether a file ends within a line: its writer was killed."""
+    """Return whether a file ends in the middle of a line, since its writer was killed."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 1))
@@ -118,10 +118,10 @@ def _is_torn(path: Path) -> bool:
 
 
 def append(directory: Path, name: str, /, **fields: Any) -> None:
-    """Write one event to `events/NAME.jsonl` of the run directory at once: for launchers, which have few.
+    """Write one event to `events/NAME.jsonl` of the run directory at once: for launchers, with few events.
 
     Raises:
-        RunDirectoryError: if it cannot be written.
+        RunDirectoryError: if the event cannot be written.
     """
     path = directory / "events" / f"{name}.jsonl"
     try:

@@ -1,7 +1,7 @@
-"""Follow the events of all ranks while they are written: one value per step, over all replicas.
+"""Follow the events of all ranks while they are written: one value per step, averaged over all replicas.
 
-Ranks log without waiting for each other. What they have logged lies in `events/`; the main rank reads it
-there, so that no step waits for a logger, and a value is the mean over all replicas.
+Ranks log without waiting for each other: each rank writes its events to `events/`, and the main rank reads
+them there. So no step waits for a logger, and a logged value is the mean over all replicas.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from lockstep.state.record.reading import Event, LineReader, Mean, values_of
 
 @dataclass(slots=True)
 class _File:
-    """The events of one rank, as far as they have been read."""
+    """The events of one rank's file that have been read so far."""
 
     rank: int
     reader: LineReader
     done: float = 0.0  # the last step that the rank has completed
-    #: values of steps that have not been returned: step, offset of the line, event
+    #: log events that have not been returned: step, offset of the line, event
     pending: list[tuple[int, int, Event]] = field(default_factory=list)
 
     def read(self) -> None:
-        """Take in the lines that have come."""
+        """Read the lines written since the last call."""
         for event in self.reader.events():
             self._take(event)
 
     def _take(self, event: Event) -> None:
         kind, step = event["kind"], int(event.get("step", 0))
         if kind == "start":
-            # What an earlier generation did after this step is computed again.
+            # Steps after this one, from before the restart, are computed again.
             self.done = step
             self.pending = [one for one in self.pending if one[0] <= step]
         elif kind == "log":
@@ -48,15 +48,15 @@ class _File:
 
     @property
     def kept(self) -> int:
-        """How many bytes need not be read again."""
+        """Offset in the file from which a later process has to read; all before it has been returned."""
         return min((offset for _, offset, _ in self.pending), default=self.reader.offset)
 
 
 class Follower:
-    """Reads the events of a run's ranks, and returns the values of steps that all of them have completed.
+    """Reads the events of a run's ranks; returns the values of each step that all ranks have completed.
 
-    Steps that a generation computes again come again. `resumed` is the step after which this generation
-    continues, `state` what `state` returned in an earlier one.
+    Steps that are computed again after a restart are returned again. `resumed` is the step after which this
+    (re)start continues; `state` is the return value of `state` before the restart.
     """
 
     def __init__(self, directory: Path, ranks: int, resumed: int, state: dict[str, Any]) -> None:
@@ -67,7 +67,9 @@ class Follower:
         self._open()
         for file in self._files.values():
             file.read()
-            if file.rank >= ranks:  # of a generation that had more ranks: no more will come
+            if (
+                file.rank >= ranks
+            ):  # a rank that existed only before the restart: no more events will come
                 file.pending = [one for one in file.pending if one[0] <= resumed]
                 file.done = math.inf
         self.unseen = 0  # ranks whose events lie on a disk that this one does not share
@@ -79,7 +81,7 @@ class Follower:
                 self._files[rank] = _File(rank, LineReader(path, self._offsets.get(rank, 0)))
 
     def read(self, *, ended: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the values of the steps completed since the last call, in order; of all when `ended`."""
+        """Return the values of the steps completed since the last call, in order; all steps if `ended`."""
         if len(self._files) < self._ranks:
             self._open()
         for file in self._files.values():
@@ -101,5 +103,5 @@ class Follower:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return where a later generation begins to read: after the lines whose values were returned."""
+        """Return the offsets at which reading continues after a restart, behind all returned values."""
         return {"offsets": {str(file.rank): file.kept for file in self._files.values()}}

@@ -1,9 +1,9 @@
-"""Forwarding of logged values to loggers, on the main rank, in a background thread.
+"""Forward logged values to loggers such as TensorBoard, on the main rank, in a background thread.
 
-About once a second loggers get the steps that all ranks have completed, and are flushed; then
-`progress.json` notes the last step, and where in `events/` the next one begins. A generation that follows
-continues there. So a kill between the two repeats the values of one such second, and a logger that has not
-written what it was flushed (Weights & Biases, for 15 s) lacks those.
+About once a second loggers get the values of the steps that all ranks have completed, and are flushed. Then
+`progress.json` records the last step, and the offsets in `events/` at which the next one begins; after a
+restart forwarding continues there. A kill between the two repeats the values of that second. A logger that
+does not write when it is flushed (Weights & Biases waits 15 s) loses values at a kill.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from lockstep.state.files.run_file import cannot_write
 from lockstep.state.record.following import Follower
 from lockstep.state.record.loggers import Backend, Say, make
 
-#: Where loggers keep what they need, in the run directory.
+#: Name of the directory for files of loggers in the run directory.
 DIRECTORY = "loggers"
 _EVERY = 1.0
-#: How long loggers may take to close: after a run that is done, and where a scheduler that has given
-#: notice, or a launcher that starts the run again, waits for the process to end.
+#: Seconds that loggers may take to close: after a finished run, and before a preemption or a restart, when
+#: a scheduler or a launcher waits for the process to exit.
 _END_SECONDS, _HURRY_SECONDS = 300.0, 10.0
-#: After so many of them a message says what is waited for.
+#: Seconds after which a message names the loggers that have not closed yet.
 _QUIET_SECONDS = 5.0
 _NAME = "lockstep-loggers"
 
 
 class Forwarding:
-    """The loggers of a run.
+    """The loggers of a run, and the thread that passes logged values to them.
 
     Args:
         loggers: names, or objects with `log`.
         directory: the run directory.
-        identity: of the run.
-        ranks: number of ranks.
-        resumed: the step after which this generation continues.
+        resumed: the step after which this (re)start continues.
         say: shows a message, from any thread.
 
     Raises:
-        RunDirectoryError: if what an earlier generation has left is damaged.
+        RunDirectoryError: if the files of an earlier (re)start are damaged.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Forwarding:
             self._follower = Follower(directory, ranks, resumed, progress)
         except OSError as error:
             raise cannot_write(self._directory, error) from error
-        #: The last step that was forwarded, and the names of its values; more of them may come later.
+        #: The last step that was forwarded, and the names of its values; more values may come later.
         self._step: int = progress.get("step", -1)
         self._names: set[str] = set(progress.get("names", ()))
         self._open: list[tuple[str, Backend]] = []
@@ -104,7 +102,7 @@ class Forwarding:
             self._close_all(*self._end)
 
     def _forward(self, *, ended: bool) -> None:
-        """Give loggers what has come; where that cannot be read or noted, they get no more."""
+        """Pass new values to the loggers; if values cannot be read or recorded, no logger gets any more."""
         try:
             found = self._follower.read(ended=ended)
             self._warn_of_unseen(bool(found))
@@ -120,7 +118,7 @@ class Forwarding:
                 self._leave_out(logger, error)
 
     def _new(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Return those values of a step that were not forwarded before it was computed again."""
+        """Return the values of a step that were not forwarded before the step was computed again."""
         if step < self._step:
             return {}
         if step > self._step:
@@ -130,7 +128,7 @@ class Forwarding:
         return new
 
     def _each(self, call: Callable[[Backend], None]) -> None:
-        """Call each logger; one that raises is left out from here on."""
+        """Call each logger; a logger that raises an error gets no more calls."""
         for logger in tuple(self._open):
             try:
                 call(logger[1])
@@ -155,11 +153,11 @@ class Forwarding:
             )
 
     def close(self, *, ended: bool, failed: bool) -> None:
-        """Forward what is left, and close the loggers; one that does not close in time is left.
+        """Forward the remaining values and close the loggers; a logger that takes too long is abandoned.
 
         Args:
-            ended: all ranks have come to the end of the run, and have written what they logged.
-            failed: the run ends by an error.
+            ended: whether all ranks have reached the end of the run and have written their logged values.
+            failed: whether the run ends by an error.
         """
         if self._ends.is_set():
             return
@@ -181,7 +179,7 @@ class Forwarding:
         return ", ".join(name for name, _ in self._open)
 
     def _close_all(self, ended: bool, failed: bool) -> None:
-        """Close loggers at the same time: one that waits for a network keeps no other from closing."""
+        """Close all loggers at the same time, so that none waits for another one's network."""
         self._forward(ended=ended)
 
         def close(logger: tuple[str, Backend]) -> None:
@@ -202,5 +200,5 @@ class Forwarding:
 
 
 def are_closing() -> bool:
-    """Return whether a logger of this process has been left, since it did not close in time."""
+    """Return whether a logger of this process has been abandoned, since it did not close in time."""
     return any(thread.name == _NAME for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard, Weights & Biases, MLflow, and objects of the script."""
+"""Loggers that get a run's values: TensorBoard, Weights & Biases, MLflow, and objects of the script."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from typing import Any, Protocol, runtime_checkable
 from lockstep.errors import UsageError
 from lockstep.state.files.atomic_file import atomic_write
 
-#: Each is also the package that it needs, and an extra of ours.
+#: Names of loggers; each is also the name of the package that it needs and of an extra of Lockstep.
 NAMES = ("tensorboard", "wandb", "mlflow")
 
-#: As many metrics as MLflow takes at once.
+#: Number of metrics that one request to MLflow may contain.
 _MLFLOW_BATCH = 1000
-#: Shows a message.
+#: A function that shows a message.
 Say = Callable[[str], None]
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """An object that a script may give a run as a logger."""
+    """An object of the script that a run forwards its logged values to."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take values of a step; steps come in their order."""
+        """Log the values of a step; steps come in order."""
 
 
 class Backend(abc.ABC):
-    """A logger that is kept open over a run."""
+    """Base class of loggers: opened once per (re)start of a run, and closed at its end."""
 
     @abc.abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take values of a step."""
+        """Log the values of a step."""
 
     def flush(self) -> None:  # noqa: B027 - some write at once, or when they want to
-        """Write what was logged."""
+        """Write all logged values."""
 
-    def close(self, *, failed: bool) -> None:  # noqa: B027 - an object of the script's is not ours to close
-        """Write everything, and how the run ended."""
+    def close(self, *, failed: bool) -> None:  # noqa: B027 - an object of the script is not closed
+        """Write all logged values and the status of the run, and close the logger."""
 
 
 def check(loggers: Sequence[Any], _: str = "") -> None:
-    """Refuse what is no logger.
+    """Raise an error for an object that is no logger, or for a logger whose package is missing.
 
     Raises:
-        UsageError: naming it, or the package that is not installed.
+        UsageError: naming the object, or the package that is not installed.
     """
     for logger in loggers:
         if isinstance(logger, str) and logger not in NAMES:
@@ -71,14 +71,14 @@ def check(loggers: Sequence[Any], _: str = "") -> None:
 def make(
     logger: Any, directory: Path, identity: Mapping[str, Any], first: int, say: Say
 ) -> Backend:
-    """Return a logger, ready to take values.
+    """Return the logger with a name, or one that passes values to an object of the script.
 
     Args:
         logger: its name, or an object with `log`.
-        directory: where it may keep files.
+        directory: the directory for its files.
         identity: of the run.
-        first: no value of this step or a later one has been forwarded.
-        say: shows where values go.
+        first: the first step of which no value has been forwarded.
+        say: shows a message about where values are logged.
     """
     match logger:
         case "tensorboard":
@@ -91,7 +91,7 @@ def make(
 
 
 class TensorBoard(Backend):
-    """Writes event files; what an earlier generation wrote of step `first` and later ones is dropped."""
+    """Writes TensorBoard event files; drops values of step `first` and later from before a restart."""
 
     def __init__(self, directory: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -99,23 +99,23 @@ class TensorBoard(Backend):
         self._writer = SummaryWriter(str(directory), purge_step=first)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write scalars."""
+        """Write the values as scalars."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Write them to the disk."""
+        """Write the logged scalars to disk."""
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()
 
 
 class WandB(Backend):
-    """Logs to Weights & Biases: offline where no key is known, into the run directory.
+    """Logs to Weights & Biases; offline, into the run directory, if no API key is configured.
 
-    All generations are one run of W&B's, which takes no step again that it has.
+    All (re)starts continue one W&B run, which ignores steps that it already has.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any], say: Say) -> None:
@@ -130,7 +130,7 @@ class WandB(Backend):
                     "lockstep: wandb has no key: it logs offline, to be sent with "
                     f"`wandb sync {own}/offline-run-*`"
                 )
-        # By default W&B writes every 15 s; a kill loses what it has not written.
+        # By default W&B writes every 15 s; a kill loses all values since then.
         settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1)
         self._run = wandb.init(
             project=identity["name"],
@@ -143,16 +143,16 @@ class WandB(Backend):
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log values."""
+        """Log the values to the W&B run."""
         self._run.log(dict(values), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """End the run."""
+        """End the W&B run."""
         self._run.finish(exit_code=int(failed))
 
 
 class MLflow(Backend):
-    """Logs to the tracking server of `MLFLOW_TRACKING_URI`, or to SQLite in the run directory."""
+    """Logs to the tracking server in `MLFLOW_TRACKING_URI`, or to SQLite in the run directory."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -160,7 +160,7 @@ class MLflow(Backend):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
-        # An earlier generation may have begun the run.
+        # The MLflow run may exist from before a restart.
         self._id = _once(
             directory / "mlflow-run", lambda: self._begin(directory.parent.name, identity)
         )
@@ -182,29 +182,29 @@ class MLflow(Backend):
         self._metrics += [Metric(key, value, now, step) for key, value in values.items()]
 
     def flush(self) -> None:
-        """Log the collected metrics."""
+        """Send the collected metrics to MLflow."""
         while self._metrics:
             self._client.log_batch(self._id, self._metrics[:_MLFLOW_BATCH])
             del self._metrics[:_MLFLOW_BATCH]
 
     def close(self, *, failed: bool) -> None:
-        """End the run."""
+        """Set the status of the MLflow run."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 class _Own(Backend):
-    """A logger of the script's own."""
+    """Passes values to a logger object of the script."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Pass values on."""
+        """Pass the values to the object's `log`."""
         self._logger.log(values, step)
 
 
 def _once(place: Path, make: Callable[[], str]) -> str:
-    """Return the text of a file; if there is none, write the text that `make` returns."""
+    """Return the text of a file; if the file does not exist, write the text that `make` returns."""
     with contextlib.suppress(FileNotFoundError):
         return place.read_text(encoding="utf-8")
     text = make()

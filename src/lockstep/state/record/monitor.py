@@ -1,4 +1,4 @@
-"""Monitor of a rank's cores, memory and GPU, about once a second."""
+"""Sample a rank's CPU use, memory and GPU about once a second."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lockstep.world import accelerator, cuda
 _EVERY = 1.0
 _END_SECONDS = 2.0
 
-#: Takes a sample's fields.
+#: A function called with the fields of a sample.
 Take = Callable[[dict[str, Any]], None]
 
 
 class Monitor:
-    """Samples this process in a thread of its own, which passes each sample to `take`."""
+    """Samples this process once a second, in a background thread, and passes each sample to `take`."""
 
     def __init__(self, device: torch.device, take: Take) -> None:
         self._device, self._take = device, take
@@ -56,7 +56,7 @@ class Monitor:
 
 
 def _utilisation(device: torch.device) -> Callable[[], float | None]:
-    """Return a function that asks NVML for the GPU's utilisation, from 0 to 1; `None` without NVML."""
+    """Return a function that reads the GPU's utilisation from NVML, 0 to 1; `None` if unavailable."""
     nvml = cuda.nvml() if device.type == "cuda" else None
     if nvml is None:
         return lambda: None
@@ -70,6 +70,6 @@ def _utilisation(device: torch.device) -> Callable[[], float | None]:
         try:
             return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         except nvml.NVMLError:
-            return None  # a part of a GPU (MIG) does not say
+            return None  # not available for a MIG partition of a GPU
 
     return busy

@@ -1,4 +1,4 @@
-"""Step times of a run, and their parts in the loader and in the exchange."""
+"""Measure the times of steps, and their parts spent in the loader and in the exchange of gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WINDOW = 1.0
 
 
 class Stopwatch:
-    """Context manager that adds up the seconds spent inside of it."""
+    """Context manager that adds up the seconds spent inside it."""
 
     __slots__ = ("_began", "is_used", "seconds")
 
     def __init__(self) -> None:
         self.seconds = self._began = 0.0
-        self.is_used = False  # whether anything is measured with it
+        self.is_used = False  # whether the stopwatch has been started
 
     def __enter__(self) -> Self:
         self.is_used = True
@@ -37,7 +37,7 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._began
 
     def over(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield `items`, and measure how long each takes to come."""
+        """Yield `items`, and add up the seconds until each item is available."""
         began = time.perf_counter()
         for item in items:
             self.seconds += time.perf_counter() - began
@@ -47,15 +47,16 @@ class Stopwatch:
 
 
 class Pace:
-    """Measures steps, in windows of about a second.
+    """Measures the times of steps, in windows of about a second.
 
-    The first step of a process is a window of its own: it warms up. `data` runs while the script waits for
-    a loader, `exchange` while a backward pass waits for gradients to be summed, where the host does.
+    The first step of a process is a window by itself, since it warms up. The stopwatch `data` runs while
+    the script waits for a loader; `exchange` runs while a backward pass on the CPU waits for sums of
+    gradients.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.data, self.exchange = Stopwatch(), Stopwatch()
-        self.exchange.is_used = alone  # with one rank its time is known: none
+        self.exchange.is_used = alone  # with one rank the time of the exchange is known to be 0
         self._is_warm = False
         self.begin()
 
@@ -65,14 +66,14 @@ class Pace:
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Begin a window: the time before belongs to no step."""
+        """Begin a window; the time before it belongs to no step."""
         self._times: list[float] = []
         self._samples = 0
         self._last = self._since = time.perf_counter()
         self._waited = self.data.seconds, self.exchange.seconds
 
     def step(self, samples: int) -> bool:
-        """Record a step over `samples` samples of all ranks; return whether the window is over."""
+        """Record a step over `samples` samples of all ranks; return whether the window is complete."""
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
@@ -83,7 +84,7 @@ class Pace:
         return True
 
     def window(self) -> dict[str, Any] | None:
-        """Return the times of the window's steps, in seconds, and begin another; `None` without a step."""
+        """Return the times of the window's steps in seconds, `None` without steps; begin a new window."""
         times, data, before = self._times, *self._waited
         if not times:
             return None

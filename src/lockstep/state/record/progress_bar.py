@@ -1,4 +1,4 @@
-"""Display of progress: a bar on a terminal, a line per epoch elsewhere."""
+"""Show progress: a bar on a terminal, a line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProgressBar:
         self._samples = 0
 
     def epoch_begins(self, epoch: int, epochs: int, steps: int | None) -> None:
-        """Begin the bar of a training loop of `steps` global batches."""
+        """Show a new bar for a training loop of `steps` global batches."""
         self._started = time.monotonic()
         self._samples = 0
         if self._shown and self._is_terminal:
@@ -51,12 +51,12 @@ class ProgressBar:
             bar.refresh()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Set the newest values; tensors are read only when they are shown."""
+        """Set the values to show; tensors are read only when they are shown."""
         if self._shown:
             self._values.update(values)
 
     def epoch_ends(self, epoch: int, epochs: int) -> None:
-        """Replace the bar by one line."""
+        """Replace the bar by one line about the epoch."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -81,7 +81,7 @@ class ProgressBar:
 
 
 def _title(epoch: int, epochs: int) -> str:
-    """Return the title of an epoch; outside of `run.epochs` their number is not known."""
+    """Return the title of an epoch; outside of `run.epochs` without their number."""
     return f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 

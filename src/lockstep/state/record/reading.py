@@ -1,4 +1,4 @@
-"""Read the records of a run, whole or while it writes them."""
+"""Read the records of a run, after its end or while they are being written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.files import run_file
 
 Event = dict[str, Any]
-#: Fields of a log event that are no values.
+#: Fields of a log event besides the logged values.
 _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of a run, as they were when each was asked for first."""
+    """The records of a run: `run.json`, and the events as they were when first read."""
 
     directory: Path
     run: dict[str, Any]
@@ -31,8 +31,8 @@ class Recorded:
         """Read the records in a run directory.
 
         Raises:
-            UsageError: if there are none.
-            RunDirectoryError: if they are damaged, or of a newer format.
+            UsageError: if the directory has no records.
+            RunDirectoryError: if the records are damaged, or of a newer format.
         """
         run = run_file.read(directory)
         if run is None:
@@ -55,18 +55,18 @@ class Recorded:
 
 @dataclass(slots=True)
 class LineReader:
-    """Reads the whole lines of a file that may still grow; each call goes on where the last one ended.
+    """Reads the complete lines of a file that may still grow; each call continues after the last line read.
 
     A file that has become shorter is read from its beginning.
     """
 
     path: Path
     offset: int = 0  # of the first line that has not been read
-    #: how many bytes of a long file a first call reads, from its end
+    #: number of bytes at the end of the file that the first call reads; `None` for all
     most: int | None = None
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines since the last call; `offset` is that of the line while it is yielded.
+        """Yield the lines since the last call; while a line is yielded, `offset` is that of the line.
 
         Raises:
             OSError: if the file cannot be read.
@@ -80,7 +80,7 @@ class LineReader:
                     self.offset += len(file.readline())  # the end of a line
             file.seek(self.offset)
             for line in file:
-                if not line.endswith(b"\n"):  # it is being written, or was left by a kill
+                if not line.endswith(b"\n"):  # incomplete: being written, or its writer was killed
                     return
                 yield line
                 self.offset += len(line)
@@ -89,7 +89,7 @@ class LineReader:
         """Yield the events since the last call.
 
         Raises:
-            RunDirectoryError: if the file cannot be read, or holds something else than events.
+            RunDirectoryError: if the file cannot be read, or contains anything but events.
         """
         try:
             for line in self.lines():
@@ -102,10 +102,10 @@ class LineReader:
 
 
 def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
-    """Return the events of each `rank` or `launcher` of a run.
+    """Return the events of each `rank` or each `launcher` of a run, by number.
 
     Raises:
-        RunDirectoryError: if they cannot be read.
+        RunDirectoryError: if the events cannot be read.
     """
     paths = (directory / "events").glob(f"{kind}-*.jsonl")
     named = {path.stem.removeprefix(f"{kind}-"): path for path in paths}
@@ -114,10 +114,10 @@ def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
 
 
 def _parse(line: bytes) -> Event | None:
-    """Return the event of a line; `None` where a kill has left only a part of it.
+    """Return the event of a line; `None` if the line is incomplete, as its writer was killed.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: if the line is JSON, but not an event.
     """
     try:
         event = json.loads(line.decode(errors="replace"))
@@ -129,7 +129,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def values_of(event: Event) -> list[tuple[str, float]]:
-    """Return the numbers of a log event, by name."""
+    """Return the logged numbers of a log event, by name."""
     return [
         (name, float(value))
         for name, value in event.items()
@@ -138,7 +138,7 @@ def values_of(event: Event) -> list[tuple[str, float]]:
 
 
 def describe(event: Event) -> str | None:
-    """Return a checkpoint, failure, restart or end in words; `None` for events of other kinds."""
+    """Return a checkpoint, failure, restart or end in words; `None` for other events."""
     match event["kind"]:
         case "checkpoint":
             best = "" if event.get("best") is None else f", best={event['best']:.4g}"
@@ -154,18 +154,18 @@ def describe(event: Event) -> str | None:
 
 @dataclass(slots=True)
 class Mean:
-    """A weighted mean; values of weight 0 don't count."""
+    """A weighted mean; values with weight 0 do not count, even NaN."""
 
     total: float = 0.0
     weight: float = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        """Take one value more."""
+        """Add a value."""
         if weight:
             self.total += value * weight
             self.weight += weight
 
     @property
     def value(self) -> float:
-        """The mean; NaN without values."""
+        """The weighted mean of the added values; NaN without values."""
         return self.total / self.weight if self.weight else math.nan

@@ -1,4 +1,4 @@
-"""`Recorder`: the listener that writes all records of a run and shows its progress."""
+"""`Recorder`: writes all records of a run and shows its progress."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ from lockstep.state.record.trace import Trace
 from lockstep.world import accelerator
 from lockstep.world.model import World
 
-#: So many loaders have their data recorded; a script may make some in every epoch.
+#: Number of loaders whose data is recorded; a script may make loaders in every epoch.
 _LOADERS = 64
 
 
 class TrainingProgress(Protocol):
-    """The part of the training loop's state that records show."""
+    """The part of the training loop's state that records contain."""
 
     epoch: int
     epochs: int
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps."""
+        """Number of optimizer steps that the run has done."""
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The microbatch that is computed, if any."""
+        """The microbatch that is being computed, if any."""
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script repeats what has been recorded."""
+        """Whether a resumed run still replays its recorded part: calls return recorded results."""
 
 
 class Recorder:
     """Writes `run.json`, events and the trace, and shows progress.
 
     Raises:
-        RunDirectoryError: if the directory cannot be used.
+        RunDirectoryError: if the run directory cannot be used.
     """
 
     _progress: TrainingProgress
@@ -85,14 +85,14 @@ class Recorder:
         self._loggers: Forwarding | None = None
         self._lengths: dict[int, int | None] = {}
         self._stepped: Microbatch | None = None  # of the newest step
-        self._loops: list[bool] = []  # whether each of the loops that we are in trains
+        self._loops: list[bool] = []  # for each loop that is open, whether it trains
         self._generations, self._data = self._earlier()
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
 
     def begin(self, step: int, source: str | None) -> None:
-        """Record that the run begins, or resumes after step number `step` from the state in `source`."""
+        """Record that the run begins, or that it resumes after step `step` from the state in `source`."""
         if self._trace is not None:
             self._trace.begin(step)
         world, device = self._world, self._settings.device
@@ -154,11 +154,11 @@ class Recorder:
         path = Path(store.get("directory").decode())
         if self._world.node_rank == 0 or path.is_dir():
             return path
-        # A node that doesn't share the main rank's disk keeps its records in a directory of the same name.
+        # A node that does not share the main rank's disk writes records to its own directory of that name.
         return directories.create(self._settings.run_dir, self._settings.name, stamp=path.name)
 
     def _link_previous(self, path: Path) -> None:
-        """Note in the record of the script's previous run that the script continued here."""
+        """Record in `run.json` of the script's previous run that this run follows it."""
         before = self._settings.before
         try:
             if before is not None:
@@ -170,7 +170,7 @@ class Recorder:
             )
 
     def _earlier(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the generations that are recorded, and the data of each loader."""
+        """Return the recorded (re)starts, and the recorded description of each loader's data."""
         recorded = run_file.read(self.directory) if self._world.is_main else None
         if recorded is None or self._settings.fresh:
             return [], {}
@@ -179,15 +179,15 @@ class Recorder:
 
     @property
     def shown_directory(self) -> str:
-        """The run directory, relative to the working directory where it is below it."""
+        """The run directory, relative to the working directory if it lies below that."""
         return str(directories.short(self.directory))
 
     def bind(self, progress: TrainingProgress, digests: Callable[[], Mapping[str, str]]) -> None:
-        """Set the state of the loop, and what returns digests of models and registered objects."""
+        """Set the training loop's state, and the function that computes digests of the run's objects."""
         self._progress, self._digests = progress, digests
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
-        """Record a new loader; warn if the run has recorded other data for it."""
+        """Record a new loader; warn if the run has recorded other data for it before."""
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
@@ -203,7 +203,7 @@ class Recorder:
                 self._write("running")
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Show a bar for a loop that trains."""
+        """Show a progress bar for a loop that trains."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
         if trains:
@@ -212,7 +212,7 @@ class Recorder:
             self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Trace the microbatch before this one, where no backward pass has come after it."""
+        """Write the previous microbatch to the trace, if no backward pass has followed it."""
         if self._trace is not None:
             self._trace_seen(self._trace, microbatch.loader)
             self._without_loss[microbatch.loader] = microbatch
@@ -224,7 +224,7 @@ class Recorder:
             trace.seen(self._progress.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Trace a loss and the samples behind it."""
+        """Write the loss of a microbatch and its sample ids to the trace."""
         if self._trace is None:
             return
         if not self._settings.repeats:
@@ -232,7 +232,7 @@ class Recorder:
         self._without_loss.pop(microbatch.loader, None)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Trace the state and move the bar."""
+        """Write the digests after a step to the trace, and advance the progress bar."""
         if self._trace is not None:
             self._trace.step(step, self._digests())
         self._bar.step(microbatch.total)
@@ -241,7 +241,7 @@ class Recorder:
             self._window_ends(step)
 
     def _window_ends(self, step: int) -> None:
-        """Record how fast the last steps were."""
+        """Record the times of the last steps."""
         window, progress, newest = self.pace.window(), self._progress, self._stepped
         if window is not None and newest is not None:
             epochs = {"epoch": progress.epoch, "epochs": progress.epochs}
@@ -249,7 +249,7 @@ class Recorder:
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Close the bar and write what is pending."""
+        """Write the end of a loop to the trace; if the loop trained, record its speed and close the bar."""
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)
@@ -262,19 +262,19 @@ class Recorder:
             self._bar.epoch_ends(*self._shown_epoch(epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the number of an epoch in its phase and their count; outside of phases that of a loop."""
+        """Return an epoch's number and the number of epochs; outside of phases the loop's number and 0."""
         progress = self._progress
         return (progress.epoch, progress.epochs) if progress.epochs else (epoch, 0)
 
     def epoch_ends(self, epoch: int) -> None:
-        """Write what is pending."""
+        """Record the end of an epoch, and write pending events."""
         self._events.add(kind="epoch", epoch=epoch)
         self._events.flush()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the current step."""
+        """Record logged values with the current step."""
         kept, progress = copied(values), self._progress
-        # Inside a microbatch the step that it belongs to is not done yet.
+        # Inside a microbatch its step is not done yet.
         where: dict[str, Any] = {"epoch": progress.epoch, "step": progress.steps, "replica": None}
         if (inside := progress.microbatch) is not None:
             where["step"] += 1
@@ -283,18 +283,18 @@ class Recorder:
         self._bar.log(kept)
 
     def traffic(self, model: int, moved: Mapping[str, int]) -> None:
-        """Record how many bytes this rank has moved for a model, where they are counted."""
+        """Record how many bytes this rank has sent and received for a model, if they are counted."""
         if moved:
             self._events.add(kind="traffic", model=model, **moved)
 
     def checkpoint(self, step: int, name: str, seconds: float, best: float | None) -> None:
-        """Record, from any thread, that a checkpoint was written in so many seconds."""
+        """Record, from any thread, that a checkpoint was written, and the seconds that took."""
         self._events.put(
             kind="checkpoint", step=step, name=name, seconds=round(seconds, 3), best=best
         )
 
     def flush(self) -> None:
-        """Write what is pending: a kill does not lose it."""
+        """Write all pending events, so that a kill cannot lose them."""
         self._events.flush()
 
     def say(self, text: str) -> None:
@@ -303,21 +303,21 @@ class Recorder:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning on the main rank's standard error, progress or not."""
+        """Show a warning on the main rank's standard error, even if progress is off."""
         if self._world.is_main:
             self._bar.say(text)
 
     def warn_anywhere(self, text: str) -> None:
-        """Show a warning on this rank's standard error, which only this rank may know."""
+        """Show a warning on this rank's standard error, for problems that only this rank has."""
         self._bar.say(text)
 
     def print(self, text: str) -> None:
-        """Print a line of the script's on the main rank, on standard output."""
+        """Print a line of the script on the main rank's standard output."""
         if self._world.is_main:
             self._bar.print(text)
 
     def script_ends(self) -> None:
-        """Trace the state at the end of the script, and write what is pending: the main rank reads it."""
+        """Write the final digests to the trace, and pending events to disk for the main rank to read."""
         self._events.flush()
         if self._trace is not None:
             self._trace.end(self._digests())
@@ -325,9 +325,10 @@ class Recorder:
     def finish(
         self, digest: str, seconds: float, used: Mapping[str, int], settings: Sequence[str] | None
     ) -> None:
-        """Record how the run ended and the memory of each rank, and print one line.
+        """Record the end of the run and each rank's memory, and print one line.
 
-        With `settings` (of models and optimizers) an earlier run of the same has to have the same digest.
+        `settings` are those of models and optimizers: an earlier run with equal settings and identity must
+        have had the same digest, otherwise a warning is shown.
         """
         self._events.add(kind="memory", **used)
         self._events.flush()
@@ -345,19 +346,19 @@ class Recorder:
         self._has_finished = True
 
     def preempted(self, step: int) -> None:
-        """Record that the run was asked to end after step number `step`, and can resume from there."""
+        """Record that the run ends after step `step` because of a signal, and print how to resume it."""
         if not self._world.is_main:
             return
         self._write("preempted", step=step)
-        if self._world.environment != "lockstep":  # a launcher says it itself
+        if self._world.environment != "lockstep":  # Lockstep's launcher prints this itself
             how = f"LOCKSTEP_RUN_DIR={shlex.quote(self.shown_directory)}"
-            # What started the ranks of torchrun, srun and mpiexec is not known here.
+            # The command line of torchrun, srun or mpiexec is not known here.
             command = ["python", *sys.orig_argv[1:]] if self._world.environment == "single" else []
             how = f"{how} {shlex.join(command)}" if command else f"the same command with {how}"
             self._bar.say(f"lockstep: preempted after step {step}; to continue: {how}")
 
     def close(self, error: BaseException | None) -> None:
-        """Close all files and loggers; record an error on the main rank."""
+        """Close all files and loggers; record the error, if any, on the main rank."""
         if self._trace is not None:
             self._trace.close()
         if self._monitor is not None:
@@ -370,7 +371,7 @@ class Recorder:
             if error is None:
                 raise  # otherwise the first error counts
         finally:
-            # Last: it may take its time, and what becomes of the run does not depend on it.
+            # Loggers come last: they may take long, and the run's result does not depend on them.
             if self._loggers is not None:
                 self._loggers.close(ended=self._has_finished, failed=error is not None)
             if self._lock is not None:

@@ -12,18 +12,18 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
-    """What a run is asked to record."""
+    """The settings of a run's records."""
 
     name: str
-    run_dir: Path | None  # `None` for a new one
-    fresh: bool  # a run that is found there is overwritten
-    progress: bool  # the main rank shows it
-    trace: Path | None  # its directory
+    run_dir: Path | None  # `None` for a new directory
+    fresh: bool  # whether an existing run in the directory is overwritten
+    progress: bool  # whether the main rank shows progress
+    trace: Path | None  # directory of the trace
     device: torch.device
     loggers: tuple[Any, ...] = ()  # names, or objects with `log`
-    generation: int = 0  # how many times the processes of this run were started before
+    generation: int = 0  # number of times that the processes of this run were restarted
     launch: str | None = None
-    restarted: bool = False  # this launch has recorded the run before
-    repeats: bool = False  # another rank has the same microbatches, and records them
-    before: Path | None = None  # directory of the run that the script has made before this one
+    restarted: bool = False  # whether this launch has recorded the run before
+    repeats: bool = False  # whether another rank has the same microbatches and records them
+    before: Path | None = None  # directory of the script's previous run
     method: Mapping[str, str] = field(default_factory=dict)  # names of strategy and exchange

@@ -1,4 +1,4 @@
-"""Python stacks of a process: written on a signal, read back, and the user's line in them."""
+"""Python stacks of a process: write them on a signal, parse them, and find the user's line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import FrameType
 
 import lockstep
 
-#: Asks a worker for its stacks. Nobody else uses it, and it ends a process that does not expect it.
+#: The signal on which a worker writes its stacks. It kills a process that has no handler for it.
 SIGNAL = signal.SIGRTMIN + 7
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
@@ -25,13 +25,13 @@ _PACKAGE = str(Path(lockstep.__file__).parent) + "/"
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
-#: The files that stacks are written to; the signal's handler only knows their descriptors.
+#: The file for stacks, which must stay open: the signal's handler only has its descriptor.
 _files: list[FileIO] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One line of a stack."""
+    """One frame of a Python stack."""
 
     file: str
     line: int
@@ -42,31 +42,31 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the user has written it."""
+        """Whether the frame's code is the user's."""
         return is_users(self.file)
 
 
 def is_own(file: str) -> bool:
-    """Whether a file of code is Lockstep's."""
+    """Whether a source file belongs to Lockstep."""
     return file.startswith(_PACKAGE)
 
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a file of code is the user's: neither ours nor a library's."""
+    """Whether a source file is the user's: neither Lockstep's nor a library's."""
     foreign = (_PACKAGE, *_LIBRARIES, "<frozen ")
     return not file.startswith(foreign) and not any(part in file for part in _INSTALLED)
 
 
 def beside(error_file: Path) -> Path:
-    """Return the file for a worker's stacks, beside that for its error."""
+    """Return the path of the file for a worker's stacks, next to the file for its error."""
     return error_file.with_suffix(".stacks")
 
 
 def offer(environ: Mapping[str, str]) -> None:
-    """Let this process write the stacks of all its threads whenever `SIGNAL` comes.
+    """Register a signal handler that writes the stacks of all threads of this process.
 
-    A file that cannot be made costs the stacks, and not the run.
+    Without a file for them no stacks can be written; that does not stop the run.
     """
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
@@ -80,7 +80,7 @@ def offer(environ: Mapping[str, str]) -> None:
 
 
 def main_thread(text: str) -> list[Frame]:
-    """Return the main thread's frames in what a process has written, innermost first."""
+    """Return the main thread's frames from the text that a process has written, innermost first."""
     # The interpreter lists its threads from the youngest to the oldest.
     starts = [match.start() for match in _THREAD.finditer(text)]
     block = text[starts[-1] :] if starts else ""
@@ -98,7 +98,7 @@ def of(frame: FrameType | None) -> list[Frame]:
 
 
 def users(frames: list[Frame]) -> Frame | None:
-    """Return the innermost line that the user has written; else the innermost of all."""
+    """Return the innermost frame of the user's code; if there is none, the innermost frame."""
     return next((frame for frame in frames if frame.is_users), frames[0] if frames else None)
 
 

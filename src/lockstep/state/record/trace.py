@@ -1,10 +1,10 @@
 """Trace: samples, losses and digests of every step, exact to the bit, to compare two layouts.
 
-Every rank has a file for each generation, with one JSON object per line. `{"kind": "microbatch", …}` holds
-the bits of a replica's loss and its sample ids, `{"kind": "seen", …}` the ids of a microbatch without a
-backward pass, as in an evaluation; `{"kind": "step", …}` the digests of models and registered objects after
-an update, `{"kind": "end", …}` those at the end of the run; the first line says after which step the
-generation continues.
+Every rank writes a file for each (re)start, with one JSON object per line. The first line says after which
+step the (re)start continues. `{"kind": "microbatch", …}` has the bits of a replica's loss and its sample
+ids, `{"kind": "seen", …}` the sample ids of a microbatch without a backward pass, as in an evaluation.
+`{"kind": "step", …}` has the digests of models and registered objects after an update, `{"kind": "end", …}`
+those at the end of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.engine.data.microbatch import Microbatch
 
 
 class Trace:
-    """Writes the trace of one rank and generation to a file in `directory`."""
+    """Writes the trace of one rank since one (re)start to a file in `directory`."""
 
     def __init__(self, directory: Path, rank: int, generation: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -28,12 +28,12 @@ class Trace:
         self._file = path.open("w", encoding="utf-8")
 
     def begin(self, step: int) -> None:
-        """Record after which step this generation continues; later ones are computed again."""
+        """Record after which step this (re)start continues; later steps are computed again."""
         self._write(kind="begin", step=step)
         self._file.flush()
 
     def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Record a backward pass of step number `step`."""
+        """Record the loss and the samples of a backward pass for step number `step`."""
         bits, value = loss_bits(loss), loss.item()
         numbers, samples = _numbers(microbatch), _samples(microbatch)
         self._write(
@@ -41,34 +41,34 @@ class Trace:
         )
 
     def seen(self, step: int, microbatch: Microbatch) -> None:
-        """Record a microbatch without a backward pass, seen after step number `step`."""
+        """Record a microbatch without a backward pass, computed after step number `step`."""
         self._write(kind="seen", step=step, **_numbers(microbatch), samples=_samples(microbatch))
         self._file.flush()  # an evaluation whose result is saved is not computed again
 
     def step(self, step: int, digests: Mapping[str, str]) -> None:
-        """Record the state after step number `step`: a digest for each model and registered object."""
+        """Record a digest of each model and registered object after step number `step`."""
         self._write(kind="step", step=step, digests=digests)
-        self._file.flush()  # a rank may be killed; the trace shows what it did until then
+        self._file.flush()  # the trace of a killed rank has all its steps
 
     def end(self, digests: Mapping[str, str]) -> None:
-        """Record the state at the end of the run."""
+        """Record the digests of models and registered objects at the end of the run."""
         self._write(kind="end", digests=digests)
         self._file.flush()
 
     def loader(self, number: int, length: int | None, *, exhaustive: bool) -> None:
-        """Record how many samples a loader has, and whether one loop is to see each exactly once."""
+        """Record how many samples a loader has, and whether one loop visits each sample exactly once."""
         self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
 
     def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
         """Record the end of a loop over a loader."""
         self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
-        self._file.flush()  # a state that is saved now has what an evaluation has found
+        self._file.flush()  # a state saved now contains the result of the loop: it is not computed again
 
     def _write(self, **fields: Any) -> None:
         self._file.write(json.dumps(fields) + "\n")
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write pending lines and close the file."""
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Unfinished runs of a script: what the next start of the same command can continue."""
+"""Find unfinished runs of a script that the next start of the same command can resume."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lockstep.state.files import lock, run_file
 from lockstep.state.files.directory import short
 from lockstep.state.files.lock import Owner
 
-#: Where runs without a given directory are.
+#: Directory of all runs that are started without a given run directory.
 BASE = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A run that has not finished, has a checkpoint, and is not in use."""
+    """A run that has not finished, has a checkpoint, and whose directory is not in use."""
 
     directory: Path
-    step: int  # of its newest checkpoint
-    began: float  # when its newest processes started, in Unix seconds
+    step: int  # of the newest checkpoint
+    began: float  # time of the last (re)start, in Unix seconds
 
 
 def find(
@@ -33,9 +33,9 @@ def find(
     """Return the unfinished runs among `directories`, the newest first.
 
     Args:
-        directories: other directories than those of runs are passed over.
-        meant: values that the identity of the run must have; `None` allows any.
-        owner: of this launch, whose own lock does not count.
+        directories: those without a run are skipped.
+        meant: values that the identity of the run must have; `None` allows any value.
+        owner: the owner of this launch, whose own lock does not count.
     """
     found = []
     for directory in directories:
@@ -48,11 +48,11 @@ def find(
 def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run_dir: str) -> Path:
     """Return the directory of the newest run of `found`.
 
-    The other arguments are for the message: the script and its arguments, the directory that was searched,
-    how a user asks for an unfinished run, and how for one by its directory, which follows.
+    The other arguments are for the error message: the script with its arguments, the directory that was
+    searched, the flag or variable that resumes an unfinished run, and the one that names its directory.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if `found` is empty.
     """
     if not found:
         raise UsageError(
@@ -64,7 +64,7 @@ def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run
 
 
 def contradicting(resume: str, fresh: str) -> UsageError:
-    """Return the error for a command that asks to continue a run and to begin anew."""
+    """Return the error for a command that asks to resume a run and also to begin anew."""
     return UsageError(
         f"{resume} and {fresh} contradict each other; expected one of them",
         hint=f"{resume} continues an unfinished run, {fresh} begins anew",
@@ -72,7 +72,7 @@ def contradicting(resume: str, fresh: str) -> UsageError:
 
 
 def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
-    """Return the line that names the newest run of `found`, for a command that begins a new one."""
+    """Return a message that names the newest run of `found`, for a command that begins a new run."""
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""
     return (
@@ -87,7 +87,7 @@ def is_same(identity: Mapping[str, Any], meant: Mapping[str, Any]) -> bool:
 
 
 def _look(directory: Path, meant: Mapping[str, Any], owner: Owner | None) -> Unfinished | None:
-    # In this order: a run records its end before it gives its lock back.
+    # In this order: a run records its end before it releases its lock.
     used = lock.in_use(directory, owner)
     recorded = run_file.read(directory)
     if recorded is None or used or not is_same(recorded.get("identity", {}), meant):

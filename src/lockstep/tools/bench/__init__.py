@@ -1,1 +1,1 @@
-"""`lockstep bench`: measure a script on several layouts, and project its step time to others."""
+"""`lockstep bench`: measure a script on several layouts, and project its step time to other layouts."""

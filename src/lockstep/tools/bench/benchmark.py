@@ -1,4 +1,4 @@
-"""`Benchmark`: the validated options, all launches, and the content of the results file."""
+"""`Benchmark`: validated options of a benchmark, all its launches, and the content of its results file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lockstep.world.cores import usable_cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """The options of a benchmark; `run` measures."""
+    """The options of a benchmark; `run` measures the script."""
 
     command: RunCommand
     combinations: Sequence[Combination]
-    repeat: int  # rounds
+    repeat: int  # number of launches of each combination
     restarts: bool  # whether to measure a restart of each combination
     wanted: Sequence[int]  # numbers of ranks to project to
     link: Link
@@ -52,7 +52,7 @@ class Benchmark:
         }
 
     def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
-        """Measure, and return the content of the file of results."""
+        """Measure the script on all combinations, and return the content of the results file."""
         machine = describe_machine()
         ranks = [one.ranks for one in self.combinations]
         work = Runner(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
@@ -73,7 +73,7 @@ class Benchmark:
         return content
 
     def compare(self, content: dict[str, Any]) -> UsageError | None:
-        """Add the comparison with the other results; return why they do not compare, if so."""
+        """Add the comparison with the results in `other`; return an error if the two cannot be compared."""
         if self.other is None:
             return None
         try:
@@ -84,7 +84,7 @@ class Benchmark:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the identity of this machine, and the versions that are installed."""
+    """Return the processor, cores and memory of this machine, and the installed versions."""
     return {
         "processor": processor(),
         "cores": usable_cores(),

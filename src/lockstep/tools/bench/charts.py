@@ -1,4 +1,4 @@
-"""Results as one HTML page with charts."""
+"""Show the results of a benchmark as an HTML page with charts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PARTS = {"compute_seconds": "compute", "exchange_seconds": "exchange", "data_se
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the content of a file of results to `path`, as a page.
+    """Write the content of a results file to `path`, as an HTML page.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
         UsageError: if plotly is not installed.
     """
     write_page(path, f"{content['script']['name']}: how fast on which layout", sections(content))
 
 
 def sections(content: Mapping[str, Any]) -> list[Section]:
-    """Return the sections of the page."""
+    """Return the sections of the page of a results file."""
     rows = [row for row in content["results"] if row.get("measured_by")]
     comparison = content.get("comparison")
     failed = map(Text, table.failures(content["results"]))
@@ -68,7 +68,7 @@ def _table(columns: Sequence[table.Column], rows: Sequence[Row], caption: str) -
 
 
 def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
-    """Return the rows that have a value, by ranks, with a line for each strategy and exchange."""
+    """Group rows that have a value into the lines of a chart: by strategy and exchange, sorted by ranks."""
     known = sorted((row for row in rows if row.get(value)), key=lambda row: row["ranks"])
     groups = dict.fromkeys(group(row) for row in known if row["ranks"] > 1)
     return {
@@ -78,13 +78,13 @@ def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
 
 
 def _add(figure: Any, name: str, rows: Sequence[Row], value: str, **style: Any) -> None:
-    """Add a value by ranks to a figure."""
+    """Add a line to a figure: a value of rows by their number of ranks."""
     points = {"x": [row["ranks"] for row in rows], "y": [row[value] for row in rows]}
     figure.add_scatter(**points, name=name, **{"mode": "lines+markers", **style})
 
 
 def _speedups(rows: Sequence[Row], comparison: Mapping[str, Any] | None) -> Chart:
-    """Return the chart of speed-up against ranks, with the range of the repeats and the ideal line."""
+    """Return the chart of speed-up by ranks, with the range of the repeats and the ideal line."""
     figure = graph_objects().Figure()
     for name, members in _lines(rows, "speedup").items():
         ends = [_ends(row) for row in members]
@@ -104,14 +104,14 @@ def _speedups(rows: Sequence[Row], comparison: Mapping[str, Any] | None) -> Char
 
 
 def _ends(row: Row) -> tuple[float, float]:
-    """Return how far below and above the median the repeats reach, in units of the speed-up."""
+    """Return how far the lowest and highest repeat are from the median, in units of the speed-up."""
     name = "samples_per_second" if row.get("samples_per_second") else "wall_seconds"
     low, high = (row["speedup"] * end / row[name] for end in row[f"{name}_range"])
     return row["speedup"] - low, high - row["speedup"]
 
 
 def _steps(rows: Sequence[Row]) -> Chart:
-    """Return the chart of a step split into compute, exchange and data."""
+    """Return the chart of a step's time, divided into compute, exchange and data."""
     figure = graph_objects().Figure()
     labels = [label(row) for row in rows]
     for name, title in _PARTS.items():
@@ -160,7 +160,7 @@ def _projection(content: Mapping[str, Any]) -> list[Part]:
 
 
 def _projected(measured: Sequence[Row], projected: Sequence[Row]) -> Chart:
-    """Return the chart of measured and projected rates."""
+    """Return the chart of measured and projected samples per second."""
     figure = graph_objects().Figure()
     rate, dashed = "samples_per_second", {"line_dash": "dash", "marker_symbol": "circle-open"}
     for name, members in _lines(measured, rate).items():

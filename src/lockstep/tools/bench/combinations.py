@@ -1,4 +1,4 @@
-"""Combinations of ranks, strategy and exchange that a script is measured on."""
+"""Combinations of ranks, strategy and exchange on which a benchmark measures a script."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lockstep.tools.quantities import counted
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One way to run the script."""
+    """A number of ranks, a strategy and an exchange with which the script is launched."""
 
     ranks: int  # with `dp`: GPUs, all of one rank
     strategy: str | None = None  # `None` leaves it to the script
-    exchange: str | None = None  # the same; `None` on one rank, too
+    exchange: str | None = None  # `None` leaves it to the script; always `None` on one rank
 
     @property
     def processes(self) -> int:
-        """How many ranks `lockstep run` starts."""
+        """Number of ranks that `lockstep run` starts."""
         return 1 if self.strategy == DATA_PARALLEL else self.ranks
 
     def environ(self, gpus: Sequence[Gpu]) -> dict[str, str]:
-        """Return the variables that give the launch its GPUs, where that is not one for each rank."""
+        """Return environment variables that give one rank several GPUs; empty if each rank has one."""
         if self.processes == self.ranks:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.entry for gpu in gpus[: self.ranks])}
@@ -49,10 +49,10 @@ def visible_gpus() -> Sequence[Gpu]:
 
 
 def check_gpus(combinations: Sequence[Combination], gpus: Sequence[Gpu]) -> None:
-    """Refuse DataParallel over more GPUs than there are.
+    """Raise an error if a combination of DataParallel needs more GPUs than there are.
 
     Raises:
-        UsageError: naming how many there are.
+        UsageError: naming the number of GPUs.
     """
     for one in combinations:
         if one.processes < one.ranks and len(gpus) < one.ranks:
@@ -66,7 +66,7 @@ def check_gpus(combinations: Sequence[Combination], gpus: Sequence[Gpu]) -> None
 def combine(
     ranks: Sequence[int], strategies: Sequence[str | None], exchanges: Sequence[str | None]
 ) -> list[Combination]:
-    """Return all combinations, each once: on one rank the exchanges are all the same."""
+    """Return all combinations, each once; on one rank the exchange makes no difference."""
     found = [
         Combination(count, strategy, exchange if count > 1 else None)
         for strategy in strategies
@@ -77,7 +77,7 @@ def combine(
 
 
 def parse_counts(flag: str, text: str) -> list[int]:
-    """Return the numbers of ranks in the value of a flag, such as `1,2,4`, the smallest first.
+    """Return the numbers of ranks in the value of a flag, such as `1,2,4`, sorted.
 
     Raises:
         UsageError: for a word that is no number of ranks.
@@ -93,10 +93,10 @@ def parse_counts(flag: str, text: str) -> list[int]:
 
 
 def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | None]:
-    """Return the exchanges of each layout; `None` leaves it to the script.
+    """Return the exchanges to measure, from the two flags; `None` leaves the choice to the script.
 
     Raises:
-        UsageError: if they don't go together, or one has a name that no exchange has.
+        UsageError: if both flags are given, or a name is unknown.
     """
     if one is not None and several is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Comparison of two results: refusal of results that do not compare, and their ratios."""
+"""Compare two results of benchmarks: raise an error if they cannot be compared, else compute ratios."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lockstep.tools.quantities import rounded
 
 #: Version of the files of results.
 FORMAT = 1
-#: What a file of results says it is: measured here, or copied from a publication.
+#: Kinds of results files: measured by `lockstep bench`, or copied from a publication.
 RESULT, PUBLISHED = "result", "published"
-#: By how much batches may differ that are taken for equal.
+#: Relative difference up to which batch sizes count as equal.
 _ALIKE = 0.02
-#: The strategy of several ranks where none is named.
+#: The strategy of several ranks if a row names none.
 _DEFAULT = "ddp"
 _TABLES = resources.files("lockstep.tools.bench").joinpath("tables")
 
 
 def shipped() -> list[str]:
-    """Return the names of the tables that come with Lockstep."""
+    """Return the names of the published tables that come with Lockstep."""
     names = (file.name for file in _TABLES.iterdir())
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the results in the file at a path, or in a table that comes with Lockstep.
+    """Return the content of a results file, given by its path or by the name of a shipped table.
 
     Raises:
-        UsageError: if there is none, or it cannot be read.
+        UsageError: if the file does not exist or cannot be read.
     """
     file = _TABLES.joinpath(f"{name}.json") if name in shipped() else Path(name)
     try:
@@ -81,10 +81,10 @@ def _is_row(row: Any) -> bool:
 
 
 def check_scripts(script: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
-    """Refuse the results of another script or of other arguments, unless they are a published table.
+    """Raise an error if results are of another script or other arguments, unless they are published.
 
     Raises:
-        UsageError: naming what differs.
+        UsageError: naming each difference.
     """
     theirs = other["script"]
     differ = [
@@ -104,12 +104,13 @@ def _do_not_compare(name: str, differ: Sequence[str]) -> UsageError:
 
 
 def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return two results beside each other, as the file of results has them under `comparison`.
+    """Return the comparison of two results, for the field `comparison` of the results file.
 
-    Rates are compared where both were measured in the same way, otherwise speed-ups and efficiencies.
+    Samples per second are compared if both were measured in the same way, otherwise speed-ups and
+    efficiencies.
 
     Raises:
-        UsageError: if they do not compare, naming what differs.
+        UsageError: if the results cannot be compared, naming each difference.
     """
     check_scripts(own["script"], other, name)
     pairs = _pairs(own["results"], other["results"])
@@ -133,7 +134,7 @@ def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict
 
 
 def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Return rows of one layout beside each other; those that only one result has stay alone."""
+    """Return the rows of two results in pairs with one layout; `None` stands for a missing partner."""
     left = list(other)
     pairs: list[tuple[Row | None, Row | None]] = []
     for mine in own:
@@ -146,7 +147,7 @@ def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, R
 
 
 def _same_layout(mine: Row, theirs: Row) -> bool:
-    """Return whether two rows are of one layout. On one rank a strategy need not have a name."""
+    """Return whether two rows have the same layout; on one rank a strategy need not be named."""
     if mine["ranks"] != theirs["ranks"]:
         return False
     if mine["ranks"] == 1 and theirs.get("strategy") is None:
@@ -187,7 +188,7 @@ def _notes(
 
 
 def _circumstances(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return the machine, versions and options of a result, which two results may differ in."""
+    """Return the machine, versions and options of a result, which may differ between results."""
     machine = content["machine"]
     versions = machine.get("versions") or {}
     return {

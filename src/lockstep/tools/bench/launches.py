@@ -1,4 +1,4 @@
-"""Launches of a benchmark: the script on each combination, round after round."""
+"""Launch the script of a benchmark on each combination, round after round."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _BEFORE_KILL, _AFTER_KILL = 3.0, 3
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs the script on one combination."""
+    """Launches the script on one combination."""
 
     command: RunCommand
-    threads: int  # of each rank, where neither the script nor a flag sets them
+    threads: int  # of each rank, if neither the script nor a flag sets a number
     gpus: Sequence[Gpu] = ()
 
     def run(self, combination: Combination, directory: Path) -> Trial:
-        """Run the script; `directory` is new, and its parent exists."""
+        """Launch the script once, and return the result; `directory` must not exist yet."""
         exit_code, launched, wall = self._launch(combination, directory)
         trial = Trial(combination=combination, exit_code=exit_code, wall_seconds=wall)
         if exit_code:
@@ -55,7 +55,7 @@ class Runner:
         return replace(trial, measured=measured, verdict=verdict, **known)
 
     def restart(self, run: Measured, combination: Combination, directory: Path) -> float | None:
-        """Run the script once more, kill a rank, and return the seconds until the run resumed."""
+        """Launch the script and kill a rank; return the seconds until the run resumed, if it did."""
         kill = min(max(2, run.steps // 2), 2 + math.ceil(_BEFORE_KILL / run.step_seconds))
         faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
         exit_code, _, _ = self._launch(combination, directory, {"LOCKSTEP_FAULTS": faults})
@@ -65,7 +65,7 @@ class Runner:
     def _launch(
         self, combination: Combination, directory: Path, variables: Mapping[str, str] | None = None
     ) -> tuple[int, float, float]:
-        """Return the exit code, the Unix time of the launch and its seconds."""
+        """Launch the script; return the exit code, the Unix time of the launch and its seconds."""
         directory.mkdir(parents=True)
         words = ["-n", str(combination.processes), "--run-dir", str(directory / "run")]
         words += self.command.words(combination.strategy, os.environ)
@@ -89,9 +89,9 @@ class Runner:
 
 @dataclass(slots=True)
 class Launches:
-    """Launches of a script on several combinations.
+    """All launches of a benchmark on several combinations.
 
-    A run's directory is removed when it has been read, unless `keep`.
+    The directory of a run is removed after its records have been read, unless `keep`.
     """
 
     runner: Runner
@@ -103,10 +103,10 @@ class Launches:
     _restarts: dict[Combination, float | None] = field(default_factory=dict)
 
     def run(self, rounds: int, *, restarts: bool) -> None:
-        """Run every combination once per round; one that has failed is left out from then on.
+        """Launch every combination once per round; a combination that has failed is skipped from then on.
 
         Raises:
-            UsageError: for strategies or exchanges of a script that does not use Lockstep.
+            UsageError: if strategies or exchanges are given and the script does not use Lockstep.
         """
         for number in range(1, rounds + 1):
             for combination in self._alive():
@@ -151,7 +151,7 @@ class Launches:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def rows(self, cores: int) -> list[Row]:
-        """Return a row of results for each combination; `cores` are those of this machine."""
+        """Return a row of results for each combination; `cores` is the number of cores of this machine."""
         rows = [
             row(one, self._trials.get(one, ()), self._restarts.get(one), cores)
             for one in self.combinations
@@ -172,5 +172,5 @@ def _described(trial: Trial) -> str:
 
 
 def choose_threads(cores: int, ranks: Sequence[int]) -> int:
-    """Return the threads of each rank: as many as the largest number of ranks leaves for each."""
+    """Return the number of threads per rank with which the largest number of ranks fits the cores."""
     return max(1, cores // max(ranks))

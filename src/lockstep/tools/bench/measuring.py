@@ -1,4 +1,4 @@
-"""Measurements of one run, computed from its recorded events."""
+"""Compute measurements of one run from its recorded events."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep.state.record.reading import Event, Recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one run, without the first step of each generation, which is the warm-up."""
+    """Measurements of one run, without the first step after each (re)start, which warms up."""
 
     steps: int
     batch: float  # samples of a step, of all ranks
     step_seconds: float  # mean
     slowest_step: float
-    #: of the rank that waits least in the exchange, since the others wait for it
+    #: this time and the next two are of the rank that waits least in the exchange: the others wait for it
     compute_seconds: float
     exchange_seconds: float | None  # `None` where it is not measured apart
     data_seconds: float
@@ -49,8 +49,8 @@ class _Rank:
 
     @staticmethod
     def of(events: Iterable[Event], *, alone: bool) -> _Rank:
-        """Add up a rank's windows; one that is `alone` has no exchange."""
-        # The first window of each generation is the warm-up.
+        """Return the sums over a rank's windows; if the rank is `alone`, its exchange takes no time."""
+        # The first window after each (re)start is the warm-up.
         parts = [part.events for part in split_generations(events)]
         paces = [one for part in parts for one in _of(part, "pace")[1:]]
         windows = [one for one in paces if one["steps"]]
@@ -66,10 +66,7 @@ class _Rank:
 
 
 def measure(recorded: Recorded, launched: float) -> Measured | None:
-    """Return the measurements of a run; `None` if it has no steps after the warm-up.
-
-    `launched` is the time of the launch in Unix seconds.
-    """
+    """Return the measurements of a run; `None` if it has no steps after the warm-up."""
     alone = len(recorded.ranks) == 1
     ranks = {
         number: _Rank.of(events, alone=alone) for number, events in sorted(recorded.ranks.items())
@@ -108,7 +105,7 @@ def measure(recorded: Recorded, launched: float) -> Measured | None:
 
 
 def restart_seconds(recorded: Recorded) -> float | None:
-    """Return the time from the launcher's note of the first failure to the end of the next step."""
+    """Return the seconds from the first recorded failure to the end of the next step."""
     launchers = recorded.launchers.values()
     failures = [one["time"] for events in launchers for one in _of(events, "failure")]
     return _first_step(recorded, 1, min(failures)) if failures else None
@@ -123,14 +120,14 @@ def _all(recorded: Recorded, kind: str) -> list[Event]:
 
 
 def _first_step(recorded: Recorded, generation: int, since: float) -> float | None:
-    """Return the seconds until the main rank has done the first step of a generation."""
+    """Return the seconds from `since` until the main rank has done the first step of a (re)start."""
     found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
 
 
 def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
-    """Return each rank's peak of memory: as it says itself at its end, else as it was sampled."""
+    """Return each rank's peak memory: the recorded peak if there is one, else the largest sample."""
     peaks = {}
     for rank, events in recorded.ranks.items():
         recorded_peaks = [
@@ -143,7 +140,7 @@ def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
 
 
 def _samples(recorded: Recorded) -> list[Event]:
-    """Return what the machine did while ranks were past their first step."""
+    """Return the samples of CPU, memory and GPU that were taken after the first step of each (re)start."""
     return [
         event
         for events in recorded.ranks.values()

@@ -1,4 +1,4 @@
-"""Measured rows to points of the model, and the fitted model to rows of a projection."""
+"""Fit the model of the step time to measured rows, and compute rows of a projection from the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.tools.bench.projection import (
 from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
 from lockstep.tools.quantities import rounded
 
-#: Strategies whose ranks do other work than a share of the samples each.
+#: Strategies whose ranks do not each compute a share of the samples.
 _NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)
 _UNEVEN = "with {} ranks do not share the samples evenly; there is no model of that"
 _NO_BATCH = "the samples of a step are neither the same on all layouts nor the same for each rank"
@@ -33,7 +33,7 @@ _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 @dataclass(slots=True)
 class Projection:
-    """Projected rows, and the fitted models that they come from."""
+    """Projected rows, and the fitted models from which they are computed."""
 
     rows: list[Row] = field(default_factory=list)  # one per number of ranks and group of results
     parameters: list[Row] = field(default_factory=list)  # one row per group
@@ -43,7 +43,7 @@ class Projection:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The part `model` of the file of results."""
+        """The content of the field `model` of the results file."""
         return {
             "formula": "step = overhead + compute * samples + data * samples + latency * messages "
             "+ bytes / bandwidth",
@@ -55,7 +55,7 @@ class Projection:
 
 
 def project(rows: Sequence[Row], wanted: Sequence[int], link: Link) -> Projection:
-    """Return the step time of each group of results on other numbers of ranks."""
+    """Project the step time of each strategy and exchange to other numbers of ranks."""
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
@@ -104,14 +104,14 @@ def _project_group(
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
-    """Return the cost of the exchange that a group used, by what its largest layout sent."""
+    """Return the cost model of the exchange that rows used, from the bytes that the largest layout sent."""
     if not usable:
         return None
     last = max(usable, key=lambda one: one["ranks"])
     several = last["ranks"] > 1
     sent, gradients = last.get("sent_bytes_per_step"), last.get("gradient_bytes")
     if strategy in SHARDED and gradients is not None:
-        gradients *= last["ranks"]  # a rank has its share of them
+        gradients *= last["ranks"]  # each rank records only its share of the gradients
     return cost_of(
         last.get("exchange_used") or "none" if several else "tree",
         strategy,
@@ -128,7 +128,7 @@ def _refusal(
     cost: Cost | None,
     link: Link,
 ) -> str | None:
-    """Return why there can be no model; `None` if there can."""
+    """Return the reason why no model can be fitted; `None` if one can."""
     alone = all(one.ranks == 1 for one in used)
     checks = [
         (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
@@ -142,7 +142,7 @@ def _refusal(
 
 
 def _residual(model: Model, point: Point) -> Row:
-    """Return what the model says of a point, and by which share of its step it is off."""
+    """Return the step time that the model predicts for a measured point, and its relative error."""
     predicted = model.step(point.ranks)
     return {
         "ranks": point.ranks,

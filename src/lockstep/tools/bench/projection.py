@@ -2,8 +2,9 @@
 
     step(N) = overhead + compute · s + data · s + latency · m + bytes / bandwidth
 
-s is the number of samples of the rank that has most of them, m the messages and bytes what a rank sends. A
-message takes a latency, and its bytes over the bandwidth (Hockney 1994, the alpha-beta model).
+`s` is the largest number of samples of a rank; `m` and `bytes` are the messages and bytes that a rank
+sends. Each message takes a latency, and its bytes take their number divided by the bandwidth (Hockney 1994,
+the alpha-beta model).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy as np
 from lockstep.engine.layout.replicas import block
 from lockstep.registry import EXCHANGES, STRATEGIES
 
-#: By how much batches may differ that are taken for equal: the last of an epoch may be short.
+#: Relative difference up to which batch sizes count as equal: the last batch of an epoch may be short.
 _ALIKE = 0.02
-#: By how much a fit with one more factor has to be better, as a share of the squared targets.
+#: Improvement that one more factor of a fit must bring, as a share of the squared targets.
 _WORTH = 1e-9
 
 
-#: Bytes that are shared, of a byte of gradients, where traffic is not counted.
+#: Bytes exchanged per byte of gradients, for exchanges whose traffic is not recorded.
 _OF_GRADIENTS = {
     "shared-memory": 1.0,
     "tree": 1.0,
@@ -32,36 +33,36 @@ _OF_GRADIENTS = {
     "bf16": 0.5,
     "fp16": 0.5,
 }
-#: The same with FSDP2: one half of an exchange of gradients, and parameters gathered twice.
+#: Bytes exchanged per byte of gradients with FSDP2: half an all-reduce, and two gathers of parameters.
 _OF_SHARDED = 1.5
 SHARDED = STRATEGIES.where(lambda one: one.shards)
 AT_SERVERS = EXCHANGES.where(lambda one: one.at_servers)
-#: How DistributedDataParallel cuts gradients: a small bucket first, then large ones.
+#: Bytes of DistributedDataParallel's first bucket of gradients, and of its other buckets.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one exchange for one script.
+    """Messages and bytes of one exchange for one script.
 
-    Without servers each rank sums one share of every bucket and gives it to all: out to the ranks that
-    sum, and back. As many messages, and as many bytes, as in a ring all-reduce.
+    Without servers each rank sums one share of every bucket, and sends the sum to all ranks. That takes as
+    many messages and bytes as a ring all-reduce.
     """
 
     exchange: str
-    volume: float  # bytes shared in a step: what a rank sends, divided by 2 (N - 1) / N
+    volume: float  # bytes that a rank sends in a step, divided by 2 (N - 1) / N
     sums: float  # sums in a step
 
     def messages(self, ranks: int) -> float:
-        """Return how many messages a rank sends in a step."""
+        """Return the number of messages that a rank sends in a step."""
         if self.exchange in AT_SERVERS:
             return 2 * self.sums if ranks > 1 else 0
         return 2 * (ranks - 1) * self.sums
 
     def sent(self, ranks: int) -> float:
-        """Return how many bytes pass the busiest link in a step, in one direction.
+        """Return the number of bytes on the busiest link in a step, in one direction.
 
-        With servers that is a server's: it takes the gradients of every rank.
+        With servers that is a server's link: it receives the gradients of every rank.
         """
         if self.exchange in AT_SERVERS:
             return self.volume * ranks if ranks > 1 else 0
@@ -75,16 +76,16 @@ def cost_of(
     sent: tuple[int, float] | None,
     gradients: float | None,
 ) -> Cost | None:
-    """Return the cost of an exchange; `None` where its bytes are not known.
+    """Return the cost of an exchange; `None` if its bytes are not known.
 
-    `sent` is a number of ranks and the bytes that each sent in a step, `gradients` the bytes of all
-    gradients, where they are known.
+    `sent` is a number of ranks and the bytes that each rank sent in a step; `gradients` is the number of
+    bytes of all gradients.
     """
     if sent is not None and exchange in AT_SERVERS:
         volume = sent[1]
     elif sent is not None and exchange != "shared-memory":
         volume = sent[1] * sent[0] / (2 * (sent[0] - 1))
-    else:  # of shared memory is counted what is written, each rank's nodes whole
+    else:  # the traffic of shared memory counts bytes written, which differ from a ring's
         factor = _OF_SHARDED if strategy in SHARDED else _OF_GRADIENTS.get(exchange)
         if factor is None or gradients is None:
             return None
@@ -95,15 +96,15 @@ def cost_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A measured number of ranks."""
+    """A measured number of ranks with its step time."""
 
     ranks: int
     batch: float  # samples of a step, of all ranks
     replicas: int
     step: float  # seconds
-    data: float  # seconds of it that ranks wait for their loaders
-    exchange: float | None  # seconds of it; `None` where not measured apart
-    left_out: str = ""  # why the fit leaves it out
+    data: float  # seconds of the step that ranks wait for their loaders
+    exchange: float | None  # seconds of the step; `None` if not measured separately
+    left_out: str = ""  # why the fit does not use this point; empty if it does
 
 
 Part = Callable[[Point], float]
@@ -111,7 +112,7 @@ Part = Callable[[Point], float]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is given of the link between ranks; the rest is fitted."""
+    """Bandwidth and latency of the link between ranks, as the user gives them; `None` is fitted."""
 
     bandwidth: float | None = None  # bytes per second
     latency: float | None = None  # seconds per message
@@ -119,15 +120,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How many samples a rank has in a step."""
+    """The number of samples of a step and of each rank, for any number of ranks."""
 
-    total: float  # samples of a step: of all ranks, or with `per_rank` of each
-    per_rank: bool  # whether a step grows with the ranks
-    replicas: int | None  # `None` where they follow from the ranks
+    total: float  # samples of a step: of all ranks, or of each rank if `per_rank`
+    per_rank: bool  # whether the batch grows with the number of ranks
+    replicas: int | None  # `None` if there are as many as ranks
 
     @staticmethod
     def of(points: Sequence[Point]) -> Batches | None:
-        """Return what the points have in common; `None` if it is neither of both."""
+        """Return the batch size that points share, in total or per rank; `None` if they share neither."""
         fixed = {point.replicas for point in points if point.replicas != point.ranks}
         replicas = fixed.pop() if len(fixed) == 1 else None
         for per_rank in (False, True):
@@ -137,11 +138,11 @@ class Batches:
         return None
 
     def samples(self, ranks: int) -> float:
-        """Return the samples of a step, of all ranks."""
+        """Return the number of samples of a step, of all ranks."""
         return self.total * (ranks if self.per_rank else 1)
 
     def largest(self, ranks: int) -> float:
-        """Return the samples of the rank that has most of them; at least one."""
+        """Return the number of samples of the rank with the most samples; at least one."""
         share = 1 / ranks
         if self.replicas is not None and self.replicas >= ranks:
             share = len(block(self.replicas, ranks, 0)) / self.replicas
@@ -150,9 +151,9 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Costs that are fitted, or given of the link."""
+    """Parameters of the model, in seconds: fitted, or given by the user for the link."""
 
-    overhead_seconds: float = 0.0  # of a step, whatever its samples
+    overhead_seconds: float = 0.0  # of a step with any number of samples
     compute_seconds_per_sample: float = 0.0  # of a rank's own samples
     data_seconds_per_sample: float = 0.0  # of waiting for the loader
     latency_seconds: float = 0.0  # of a message
@@ -161,51 +162,51 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A fitted model."""
+    """A fitted model of the step time."""
 
     parameters: Parameters
     cost: Cost
     batches: Batches
 
     def over(self, link: Link) -> Model:
-        """Return the model with what is given of a link in the place of what was fitted."""
+        """Return the model with the given bandwidth and latency in place of the fitted ones."""
         parameters, cost = self.parameters, self.cost
         if link.latency is not None:
             parameters = replace(parameters, latency_seconds=link.latency)
         if link.bandwidth is not None:
             parameters = replace(parameters, seconds_per_byte=1 / link.bandwidth)
-        if link != Link() and cost.exchange == "shared-memory":  # hosts have none in common
+        if link != Link() and cost.exchange == "shared-memory":  # a link connects several hosts
             cost = replace(cost, exchange="tree")
         return Model(parameters, cost, self.batches)
 
     def compute(self, ranks: int) -> float:
-        """Return seconds of a step that are neither exchange nor data."""
+        """Return the seconds of a step that are neither exchange nor data."""
         own = self.batches.largest(ranks) * self.parameters.compute_seconds_per_sample
         return self.parameters.overhead_seconds + own
 
     def data(self, ranks: int) -> float:
-        """Return seconds of a step that ranks wait for their loaders."""
+        """Return the seconds of a step that ranks wait for their loaders."""
         return self.batches.largest(ranks) * self.parameters.data_seconds_per_sample
 
     def exchange(self, ranks: int) -> float:
-        """Return seconds of a step in the exchange of gradients."""
+        """Return the seconds of a step in the exchange of gradients."""
         waits = self.cost.messages(ranks) * self.parameters.latency_seconds
         return waits + self.cost.sent(ranks) * self.parameters.seconds_per_byte
 
     def step(self, ranks: int) -> float:
-        """Return seconds of a step."""
+        """Return the seconds of a step."""
         return self.compute(ranks) + self.data(ranks) + self.exchange(ranks)
 
     def rate(self, ranks: int) -> float:
-        """Return samples per second."""
+        """Return the samples per second of all ranks."""
         return self.batches.samples(ranks) / self.step(ranks)
 
 
 def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
-    """Return the model that comes closest to the points which are not left out.
+    """Return the model that fits the points best, without those that are left out.
 
-    Every point counts by how far the prediction is off as a share of its step. Where the exchange is
-    measured apart, its cost is fitted to that; otherwise all is fitted to the step.
+    The error of each point is relative to its step time. If the exchange is measured separately, its
+    parameters are fitted to that time; otherwise all parameters are fitted to the step time.
     """
     used = [point for point in points if not point.left_out]
 
@@ -237,12 +238,12 @@ def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
 def fit(columns: Mapping[str, Sequence[float]], targets: Sequence[float]) -> dict[str, float]:
     """Return the factor of each column with which their sum comes closest to `targets`: least squares.
 
-    A factor that would be negative, or that the rows cannot tell from others, is 0: of two choices
-    that are as close the one with fewer factors is taken, and then the one of the earlier columns.
+    A factor that would be negative, or that the rows do not determine, is 0. Of two fits with the same
+    error the one with fewer factors is taken, then the one with factors for earlier columns.
     """
     wanted = np.asarray(targets, dtype=np.float64)
     matrix = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
-    # Columns may be bytes or seconds: scaled alike, their rank can be told.
+    # Columns may be bytes or seconds: they are scaled, so that the rank of the matrix can be computed.
     scales = {name: float(np.abs(column).max(initial=0.0)) for name, column in matrix.items()}
     best: dict[str, float] = {}
     least = float(wanted @ wanted)

@@ -13,17 +13,17 @@ from lockstep.tools.quantities import rounded
 
 Row = dict[str, Any]
 
-#: How the rate of a row was measured.
+#: Ways to measure the rate of a row: by recorded steps, or by the wall time of the script.
 BY_STEPS, BY_WALL = "steps", "wall time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The result of one launch."""
+    """The result of one launch of the script."""
 
     combination: Combination
     exit_code: int
-    wall_seconds: float  # from the command to its end
+    wall_seconds: float  # of the whole launch
     measured: Measured | None = None  # `None` for a script without `lockstep.Run`
     identity: Mapping[str, object] = field(default_factory=dict)
     digest: str | None = None
@@ -33,9 +33,9 @@ class Trial:
 def row(
     combination: Combination, trials: Sequence[Trial], restart: float | None, cores: int
 ) -> Row:
-    """Return the row of one combination.
+    """Return the row of results for one combination.
 
-    Of the trials one that failed is the last.
+    Only the last of the trials may have failed.
     """
     good = [trial for trial in trials if not trial.verdict]
     failed = next((trial for trial in trials if trial.verdict), None)
@@ -54,7 +54,7 @@ def row(
 
 
 def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
-    """Return what runs recorded; of a script without `lockstep.Run` the wall time is all there is."""
+    """Return the fields of a row that come from recorded runs; only wall time for scripts without a Run."""
     runs = [trial.measured for trial in trials if trial.measured is not None]
     if not runs:
         return {"measured_by": BY_WALL}
@@ -91,16 +91,16 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
         "cpu": _median(run.cpu for run in runs),
         "start_seconds": _median(run.start_seconds for run in runs),
         "restart_seconds": rounded(restart),
-        # Whether ranks have less than a core for each of their threads.
+        # Whether ranks have less than one core for each of their threads.
         "competing": identity.get("device") == "cpu"
         and trials[-1].combination.ranks * threads > cores,
     }
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
-    """Add to each row its speed-up against the smallest number of ranks, and its efficiency.
+    """Add to each row its efficiency and its speed-up against the smallest number of ranks.
 
-    A row of one rank, whose exchange does not matter, is what all exchanges are compared with.
+    A row of one rank is the baseline for all exchanges, since one rank exchanges nothing.
     """
     for one in rows:
         known = [row for row in rows if rate(row) is not None and belongs(row, group(one))]
@@ -115,7 +115,7 @@ def add_speedups(rows: Sequence[Row]) -> None:
 
 
 def rate(one: Mapping[str, Any]) -> Any:
-    """Return samples per second, or where steps are not known whole runs per second; `None` for neither."""
+    """Return samples per second, or runs per second if steps are not known; `None` if neither is."""
     if one.get("samples_per_second") is not None:
         return one["samples_per_second"]
     return 1 / one["wall_seconds"] if one.get("wall_seconds") else None
@@ -128,17 +128,17 @@ def devices(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Return the layout of a row in words."""
+    """Return the combination of a row in words."""
     return str(Combination(row["ranks"], row.get("strategy"), row.get("exchange")))
 
 
 def group(one: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return what rows have in common that differ in the number of ranks alone."""
+    """Return the strategy and the exchange of a row, which rows of one curve share."""
     return one.get("strategy"), one.get("exchange")
 
 
 def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
-    """Return whether a row is one of a group: on one rank strategy and exchange may be without a name."""
+    """Return whether a row has the strategy and exchange of a group; a row of one rank may lack both."""
     return all(
         mine == theirs or (one["ranks"] == 1 and mine is None)
         for mine, theirs in zip(group(one), to, strict=True)
@@ -159,7 +159,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:
-    """Return each rank's largest peak, in the order of ranks."""
+    """Return each rank's largest peak over several runs, in the order of ranks."""
     merged: dict[int, int] = {}
     for one in peaks:
         merged |= {rank: max(value, merged.get(rank, 0)) for rank, value in one.items()}

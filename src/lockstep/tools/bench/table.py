@@ -1,4 +1,7 @@
-"""Results as tables and lines for a terminal; the page of charts has the same columns."""
+"""Show the results of a benchmark as tables and lines on a terminal.
+
+The page of charts has the same columns.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from rich.table import Table
 from lockstep.tools.bench.results import BY_WALL, Row, label
 from lockstep.tools.quantities import seconds, size, three
 
-#: A column: its title, the name of its value in a row, and the form of that.
+#: A column: its title, the name of its value in a row, and the function that formats the value.
 Column = tuple[str, str, Callable[[Any], str]]
 
-#: Cores' worth of a rank, of the share of the time that it computes.
+_percent, _hundredths = "{:.1%}".format, "{:.2f}".format
+#: Cores in use per second of computing below which ranks count as hindered by other programs.
 _UNHINDERED = 0.8
 
 
 def show(content: Mapping[str, Any], console: Console) -> None:
-    """Print the content of a file of results."""
+    """Print the content of a results file."""
     rows = content["results"]
     measured = [row for row in rows if row.get("measured_by")]
     if measured:
@@ -47,7 +51,7 @@ def show(content: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_lines(console: Console, *lines: str) -> None:
-    """Print lines as they are: a terminal wraps them, a file does not."""
+    """Print lines without markup, which a terminal wraps and a file does not."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -67,7 +71,7 @@ def _print(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
 def cells(
     columns: Sequence[Column], rows: Sequence[Row]
 ) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the titles and the lines of a table: layout and `columns`, without those that are empty."""
+    """Return the titles and the cells of a table with the layout and `columns`, without empty columns."""
     texts = [
         (title, [_text(row, name, form) for row in rows])
         for title, name, form in (*_LAYOUT, *columns)
@@ -82,14 +86,6 @@ def _text(row: Row, name: str, form: Callable[[Any], str]) -> str:
     if name == "speedup" and row.get("repeats") == 0:
         return "failed"
     return "" if row.get(name) is None else form(row[name])
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _hundredths(value: float) -> str:
-    return f"{value:.2f}"
 
 
 def _largest(values: Iterable[float]) -> str:
@@ -167,7 +163,7 @@ GAINS: list[Column] = [
 
 
 def notes(measured: Sequence[Row]) -> list[str]:
-    """Return what a reader of the tables has to know."""
+    """Return remarks that a reader needs to interpret the tables."""
     lines = []
     if any(row["measured_by"] == BY_WALL for row in measured):
         lines.append(
@@ -198,13 +194,13 @@ def notes(measured: Sequence[Row]) -> list[str]:
 
 
 def _is_hindered(row: Row) -> bool:
-    """Return whether ranks had a core for much less than the time that they computed."""
+    """Return whether ranks had much less than one core while they computed."""
     known = row.get("device") == "cpu" and row.get("cpu") and not row.get("competing")
     return bool(known) and row["cpu"] < _UNHINDERED * row["compute_seconds"] / row["step_seconds"]
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Return the verdict of each row that failed."""
+    """Return a line for each row whose launch failed."""
     return [f"failed on {label(row)}: {row['verdict']}" for row in rows if row.get("verdict")]
 
 

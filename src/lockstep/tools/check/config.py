@@ -1,4 +1,4 @@
-"""Selection of rules: `[tool.lockstep.check]` of the nearest pyproject.toml, and the flags."""
+"""Selection of rules by flags and by `[tool.lockstep.check]` of the nearest pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN
 
 @dataclass(frozen=True)
 class Selection:
-    """Codes, or beginnings of codes, of rules that run and of rules that do not; `origin`: the file.
+    """The rules that run, given by codes, or beginnings of codes, to select and to ignore.
 
-    Without `select` all rules run that do so by default.
+    Without `select` all rules run that do so by default. `origin` names the source, for messages.
 
     Raises:
-        UsageError: if no rule has a code.
+        UsageError: if no rule has one of the codes.
     """
 
     select: tuple[str, ...] | None = None
@@ -36,7 +36,7 @@ class Selection:
                 )
 
     def has(self, code: str) -> bool:
-        """Return whether the rule with a code runs."""
+        """Return whether the rule with this code runs."""
         selected = self.select is None or _named(code, self.select)
         default = code not in RULES or (RULES[code].default and selected)
         by_code = bool({"ALL", code}.intersection(self.select or ()))

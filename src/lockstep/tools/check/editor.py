@@ -1,4 +1,4 @@
-"""Edits made with LibCST; apart from `fix.py`, since classes here need LibCST to be defined."""
+"""Make edits of a script with LibCST; apart from `fix.py`, so that only editing imports LibCST."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lockstep.errors import UsageError
 from lockstep.tools.check.fix import PART, Edit
 from lockstep.tools.check.source import Module
 
-#: Begins the text of the statement that stands where a `with` is to begin.
+#: Begins the text of a marker: a string statement that is put where a `with` block is to begin.
 _WITH = "lockstep with: "
-#: Comments for tools, about the line that they stand on.
+#: Comments for tools, such as `noqa`, which concern the line on which they are.
 _FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|pylint|fmt|isort|lockstep)", re.IGNORECASE)
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 _Statement = cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]
@@ -27,7 +27,7 @@ _Position = tuple[int, int]
 
 
 def apply(module: Module, edits: Iterable[Edit]) -> str:
-    """Return the source of a module with all edits made.
+    """Return the source of a module after all edits.
 
     Raises:
         UsageError: if LibCST cannot parse what Python can.
@@ -44,7 +44,7 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
 
 
 class Editor(cst.CSTTransformer):
-    """Makes edits at expressions, which are found by begin and end, and statements, by their begin."""
+    """Makes edits in a syntax tree; expressions are found by begin and end, statements by their begin."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -66,7 +66,7 @@ class Editor(cst.CSTTransformer):
         return start.line, start.column
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Move the comments of a deleted statement to the next one."""
+        """Move the comments of a deleted statement to the next statement."""
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._left:
             apart = bool(node.leading_lines) and node.leading_lines[0].comment is None
             if not apart or any(line.comment for line in self._left):
@@ -75,7 +75,7 @@ class Editor(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
-        """Apply the edits of a node."""
+        """Return a node after all edits of it."""
         match original_node, updated_node:
             case cst.BaseExpression(), _:
                 place = self.get_metadata(PositionProvider, original_node)
@@ -117,7 +117,7 @@ class Editor(cst.CSTTransformer):
         original: cst.SimpleStatementLine | cst.SimpleStatementSuite,
         updated: cst.SimpleStatementLine | cst.SimpleStatementSuite,
     ) -> list[cst.BaseStatement] | None:
-        """Return statements of one line, edited, each on a line of its own; `None` where no edit is."""
+        """Return the statements of one line, edited, each on its own line; `None` if none has an edit."""
         if not any(self._start(small) in self._statements for small in original.body):
             return None
         plain = cst.MaybeSentinel.DEFAULT
@@ -151,7 +151,10 @@ class Editor(cst.CSTTransformer):
                 case "splice", cst.If():
                     body = _spliced(updated)
                     self._left = list(getattr(updated.body, "footer", ()))
-                case "with", _:  # a statement that stands where it begins, until its block is left
+                case (
+                    "with",
+                    _,
+                ):  # a marker, until `on_leave` of the block puts the block's end under the `with`
                     text = cst.SimpleString(repr(_WITH + edit.code))
                     before.append(cst.SimpleStatementLine([cst.Expr(text)]))
                 case "before", _:
@@ -169,7 +172,7 @@ class Editor(cst.CSTTransformer):
 
 
 def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
-    """Return an expression after an edit."""
+    """Return the expression that an edit makes of `node`."""
     made = cst.parse_expression(edit.code or "()")
     match edit.kind, node:
         case "argument", cst.Call():
@@ -218,7 +221,7 @@ def _with_argument(call: cst.Call, edit: Edit) -> cst.Call:
 
 
 def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
-    """Return a statement after an edit that leaves one statement in its place."""
+    """Return a statement after an edit that replaces one statement by one statement."""
     match edit.kind, statement:
         case "comment", _:
             line = cst.EmptyLine(comment=cst.Comment(edit.code))
@@ -244,7 +247,7 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
-    """Return the loop of `code`; its inner loops begin with the parts of this loop's body."""
+    """Return the loop in `code`, whose inner loops begin with the parts of the body of `loop`."""
     block = loop.body
     assert isinstance(block, cst.IndentedBlock)
     parts: list[list[cst.BaseStatement]] = [[]]
@@ -269,7 +272,7 @@ def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
 
 
 def _text(statement: cst.CSTNode) -> str:
-    """Return the string of a statement that is a string literal, otherwise an empty one."""
+    """Return the string of a statement that is a string literal; an empty string for other statements."""
     match statement:
         case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString() as text)]):
             return str(text.evaluated_value)
@@ -287,14 +290,14 @@ def _with_lines(statement: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) ->
 def _empty_lines(
     statement: cst.BaseStatement,
 ) -> tuple[list[cst.EmptyLine], list[cst.EmptyLine]]:
-    """Return the empty lines above a statement, before any comment, and the other lines above it."""
+    """Return the empty lines above a statement up to its first comment, and the other lines above it."""
     lines = _lines(statement)
     empty = list(itertools.takewhile(lambda line: line.comment is None, lines))
     return empty, lines[len(empty) :]
 
 
 def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
-    """Return the comment behind a statement, or behind the head of one with a block, as a line."""
+    """Return, as a line, the comment at the end of a statement's line or of its block's first line."""
     block = getattr(statement, "body", None)
     behind = block.header if isinstance(block, cst.IndentedBlock) else None
     if isinstance(statement, cst.SimpleStatementLine):
@@ -306,7 +309,7 @@ def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
 
 
 def _spliced(node: cst.If) -> list[cst.BaseStatement]:
-    """Return the body of an `if`; what stands above it stands above the first statement."""
+    """Return the body of an `if` to replace the `if`; lines above the `if` move to the first statement."""
     block = node.body
     if isinstance(block, cst.SimpleStatementSuite):
         made = cst.SimpleStatementLine(block.body, trailing_whitespace=block.trailing_whitespace)
@@ -317,7 +320,7 @@ def _spliced(node: cst.If) -> list[cst.BaseStatement]:
 
 
 def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cst.Module:
-    """Put what follows a marker in a block under its `with`."""
+    """Put all statements after a marker in a block into a `with` statement that replaces the marker."""
     for index, statement in enumerate(block.body):
         code = _text(statement)
         if code.startswith(_WITH):
@@ -326,7 +329,7 @@ def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cs
             made = cst.parse_statement(f"with {code.removeprefix(_WITH)}:\n    pass\n")
             inside = cst.IndentedBlock([_with_lines(first, lines), *others])
             made = made.with_changes(body=inside, leading_lines=empty)
-            # Empty lines stay empty where statements come to stand deeper.
+            # Empty lines stay empty although the statements are indented.
             empty_line = m.EmptyLine(comment=None, indent=True)
             under = m.replace(made, empty_line, lambda line, _: line.with_changes(indent=False))
             assert isinstance(under, cst.BaseStatement)

@@ -1,4 +1,4 @@
-"""Run rules over files: findings, notes, and the edits that fix them."""
+"""Run the rules over files; return findings, notes, and the edits that fix findings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
 from lockstep.tools.check.syntax import last_name
 
-#: Directories that hold no scripts of the user's.
+#: Names of directories without scripts of the user.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the outcome; line, last line and column are counted from 1, in a notebook's cell."""
+    """One finding of a rule; lines and columns count from 1, in a notebook from the start of its cell."""
 
     path: Path
     line: int
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """Findings by file, line and column; notes on what could not be judged; edits that mend files."""
+    """Findings of all files, sorted by position; notes on files that no rule could judge; edits by file."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -47,10 +47,10 @@ class Outcome:
 
 
 def files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files that paths name: a file itself, of a directory all scripts and notebooks.
+    """Return the files that paths name; of a directory, all scripts and notebooks below it.
 
     Raises:
-        UsageError: if a path is not there, or a directory has none.
+        UsageError: if a path does not exist, or a directory has no script.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -74,7 +74,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Disable garbage collection: trees stay to the end, and traversing them takes a third of the time."""
+    """Disable garbage collection: trees live to the end, and traversing them takes a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -86,7 +86,7 @@ def _without_collections() -> Iterator[None]:
 
 @_without_collections()
 def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
-    """Check files, as `files` returns them; `flags` select rules.
+    """Check files returned by `files`; `flags` select the rules.
 
     Raises:
         UsageError: if a file cannot be read, or a pyproject.toml is wrong.
@@ -123,7 +123,7 @@ def _findings(
         outcome.notes += _no_loop(path, script)
     edits: list[Edit] = []
     selected = [rule for code, rule in RULES.items() if selection.has(code)]
-    if script.flavours != {"lockstep"}:  # loops of others beside one of Lockstep are not judged
+    if script.flavours != {"lockstep"}:  # rules for Lockstep do not judge loops of other libraries
         selected = [rule for rule in selected if not rule.code.startswith("LS6")]
     for rule in selected if script.flavours else ():
         for hit in dict.fromkeys(rule.find(script)):
@@ -141,7 +141,7 @@ def _findings(
 
 
 def _ignored(module: Module, hit: Hit, code: str) -> bool:
-    """Whether an ignore comment is on the first or last line of a place or of its statement."""
+    """Whether a comment that ignores the rule is on the first or last line of a hit or of its statement."""
     if not module.ignored:
         return False
     lines = {hit.node.lineno, hit.node.end_lineno}
@@ -153,7 +153,7 @@ def _ignored(module: Module, hit: Hit, code: str) -> bool:
 
 
 def _in_one_process(module: Module, hit: Hit) -> bool:
-    """Whether a place is in a `unittest.TestCase`, which runs in one process."""
+    """Whether a hit is in a `unittest.TestCase`, which runs in one process."""
     owner = module.enclosing_class(hit.node)
     return owner is not None and "TestCase" in [last_name(base) for base in owner.bases]
 
@@ -168,7 +168,7 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
 
 
 def _no_loop(path: Path, script: Script) -> Iterator[str]:
-    """Yield a note for a script with a process group and an optimizer, but no training loop."""
+    """Yield a note if a script has a process group and an optimizer, but no training loop."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
     if starts and script.matches(r"\boptim\b|[Oo]ptimizer"):
         yield (

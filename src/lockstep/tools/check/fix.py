@@ -1,4 +1,4 @@
-"""Edits of a file's concrete syntax; comments and formatting stay as they are."""
+"""Edits of a script that keep its comments and formatting; `editor.py` makes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 from lockstep.errors import OutputError, UsageError
 from lockstep.state.files.atomic_file import replacing
 
-#: A statement that stands where another part of a loop's body begins.
+#: Text of a string statement that marks where the next part of a loop's body begins.
 PART = "lockstep: the next part"
 Kind = Literal[
     "argument", "replace", "callee", "prepend", "wrap", "unwrap", "receiver",
@@ -24,19 +24,20 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Edit:
-    """One change at an expression or a statement.
+    """One change of an expression or a statement.
 
-    Of a call: `argument` sets or, without code, removes the keyword `name`; `callee` calls another
-    function; `prepend` gives one more argument before the others; `unwrap` leaves its first argument (of an
-    attribute, its object); `receiver` makes the object of a method the argument of a function. Of any
-    expression: `replace` puts another one there; `wrap` makes it the argument of a call.
+    Kinds for a call: `argument` sets the keyword `name`, or removes it if there is no code. `callee`
+    replaces the called function. `prepend` adds an argument before the others. `unwrap` replaces the call
+    by its first argument, or an attribute by its object. `receiver` turns a method call into a function
+    call with the object as argument. Kinds for any expression: `replace` replaces it. `wrap` makes it the
+    argument of a call.
 
-    Of a statement: `statement` puts another one there; `before` and `after` put one beside it; `guard` puts
-    it under `if CODE:`, `with` it and all that follow in its block under `with CODE:`; `delete` removes it;
-    `comment` puts a comment above. Of an `if`: `splice` leaves its body. Of a loop or a function: `first`
-    puts a statement at the head of its body. Of a function: `parameter` adds one before the others (after
-    `self`) or, without code, removes the first. Of a loop: `passes` makes the loop of CODE of it, whose
-    inner loops have the parts of its body.
+    Kinds for a statement: `statement` replaces it. `before` and `after` add a statement beside it. `guard`
+    puts it under `if CODE:`. `with` puts it and all later statements of its block under `with CODE:`.
+    `delete` removes it. `comment` adds a comment above it. `splice` replaces an `if` by its body. `first`
+    adds a statement at the head of a loop's or a function's body. `parameter` adds a function parameter
+    before the others (after `self`), or removes the first one if there is no code. `passes` replaces a loop
+    by the loop in the code, whose inner loops get the parts of the replaced loop's body.
     """
 
     kind: Kind
@@ -46,7 +47,7 @@ class Edit:
 
 
 def available() -> None:
-    """Check that LibCST, which edits files, is installed.
+    """Raise an error unless LibCST, which edits files, is installed.
 
     Raises:
         UsageError: if LibCST is not installed.
@@ -61,7 +62,7 @@ def available() -> None:
 
 
 def diff(path: Path, before: str, after: str) -> str:
-    """Return the unified diff of two texts of a file."""
+    """Return the unified diff between two texts of a file."""
     texts = before.splitlines(True), after.splitlines(True)
     lines = difflib.unified_diff(*texts, str(path), str(path))
     last = "\n\\ No newline at end of file\n"
@@ -69,10 +70,10 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def overwrite(path: Path, text: str, encoding: str) -> None:
-    """Replace the text of a file atomically; its mode stays.
+    """Replace the text of a file atomically; its permissions stay.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
     """
     target = path.resolve()
     try:

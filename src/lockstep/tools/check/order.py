@@ -1,4 +1,4 @@
-"""Order and conditions in which a program executes its calls."""
+"""Order of a program's calls, and the conditions under which a program executes them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
-    """Return what may keep a program from executing a node, also around the calls of its function.
+    """Return the syntax nodes by which a program may skip `node`: branches, `try`, loops, early exits.
 
-    These are branches, `try`, loops, and branches before it that return, raise or leave a loop.
+    Nodes around the calls of its function count, too.
     """
     found: set[ast.AST] = set()
     for parent, child in script.module.ancestry(node):
@@ -36,7 +36,7 @@ def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
 
 
 def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call | None:
-    """Return the call that has wrapped a model before `node` is evaluated."""
+    """Return the call of one of `wrappers` that has wrapped a model before `node` is evaluated."""
     module = script.module
     for call in [
         call for value in _bound(script, node) for call in script.made_by(value, *wrappers)
@@ -52,23 +52,23 @@ def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call |
 
 
 def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values assigned to a name before it is read, in its function; without any the name."""
+    """Return the values assigned to a name earlier in its function; the name itself if there are none."""
     name = node.id if isinstance(node, ast.Name) else ""
     bound = script.module.bound.get((script.module.scope(node), name), [])
     values = [value for value in bound if isinstance(value, ast.expr)]
-    if not values or len(values) < len(bound):  # a part of a value is followed from the name
+    if not values or len(values) < len(bound):  # an unpacked element: `sources` follows the name
         return [node]
     return [value for value in values if script.module.earlier(value, node)]
 
 
 def launcher_only(script: Script, call: ast.Call) -> bool:
-    """Whether the launcher alone makes a call: at the top of a notebook, or of a file with `mp.spawn`."""
+    """Whether only the launcher makes a call: at the top of a notebook, or of a file with `mp.spawn`."""
     top = isinstance(script.module.scope(call), ast.Module)
     return top and (bool(script.module.cells) or "mp.spawn" in script.called)
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield a node and the direct and indirect calls of its function, each with its scope."""
+    """Yield a node and all calls that lead to its function, each with the function around it."""
     scope = script.module.scope(node)
     yield scope, node
     if depth and isinstance(scope, Function):
@@ -77,7 +77,7 @@ def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.
 
 
 def precedes(script: Script, one: ast.expr, home: Script, other: ast.expr) -> bool | None:
-    """Whether `one`, of `script`, comes before `other`, of `home`; `None` where neither is shown."""
+    """Whether `one`, of `script`, is evaluated before `other`, of `home`; `None` if that is not known."""
     answers = {
         start(first) < start(second)
         for scope, first in _ways(script, one)

@@ -1,4 +1,4 @@
-"""Findings as text, JSON, SARIF 2.1.0 and annotations of GitHub."""
+"""Write findings as text, JSON, SARIF 2.1.0, or annotations for GitHub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.version import __version__
 
 
 def text(outcome: Outcome) -> str:
-    """Return a line for each finding, and how many there are."""
+    """Return one line for each finding and note, and a last line with their number."""
     lines = [line(finding) for finding in outcome.findings]
     lines += [f"note: {note}" for note in outcome.notes]
     count = len(outcome.findings)
@@ -24,7 +24,7 @@ def text(outcome: Outcome) -> str:
 
 
 def line(finding: Finding) -> str:
-    """Return the line of one finding."""
+    """Return one finding as a line of text."""
     cell = "" if finding.cell is None else f":cell {finding.cell}"
     place = f"{finding.path}{cell}:{finding.line}:{finding.column}"
     return f"{place}: {finding.code}{' [*]' * finding.fixable} {finding.message}"
@@ -51,7 +51,7 @@ def as_json(outcome: Outcome) -> str:
 
 
 def sarif(outcome: Outcome) -> str:
-    """Return the findings as a SARIF 2.1.0 log, which code scanning services read."""
+    """Return the findings as a SARIF 2.1.0 log, a format for code scanning services."""
     rules = [
         {
             "id": code,
@@ -84,7 +84,7 @@ def _result(finding: Finding) -> dict[str, Any]:
 
 
 def github(outcome: Outcome) -> str:
-    """Return the findings as workflow commands, which GitHub shows beside the lines."""
+    """Return the findings as workflow commands, which GitHub shows beside the lines of code."""
     lines = []
     for finding in outcome.findings:
         values = {
@@ -101,18 +101,18 @@ def github(outcome: Outcome) -> str:
 
 
 def _escaped(value: object, letters: str = "") -> str:
-    """Return a text with the letters escaped that a workflow command does not take."""
+    """Return a text with those characters escaped that a workflow command cannot contain."""
     escapes = {ord(letter): f"%{ord(letter):02X}" for letter in f"%\r\n{letters}"}
     return str(value).translate(escapes)
 
 
 def _level(finding: Finding) -> str:
-    """Return the level of a finding in SARIF and on GitHub."""
+    """Return the severity of a finding for SARIF and GitHub: `error` or `warning`."""
     return "error" if finding.harm in ("hangs", "corrupts", "fails") else "warning"
 
 
 def _in_cell(finding: Finding) -> str:
-    """Return the message, with the cell of a notebook, where lines are those of a file."""
+    """Return the message, preceded by the cell number in a notebook."""
     return finding.message if finding.cell is None else f"cell {finding.cell}: {finding.message}"
 
 

@@ -1,4 +1,4 @@
-"""Analysis over several files: imports, calls, and origins of values."""
+"""Analysis over several files: imports, definitions, calls, and the origins of values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from lockstep.tools.check.source import Module, Part, read
 from lockstep.tools.check.syntax import Function, Scope, argument, method
 
-#: Methods that return what they are given, changed in place or moved.
+#: Methods that return their object, changed in place or moved to another device.
 _SAME = {
     *("to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "double"),
     "requires_grad_",
 }
-#: Methods of Accelerator and Fabric that return their arguments, ready for several ranks.
+#: Methods of Accelerator and Fabric that return their arguments, prepared for several ranks.
 _PREPARE = {"prepare", "setup", "setup_dataloaders"}
-#: How far values and calls are followed.
+#: Number of assignments and calls through which a value is followed.
 DEPTH = 8
 
-#: An expression, or another node, and the file that it stands in.
+#: An expression and the module that contains it.
 Value = tuple[Module, ast.expr]
 
 
@@ -36,7 +36,7 @@ class Site:
 
 
 class Project:
-    """The files that were asked for, and those of the project that they import."""
+    """The files that are checked, and the modules of the same project that they import."""
 
     def __init__(self) -> None:
         self.modules: dict[Path, Module] = {}
@@ -44,7 +44,7 @@ class Project:
         self._file = cache(_file)
 
     def load(self, path: Path) -> Module:
-        """Return a file, parsed; files of the project that it imports are read as well."""
+        """Parse a file, and the modules of the project that it imports; return the parsed file."""
         path = path.resolve()
         if path not in self.modules:
             module = self.modules[path] = read(path)
@@ -53,12 +53,9 @@ class Project:
             self._imported[module] = [self.load(file) for file in files]
         return self.modules[path]
 
-    def program(self, module: Module) -> list[Module]:
-        """Return the modules of the programs that a module takes part in."""
-        return self._programs[module]
-
     @cached_property
-    def _programs(self) -> dict[Module, list[Module]]:
+    def programs(self) -> dict[Module, list[Module]]:
+        """For each module, the modules of all programs that contain it: scripts and their imports."""
         reached = {start: self._reach(start) for start in self.modules.values()}
         programs = {}
         for module in reached:
@@ -104,7 +101,7 @@ class Project:
         return other.free_functions.get(wanted) or other.classes.get(wanted)
 
     def _class(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
-        """Return the class of the project that a variable is an instance of."""
+        """Return the class of the project whose instance an expression is."""
         values: list[ast.expr | Part] = [node] if isinstance(node, ast.Call) else []
         if isinstance(node, ast.Name):
             values = module.bound.get((module.scope(node), node.id), [])
@@ -119,14 +116,14 @@ class Project:
         return None
 
     def module_of(self, node: ast.AST) -> Module:
-        """Return the module that a function or a class is defined in."""
+        """Return the module that defines a function or a class."""
         return next(module for module in self.modules.values() if node in module.parents)
 
     # Calls ---------------------------------------------------------------------------------------
 
     @cached_property
     def sites(self) -> dict[ast.AST, list[tuple[Module, Site]]]:
-        """Call sites by function of the project; `mp.spawn` calls the function that it is given."""
+        """Calls of each function of the project; `mp.spawn(f)` counts as a call of `f`."""
         found: dict[ast.AST, list[tuple[Module, Site]]] = defaultdict(list)
         for module in self.modules.values():
             for call in module.calls:
@@ -146,7 +143,7 @@ class Project:
         return found
 
     def callee(self, module: Module, call: ast.Call) -> Function | None:
-        """Return the function of the project that a call runs."""
+        """Return the function of the project that a call runs, or `None`."""
         called = self.definition(module, call.func)
         return called if isinstance(called, Function) else None
 
@@ -155,8 +152,9 @@ class Project:
     def sources(self, module: Module, node: ast.expr) -> Iterator[Value]:
         """Yield the expressions that a value may come from, in this file and the project's modules.
 
-        Names are followed to what is bound to them, parameters to the arguments of calls, calls of the
-        project's functions to what these return. What cannot be followed is yielded as it stands.
+        Names are followed to the values bound to them, parameters to the arguments of calls, calls of the
+        project's functions to their return values. An expression that cannot be followed further is
+        yielded.
         """
         yield from self._sources(module, node, DEPTH, set())
 
@@ -207,7 +205,7 @@ class Project:
         return found
 
     def elements(self, module: Module, part: Part) -> list[Value]:
-        """Return the expressions that an unpacked element may come from."""
+        """Return the expressions that one element of an unpacked value may come from."""
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []
@@ -231,7 +229,7 @@ class Project:
         ]
 
     def arguments(self, function: Function, name: str) -> list[Value]:
-        """Return the arguments of calls for a parameter, and its default."""
+        """Return the arguments that calls pass for a parameter, and its default."""
         spec = function.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
         if name not in names and name not in [arg.arg for arg in spec.kwonlyargs]:
@@ -252,7 +250,7 @@ class Project:
 
 
 def _file(directory: Path, name: str) -> Path | None:
-    """Return the file of the project that a module in a directory imports `name` from."""
+    """Return the file of the project that a module in `directory` imports as `name`."""
     level = len(name) - len(name.lstrip("."))
     parents = [directory, *directory.parents]
     parts = name.strip(".").split(".")

@@ -1,4 +1,4 @@
-"""`Rule`: a code, its texts, examples, and the function that yields its findings."""
+"""`Rule`: a code, texts, examples, and the function that yields the rule's hits in a script."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Literal
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.script import Script
 
-#: What comes of it: ranks wait for ever, weights or files are wrong, time is lost, numbers mislead.
+#: Consequence of a finding: ranks wait for ever, weights or files are wrong, the script raises an error,
+#: shown numbers mislead, or training is slow.
 Harm = Literal["hangs", "corrupts", "fails", "misleads", "slow"]
-#: Codes of files that cannot be read as Python, and of comments that name no rule.
+#: Codes for files that cannot be parsed as Python, and for ignore comments with an unknown code.
 SYNTAX, UNKNOWN = "LS001", "LS002"
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A place that a rule has found; message and harm, where they are not the rule's own."""
+    """A node that a rule has found; `message` and `harm` are set where they differ from the rule's own."""
 
     node: ast.expr | ast.stmt
     message: str | None = None
@@ -32,15 +33,15 @@ Finder = Callable[[Script], Iterator[Hit]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule; its page in the manual is written from its text.
+    """A rule; its section in the manual is written from its texts.
 
     Attributes:
-        code: by its first digit one of a family.
+        code: its first digit is its family's number.
         name: in words, for the manual's headings.
-        message: one line beside the place.
-        bad: code that the rule finds; `good` is to be used instead.
-        fix: what `--fix` does, or nothing.
-        default: whether it runs where it is not selected by its code.
+        message: one line beside the found code.
+        bad: code that the rule finds; `good` is correct code.
+        fix: the effect of `--fix` in words, or empty.
+        default: whether it runs if it is not selected by its code.
     """
 
     code: str
@@ -70,9 +71,9 @@ def rule(
     fix: str = "",
     default: bool = True,
 ) -> Callable[[Finder], Finder]:
-    """Enter a function among the rules; the arguments are those of `Rule`.
+    """Decorator that registers a function as the finder of a new rule; the arguments are those of `Rule`.
 
-    `example` is a diff: lines with `-` are in the bad code alone, lines with `+` in the good code alone.
+    `example` is a diff: lines with `-` are only in the bad code, lines with `+` only in the good code.
     """
     lines = textwrap.dedent(example).strip("\n").splitlines()
     bad, good = (

@@ -1,4 +1,4 @@
-"""Facts about one file for rules: training loops, rank-dependent branches, wrapped models."""
+"""Queries about one file that rules share: training loops, rank-dependent branches, wrapped models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lockstep.tools.check.syntax import (
     method,
 )
 
-#: Names of values that say which rank a process is.
+#: Names of variables with the rank of a process.
 _RANK = re.compile(r"^(?!lora_|matrix_|low_|max_)(\w*_)?rank$|(^|_)process_index$|^node_id$")
-#: Names of values that are true on one rank, or on one rank of each node.
+#: Names of variables that are true on one rank, or on one rank of each node.
 _MAIN = re.compile(
     r"^_?(is_)?(local_|global_|world_)?(main|master|primary|chief)_(process|rank|worker|proc|node)$"
     r"|^is_(main|master|primary|chief|rank_?zero|rank_?0|first_rank)$|^is_global_zero$|^rank_?zero$"
@@ -33,12 +33,12 @@ _OF_RANK = re.compile(
 _WORLD = re.compile(
     r"^(\w*_)?(world_size|num_processes|n_?gpus?\w*|num_gpus|n_ranks|nprocs|num_replicas)$"
 )
-#: Names of data that a model is measured on, not trained.
+#: Names of data for evaluation.
 EVALUATION = re.compile(
     r"(?<![a-z])(val|valid|validat(e|ion)|test|eval|evaluat(e|ion)|dev)"
     r"(?=[^a-z]|$|set|loader|data|ds|sampler|dl|iter)"
 )
-#: Starts that make a program one of several processes, by the flavour of script.
+#: Calls that make a program a distributed one, and the kind of program that each shows.
 FLAVOURS = {
     "dist.init_process_group": "ddp",
     "dist.init_device_mesh": "ddp",
@@ -47,9 +47,9 @@ FLAVOURS = {
     "Fabric": "fabric",
     "lockstep.Run": "lockstep",
 }
-#: What a loop goes over a loader by.
+#: Functions around the loader in the head of a loop.
 _ITERATORS = {"enumerate", "tqdm", "trange", "iter", "zip", "islice", "log_every"}
-#: A guard whose body runs on one rank.
+#: Context managers and decorators whose body runs on one rank, or on one rank first.
 _GUARD_CALLS = {"main_process_first", "local_main_process_first", "rank_zero_first"}
 _GUARD_DECORATORS = {
     *("rank_zero_only", "on_main_process", "on_local_main_process"),
@@ -58,7 +58,7 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """One file within its program: the queries that rules share."""
+    """A file and the program to which it belongs: the queries that rules share."""
 
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module
@@ -71,31 +71,31 @@ class Script:
             other._others = self._others
         return self._others[module]
 
-    # What there is ---------------------------------------------------------------------------------
+    # The program -----------------------------------------------------------------------------------
 
     @cached_property
     def program(self) -> list[Script]:
-        """The files of the programs that this one takes part in."""
-        return [self.of(module) for module in self.project.program(self.module)]
+        """The files of all programs that contain this file."""
+        return [self.of(module) for module in self.project.programs[self.module]]
 
     def name(self, node: ast.AST) -> str:
-        """Return the qualified name of an expression in its short form: `dist.barrier`, `DDP`."""
+        """Return the qualified name of an expression in its short form, such as `dist.barrier` or `DDP`."""
         return self.module.name(node)
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Return the calls in this file of functions with these names."""
+        """Return this file's calls of functions with these names."""
         return (call for name in names for call in self.module.calls_by_name.get(name, ()))
 
     def methods(self, *names: str) -> Iterator[ast.Call]:
-        """Return the calls in this file of methods with these names."""
+        """Return this file's calls of methods with these names."""
         return (call for call in self.module.calls if method(call) in names)
 
     def callee(self, node: ast.AST) -> Function | None:
-        """Return the function of the project that a call runs."""
+        """Return the function of the project that a call runs, or `None`."""
         return self.project.callee(self.module, node) if isinstance(node, ast.Call) else None
 
     def callers(self, function: ast.AST) -> list[tuple[Script, ast.Call]]:
-        """Return the calls of a function, each with its file."""
+        """Return the calls of a function in the project, each with its file."""
         sites = self.project.sites.get(function, ())
         return [(self.of(module), site.call) for module, site in sites]
 
@@ -105,16 +105,16 @@ class Script:
         return {name for script in self.program for name in script.module.called}
 
     def findall(self, pattern: str) -> list[str]:
-        """Return the matches of a pattern in the source of the whole program."""
+        """Return the matches of a regular expression in the source of the whole program."""
         return [text for script in self.program for text in script.module.findall(pattern)]
 
     def matches(self, pattern: str) -> bool:
-        """Whether a pattern matches the source of the program."""
+        """Whether a regular expression matches the source of the program."""
         return any(script.module.findall(pattern) for script in self.program)
 
     @cached_property
     def flavours(self) -> set[str]:
-        """Which kinds of distributed script the program is: ddp, accelerate, fabric, lockstep."""
+        """The distributed libraries that the program uses: ddp, accelerate, fabric, lockstep."""
         names = FLAVOURS.keys() & self.called
         made = [call for script in self.program for call in script.calls("Fabric")]
         devices = [argument(call, "devices", 2) for call in made]
@@ -124,7 +124,7 @@ class Script:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether the program is a script of `torch.distributed`, without a framework above it."""
+        """Whether the program uses `torch.distributed` without another library on top of it."""
         trainers = ("lightning", "pytorch_lightning", "deepspeed", "transformers.Trainer", "ignite")
         imported = {name for script in self.program for name in script.module.imports.values()}
         return self.flavours == {"ddp"} and not any(
@@ -139,11 +139,11 @@ class Script:
     # Values ----------------------------------------------------------------------------------------
 
     def sources(self, node: ast.expr | None) -> list[ast.expr]:
-        """Return the expressions that a value may come from; none for `None`."""
+        """Return the expressions that a value may come from; an empty list for `None`."""
         return [value for _, value in self.project.sources(self.module, node)] if node else []
 
     def made_by(self, node: ast.expr | None, *names: str) -> list[ast.Call]:
-        """Return the calls of functions with these names that a value may come from; none for `None`."""
+        """Return the calls of functions with these names that a value may come from."""
         return [
             value
             for module, value in (self.project.sources(self.module, node) if node else ())
@@ -151,11 +151,11 @@ class Script:
         ]
 
     def constants(self, node: ast.expr | None) -> list[object]:
-        """Return the constants that a value may be; none for `None`."""
+        """Return the constants that a value may be; an empty list for `None`."""
         return [value.value for value in self.sources(node) if isinstance(value, ast.Constant)]
 
     def bound_name(self, node: ast.expr) -> str:
-        """Return the name that the value of an expression is bound to: `train_loader`, `self.data`."""
+        """Return the name that an expression's value is bound to, such as `train_loader` or `self.data`."""
         match self.module.parents.get(node):
             case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
                 return dotted(target)
@@ -166,7 +166,7 @@ class Script:
     # The rank --------------------------------------------------------------------------------------
 
     def is_rank(self, node: ast.expr) -> bool:
-        """Whether an expression is, or contains, the number of a rank."""
+        """Whether an expression is, or contains, the rank of the process."""
         return any(self._is_rank(part) for part in ast.walk(node))
 
     def _is_rank(self, node: ast.AST) -> bool:
@@ -182,7 +182,7 @@ class Script:
         return False
 
     def _is_spawned_rank(self, node: ast.Name) -> bool:
-        """Whether a name is the first parameter of a function that `mp.spawn` runs."""
+        """Whether a name is the first parameter of a function that `mp.spawn` runs, which is the rank."""
         scope = self.module.scope(node)
         if not isinstance(scope, Function) or [arg.arg for arg in scope.args.args[:1]] != [node.id]:
             return False
@@ -229,14 +229,14 @@ class Script:
         return any(self.is_rank(side) or self._from_rank(side) for side in sides)
 
     def _from_rank(self, node: ast.expr) -> bool:
-        """Whether a value was a rank where it comes from: `self.gpu_id`, given as `rank`."""
+        """Whether a value comes from a rank by another name, such as `self.gpu_id` assigned from `rank`."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return False
         values = self.project.sources(self.module, node)
         return any(self.of(home).is_rank(value) for home, value in values)
 
     def guard(self, node: ast.AST, depth: int = 4) -> ast.AST | None:
-        """Return the branch, `with` or decorator by which only some ranks execute a node."""
+        """Return the branch, `with` or decorator because of which only some ranks execute a node."""
         for parent, child in self.module.ancestry(node):
             match parent:
                 case ast.If(test=test) | ast.IfExp(test=test) if child is not test:
@@ -271,7 +271,7 @@ class Script:
     # Loops -----------------------------------------------------------------------------------------
 
     def level(self, nodes: Iterable[ast.AST], depth: int = 5) -> int | None:
-        """Return how many loops are between nodes and `backward`, `None` without it."""
+        """Return the number of loops between nodes and a call of `backward` in them; `None` without one."""
         levels = [self._level(node, depth) for node in nodes]
         return min((level for level in levels if level is not None), default=None)
 
@@ -306,18 +306,18 @@ class Script:
 
     @property
     def epoch_loops(self) -> list[Loop]:
-        """Loops around the step loops."""
+        """Loops around the loops of training steps."""
         return [loop for loop in self.module.loops if (self._levels[loop] or 0) > 0]
 
     @cached_property
     def trains(self) -> bool:
-        """Whether the program has a loop that trains."""
+        """Whether the program has a training loop."""
         return any(script.step_loops for script in self.program)
 
     def step_loop(self, node: ast.AST, *, always: bool = False, depth: int = 3) -> ast.AST | None:
-        """Return the training loop whose iterations execute a node, also by calls of its function.
+        """Return the training loop whose iterations execute a node, also through calls of its function.
 
-        With `always` only a loop that executes it in every iteration, without a condition.
+        With `always` only a loop that executes the node in every iteration, without a condition.
         """
         for parent, child in self.module.ancestry(node):
             conditional = isinstance(parent, ast.If) and child is not parent.test
@@ -335,7 +335,7 @@ class Script:
         return None
 
     def iterated(self, loop: Loop) -> ast.expr | None:
-        """Return what a `for` iterates over, such as a loader, without `enumerate` and `tqdm`."""
+        """Return the object that a `for` iterates over, such as a loader, without `enumerate` or `tqdm`."""
         node = None if isinstance(loop, ast.While) else loop.iter
         while isinstance(node, ast.Call) and node.args:
             if last_name(node.func) not in _ITERATORS:
@@ -345,7 +345,7 @@ class Script:
 
     @cached_property
     def loaders(self) -> set[ast.AST]:
-        """The DataLoader calls that training loops of the program iterate over."""
+        """The DataLoader calls whose loaders the program's training loops iterate over."""
         return {
             call
             for script in self.program
@@ -354,7 +354,7 @@ class Script:
         }
 
     def evaluates(self, node: ast.AST) -> bool:
-        """Whether a node belongs to an evaluation, by `no_grad` or by the function's name."""
+        """Whether a node belongs to an evaluation, judged by `no_grad` or by the function's name."""
         for parent in self.module.above(node):
             if isinstance(parent, ast.With):
                 texts = [ast.unparse(item.context_expr) for item in parent.items]
@@ -370,7 +370,7 @@ class Script:
 
 
 def _asks_for_ranks(side: ast.expr, operator: ast.cmpop) -> bool:
-    """Whether a comparison with this side asks if there are ranks: `is None`, `!= -1`, `>= 0`."""
+    """Whether a comparison tests if the program is distributed at all: `is None`, `!= -1`, `>= 0`."""
     if isinstance(side, ast.UnaryOp):
         return True
     zero = isinstance(operator, ast.GtE | ast.Lt)

@@ -1,4 +1,4 @@
-"""One file, parsed: a script, a module or a notebook's cells."""
+"""Parse one file, a script or a notebook, and index its names, calls and syntax nodes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from lockstep.tools.check.syntax import Function, Loop, Scope, dotted, method, start
 
 _IGNORE = re.compile(r"#\s*lockstep:\s*ignore(?:\[(?P<codes>[^\]]*)\])?")
-#: Lines of a cell that IPython takes, and Python does not.
+#: Lines of a cell that only IPython can execute.
 _MAGIC = re.compile(r"^(\s*)[%!?].*$", re.MULTILINE)
-#: What is imported under several names, and the one that rules use.
+#: Qualified names of classes and functions, and the short names that rules use for them.
 _SHORT = {
     "torch.nn.parallel.DistributedDataParallel": "DDP",
     "torch.nn.parallel.distributed.DistributedDataParallel": "DDP",
@@ -50,7 +50,7 @@ _PREFIXES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One element of a value that several names are bound to together: `model, data = make()`."""
+    """One element of a value that is unpacked into several names: `model, data = make()`."""
 
     value: ast.expr
     index: int
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ParseError:
-    """A place that Python cannot parse; lines and columns from 1, as in findings."""
+    """A position at which Python cannot parse the file; line and column count from 1."""
 
     line: int
     column: int
@@ -67,7 +67,7 @@ class ParseError:
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell of a notebook: its number from 1, and the line of the joined text before its first."""
+    """A code cell of a notebook: its number from 1, and its position in the joined text of all cells."""
 
     number: int
     offset: int
@@ -75,14 +75,14 @@ class Cell:
 
 
 class Module:
-    """A parsed file and the tables that rules look names up in.
+    """A parsed file and the tables in which rules look up names.
 
     Attributes:
-        text: its source; of a notebook, the code cells one after the other.
-        errors: what could not be parsed, and is left out of `tree`.
+        text: the source; of a notebook, the code cells one after the other.
+        errors: parts that could not be parsed, and are left out of `tree`.
         cells: the code cells, of a notebook.
-        parents: of each node, the one that it stands in.
-        imports: names bound by imports, and what they stand for: `dist` is `torch.distributed`.
+        parents: the parent of each syntax node.
+        imports: names bound by imports, and the qualified names that they stand for.
         bound: values bound to a name in a scope.
         attributes: values assigned to dotted names: `self.model` in a class, `args.lr` anywhere.
     """
@@ -109,7 +109,7 @@ class Module:
     def _parse(self, text: str, offset: int = 0) -> ast.Module | None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of invalid escapes in strings: not ours to say
+                warnings.simplefilter("ignore")  # about invalid escapes in strings
                 return ast.parse(text)
         except SyntaxError as error:
             line, column = (error.lineno or 1) + offset, max(error.offset or 1, 1)
@@ -120,7 +120,7 @@ class Module:
         return None
 
     def _without_broken_cells(self, text: str) -> str:
-        """Return the text with the cells that cannot be parsed as empty lines."""
+        """Return the text with empty lines in place of the cells that cannot be parsed."""
         lines = text.split("\n")
         for cell in self.cells:
             inside = slice(cell.offset, cell.offset + cell.lines)
@@ -193,7 +193,7 @@ class Module:
     # Names -----------------------------------------------------------------------------------------
 
     def name(self, node: ast.AST) -> str:
-        """Return the qualified name of an expression, in its short form, or an empty text."""
+        """Return the qualified name of an expression, in its short form; empty for other expressions."""
         text = dotted(node)
         first, dot, rest = text.partition(".")
         if first not in self.imports:
@@ -206,13 +206,13 @@ class Module:
 
     @cached_property
     def free_functions(self) -> dict[str, Function]:
-        """Functions that are not methods, by name; of several, the first."""
+        """Functions that are not methods, by name; the first one if several have the same name."""
         free = [function for function in self.functions if self.enclosing_class(function) is None]
         return {function.name: function for function in reversed(free)}
 
     @cached_property
     def calls_by_name(self) -> dict[str, list[ast.Call]]:
-        """Calls by the name of the function, in their order."""
+        """Calls by the name of the function, in the order of the source."""
         found: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
             found[self.name(call.func)].append(call)
@@ -220,11 +220,11 @@ class Module:
 
     @cached_property
     def called(self) -> set[str]:
-        """Names of what the module calls: functions by name, methods by `.` and their last name."""
+        """Names of the functions and methods that the module calls; methods as `.name`."""
         return {*self.calls_by_name, *(f".{method(call)}" for call in self.calls)}
 
     def findall(self, pattern: str) -> list[str]:
-        """Return the matches of a pattern in the source; cached."""
+        """Return the matches of a regular expression in the source; cached."""
         if pattern not in self._matches:
             self._matches[pattern] = re.findall(pattern, self.text)
         return self._matches[pattern]
@@ -232,13 +232,13 @@ class Module:
     # Places ----------------------------------------------------------------------------------------
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the nodes around a node, innermost first."""
+        """Yield the syntax nodes around a node, innermost first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def ancestry(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Yield the nodes around a node, innermost first, each with its child on the way to the node."""
+        """Yield the nodes around a node, innermost first, each with its child that contains the node."""
         while (parent := self.parents.get(node)) is not None:
             yield parent, node
             node = parent
@@ -256,7 +256,7 @@ class Module:
         return next((one for one in self.above(node) if isinstance(one, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
-        """Return the innermost statement that a node belongs to."""
+        """Return the innermost statement that contains a node."""
         nodes = (node, *self.above(node))
         return next((one for one in nodes if isinstance(one, ast.stmt)), None)
 
@@ -268,7 +268,7 @@ class Module:
         )
 
     def _branches(self, node: ast.AST) -> dict[ast.AST, bool]:
-        """Return the conditions around a node, and for each whether the node is in its true branch."""
+        """Return the conditions around a node, each with whether the node is in its true branch."""
         found: dict[ast.AST, bool] = {}
         for parent, child in self.ancestry(node):
             if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
@@ -283,7 +283,7 @@ class Module:
 
     @cached_property
     def iterators(self) -> list[tuple[ast.ClassDef, Function]]:
-        """Methods `__iter__` of subclasses of IterableDataset, each with its class."""
+        """The `__iter__` methods of subclasses of IterableDataset, each with its class."""
         return [
             (owner, statement)
             for owner in self.classes.values()
@@ -298,20 +298,20 @@ class Module:
         return owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
 
     def source(self, node: ast.expr) -> str:
-        """Return an expression as it is written."""
+        """Return the source text of an expression."""
         return ast.get_source_segment(self.text, node) or ast.unparse(node)
 
     def place(self, line: int) -> tuple[int | None, int]:
-        """Return the cell number of a line, `None` outside notebooks, and the line within the cell."""
+        """Return the number of a line's notebook cell, or `None`, and the line's number in the cell."""
         for cell in self.cells:
             if cell.offset < line <= cell.offset + cell.lines:
                 return cell.number, line - cell.offset
         return None, line
 
     def positions(self, node: ast.expr | ast.stmt) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return where a node begins and ends: lines from 1, columns in characters from 0.
+        """Return begin and end of a node: lines from 1, columns in characters from 0.
 
-        Python counts columns in bytes.
+        Python's own columns are in bytes.
         """
         end = node.end_lineno or node.lineno, node.end_col_offset or 0
         (first, column), (last, end_column) = (
@@ -326,7 +326,7 @@ class Module:
 
     @cached_property
     def ignored(self) -> dict[int, set[str] | None]:
-        """Rule codes by line of their ignore comment; `None` for all rules."""
+        """For each line with an ignore comment, the ignored rule codes; `None` ignores all rules."""
         found: dict[int, set[str] | None] = {}
         if "lockstep:" not in self.text or not self.tree.body:
             return found
@@ -340,7 +340,7 @@ class Module:
 
 
 def read(path: Path) -> Module:
-    """Parse a file; what cannot be parsed is in its `errors`.
+    """Parse a file; errors of parsing are in the `errors` of the returned module.
 
     Raises:
         OSError: if the file cannot be read.
@@ -364,7 +364,7 @@ def read(path: Path) -> Module:
 
 
 def _notebook(content: bytes) -> tuple[str, tuple[Cell, ...]]:
-    """Return the code of a notebook, without IPython's own lines, and where each cell of it is."""
+    """Return the joined code of a notebook's cells, without lines for IPython, and the cells' positions."""
     joined: list[str] = []
     cells = []
     for number, cell in enumerate(json.loads(content)["cells"], 1):

@@ -1,4 +1,4 @@
-"""Queries of Python's syntax trees that need no other file: names, arguments, statements."""
+"""Queries of Python's syntax trees within one node: names, arguments, statements."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import UnionType
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
-#: Where a name is bound: a function, or the module.
+#: A scope of names: a function, a lambda, or the module.
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 Variable = ast.Name | ast.Attribute
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` for names and attributes of names, otherwise an empty text."""
+    """Return `a.b.c` for a name or an attribute of a name, and an empty text for other expressions."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -25,28 +25,28 @@ def dotted(node: ast.AST) -> str:
 
 
 def last_name(node: ast.AST) -> str:
-    """Return `c` for `a.b.c`."""
+    """Return the last part of a dotted name: `c` for `a.b.c`."""
     return dotted(node).rpartition(".")[2]
 
 
 def method(call: ast.Call) -> str:
-    """Return the name of the method that is called, otherwise an empty text."""
+    """Return the name of the method that a call runs; empty for other calls."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def receiver(call: ast.Call) -> ast.expr:
-    """Return the object whose method is called."""
+    """Return the object whose method a call runs."""
     assert isinstance(call.func, ast.Attribute)
     return call.func.value
 
 
 def start(node: ast.expr | ast.stmt) -> tuple[int, int]:
-    """Return where a node begins: its line and its column in bytes."""
+    """Return the line and the column, in bytes, at which a node begins."""
     return node.lineno, node.col_offset
 
 
 def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
-    """Return the statements that stand before a statement in its block."""
+    """Return the statements before a statement in the same block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:
@@ -55,7 +55,7 @@ def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
 
 
 def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
-    """Return an argument by its keyword or its position."""
+    """Return an argument of a call by its keyword or its position; `None` if it is not given."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
@@ -83,13 +83,13 @@ def all_arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def method_calls(node: ast.AST, *methods: str) -> list[ast.Call]:
-    """Return the calls of methods with these names that stand in a node."""
+    """Return the calls of methods with these names within a node."""
     calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
     return [call for call in calls if method(call) in methods]
 
 
 def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> Iterator[Variable]:
-    """Yield the names and attributes in nodes that are in a context: loaded, stored."""
+    """Yield the names and attributes within nodes with a context, such as `ast.Load` or `ast.Store`."""
     for node in nodes:
         for part in ast.walk(node):
             if isinstance(part, Variable) and isinstance(part.ctx, context):
@@ -97,12 +97,12 @@ def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> 
 
 
 def stored(*nodes: ast.AST) -> set[str]:
-    """Return the variables and attributes that nodes bind."""
+    """Return the names and attributes that nodes assign or delete."""
     return {dotted(one) for one in variables(*nodes, context=ast.Store | ast.Del)} - {""}
 
 
 def root(node: ast.expr) -> ast.expr | None:
-    """Return the variable that `model.fc` or `self.model.fc` begins with: `model`, `self.model`."""
+    """Return the variable that an expression begins with: `self.model` of `self.model.fc.weight`."""
     while True:
         match node:
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")):

@@ -1,4 +1,7 @@
-"""State that a loop carries from one iteration into a later loss: iterations become microbatches."""
+"""Find variables that a training loop carries from one iteration into the loss of a later one.
+
+That matters since the iterations of a converted loop are microbatches.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,24 @@ from lockstep.tools.check.syntax import (
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import Draft, sent_backward
 
-#: Methods that put something into a container.
+#: Methods that change the elements of a container.
 _FILLS = ("append", "extend", "appendleft", "add", "push", "insert", "update", "pop", "enqueue")
 
 
 @dataclass(frozen=True)
 class _Binding:
-    """A statement of a loop, what it binds or fills, and what it reads."""
+    """A statement of a loop: the names that it assigns or changes, and the names that it reads."""
 
     node: ast.stmt
-    names: set[str]
+    names: set[str]  # assigned, or of containers whose elements change
     read: set[str]
 
 
 def convert(draft: Draft) -> None:
-    """Ask about variables that an iteration leaves to the next, and that a loss follows from."""
+    """Ask the user about variables that one iteration leaves to the next, and on which a loss depends."""
     for loop in draft.script.step_loops:
         bindings = [_binding(one) for one in _statements(loop.body)]
-        changed = _counter(loop).union(*(binding.names for binding in bindings))
+        changed = counter(loop).union(*(binding.names for binding in bindings))
         early = {
             name: binding.node
             for binding in reversed(bindings)
@@ -49,7 +52,7 @@ def convert(draft: Draft) -> None:
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements bind a name whichever way they take; loops are taken to have an iteration."""
+    """Whether statements bind a name on every path; a loop counts as having at least one iteration."""
     for statement in statements:
         match statement:
             case ast.If(body=body, orelse=orelse):
@@ -64,7 +67,7 @@ def binds(statements: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements and those inside, in their order."""
+    """Yield statements and the statements inside them, in the order of the source."""
     for statement in block:
         if isinstance(statement, Function | ast.ClassDef):
             continue
@@ -102,7 +105,10 @@ def _binding(statement: ast.stmt) -> _Binding:
 def _used(
     draft: Draft, loop: Loop, bindings: Sequence[_Binding], early: AbstractSet[str]
 ) -> set[str]:
-    """Return what the losses of a loop follow from, in an iteration and by `early` ones in later ones."""
+    """Return the names on which the losses of a loop depend, directly or through later iterations.
+
+    Only the names in `early` carry a value into a later iteration.
+    """
     sent: list[ast.AST] = [sent_backward(call) for call in method_calls(loop, "backward")]
     sent += [node for node in ast.walk(loop) if draft.script.runs_backward(node)]
     used = {dotted(variable) for variable in variables(*sent)}
@@ -117,8 +123,8 @@ def _used(
     return used
 
 
-def _counter(loop: Loop) -> set[str]:
-    """Return the name that counts a loop's iterations."""
+def counter(loop: ast.AST) -> set[str]:
+    """Return the variable with which `enumerate` counts a loop's iterations, as a set; else empty."""
     match loop:
         case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=func)):
             return {name} if dotted(func) == "enumerate" else set()
@@ -126,10 +132,10 @@ def _counter(loop: Loop) -> set[str]:
 
 
 def _bound_before(draft: Draft, loop: Loop, node: ast.stmt, name: str) -> bool:
-    """Whether an iteration has certainly bound a name when it comes to a statement."""
+    """Whether an iteration has certainly bound a name before it executes a statement."""
     for parent, child in draft.module.ancestry(node):
         own = stored(_head(parent)) if isinstance(parent, ast.stmt) else set()
-        counted = _counter(loop) if parent is loop else set()
+        counted = counter(loop) if parent is loop else set()
         if binds(before(parent, child), name) or name in own - counted:
             return True
         if parent is loop:

@@ -1,4 +1,4 @@
-"""Loaders: the data of a training loop goes through `run.loader`."""
+"""Pass the loaders of training loops to `run.loader`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep.tools.convert.draft import RUN, Draft, origins
 
 
 def convert(draft: Draft) -> None:
-    """Pass the loaders of training loops to the run."""
+    """Pass the loaders of training loops to the run; ask the user about loops over anything else."""
     script = draft.script
     given: set[ast.expr] = set()
     for loop in script.step_loops:
         over = script.iterated(loop)
         found = [] if over is None else _gone_over(script, over)
-        # Where a loop trains and measures by turns, what it trains on.
+        # A loop that both trains and evaluates has several loaders: take those for training.
         training = [one for one in found if not EVALUATION.search(script.bound_name(one).lower())]
         for made in training or found:
             if made not in given:
@@ -27,7 +27,7 @@ def convert(draft: Draft) -> None:
         if not found:
             draft.ask(loop, _unknown(over))
         _others(draft, loop)
-    for loop in draft.module.loops:  # that measure over a loader of the run
+    for loop in draft.module.loops:  # evaluations over a loader of the run
         over = script.iterated(loop)
         if over is None or script.level(loop.body) is not None:
             continue
@@ -36,12 +36,12 @@ def convert(draft: Draft) -> None:
 
 
 def _unknown(node: ast.expr | None) -> str:
-    """Return the question about an iterable of a training loop that is not a known loader."""
+    """Return the question to the user about a training loop over anything but a known loader."""
     return questions.LOADER.format("a while loop" if node is None else ast.unparse(node)[:60])
 
 
 def _others(draft: Draft, loop: Loop) -> None:
-    """Ask about other iterables beside the loader of a loop, and about parts of a loader."""
+    """Ask the user about further iterables in a loop's head, and about loops over a part of a loader."""
     inside = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
     for call in (one for one in inside if isinstance(one, ast.Call)):
         name = last_name(call.func)
@@ -57,7 +57,7 @@ def _others(draft: Draft, loop: Loop) -> None:
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the iterables of a loop, where they are made: within a progress bar, in either branch."""
+    """Return the expressions that make the objects a loop iterates over, without progress bars."""
     found: list[ast.expr] = []
     for origin in origins(script, node):
         match origin:
@@ -88,7 +88,7 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
 
 
 def _sizes(draft: Draft, loop: Loop, name: str) -> None:
-    """Ask where a training loop reads the size of a batch: a microbatch has a part of it."""
+    """Ask the user about reads of the batch size in a training loop, since a microbatch is smaller."""
     own = stored(loop)
     for node in variables(draft.module.tree, context=ast.Load):
         if last_name(node) != name or dotted(node) in own or is_shown(draft.script, node):

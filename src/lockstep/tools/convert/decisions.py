@@ -1,4 +1,4 @@
-"""Questions about decisions by the values of one rank, or by a count of microbatches."""
+"""Ask the user about decisions that depend on values of one rank, or on a count of microbatches."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import ast
 import re
 
 from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, root, variables
-from lockstep.tools.convert import loops, questions
+from lockstep.tools.convert import carried, loops, questions
 from lockstep.tools.convert.draft import Draft, origins
 
-#: The time, of which each rank has its own.
+#: Functions that return the time, which differs between ranks.
 _CLOCK = re.compile(r"\b(time|monotonic|perf_counter)\(\)")
-#: Functions whose value is that of their arguments, put together.
+#: Functions that only combine the values of their arguments.
 _ARITHMETIC = {"sum", "mean", "float", "round", "min", "max"}
-#: What optimizers keep in `param_groups`.
+#: Settings in an optimizer's `param_groups`.
 _SETTINGS = {"lr", "momentum", "betas", "weight_decay", "eps"}
-#: Methods whose value is that of their object.
+#: Methods that return the value of their object.
 _SAME = {"item", "detach", "cpu"}
 
 
 def convert(draft: Draft) -> None:
-    """Ask about learning rates and early ends that follow from what one rank sees."""
+    """Ask the user about learning rates and early ends of training that depend on one rank's values."""
     script = draft.script
     for call in script.methods("step"):
         loop = script.step_loop(call)
-        if isinstance(loop, ast.For) and any(_counts(loop, arg) for arg in all_arguments(call)):
+        read = {dotted(variable) for variable in variables(*all_arguments(call))}
+        if loop is not None and read & carried.counter(loop):
             draft.ask(call, questions.RATE)
         elif loop is None and any(_of_training(draft, arg) for arg in all_arguments(call)):
             draft.ask(call, questions.OWN)
@@ -43,17 +44,8 @@ def convert(draft: Draft) -> None:
             draft.ask(node, questions.OWN)
 
 
-def _counts(loop: ast.For, node: ast.expr) -> bool:
-    """Whether an expression has the number that `enumerate` gives in a loop."""
-    match loop:
-        case ast.For(target=ast.Tuple(elts=[ast.Name(id=number), *_]), iter=ast.Call(func=func)):
-            enumerates = dotted(func) == "enumerate"
-            return enumerates and number in [dotted(variable) for variable in variables(node)]
-    return False
-
-
 def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
-    """Whether a loop over epochs is left by what training has returned, or by the time it took."""
+    """Whether a node leaves the epoch loop depending on a result of training, or on the time."""
     loop = next((parent for parent in draft.module.above(node) if isinstance(parent, Loop)), None)
     return loop in draft.script.epoch_loops and any(
         _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
@@ -62,7 +54,7 @@ def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
 
 
 def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
-    """Whether a value was computed in a training loop: of each rank's own microbatches."""
+    """Whether a value is computed in a training loop, and so from one rank's microbatches."""
     script, module = draft.script, draft.module
     for name in _operands(node):
         if _filled(draft, name, depth):
@@ -81,7 +73,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
 
 
 def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
-    """Whether an object, such as a list, a meter or a stopper, is given what was computed in training."""
+    """Whether an object, such as a list or an early stopper, is passed values computed in training."""
     script, module, owner = draft.script, draft.module, root(name)
     if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
         return False
@@ -99,7 +91,7 @@ def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return the variables and calls that a value is put together from by arithmetic."""
+    """Return the variables and calls that a value is computed from by arithmetic."""
     parts: list[ast.expr] = []
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _SAME:

@@ -1,4 +1,4 @@
-"""`Draft`: edits and questions of one conversion, and origins of the script's values."""
+"""`Draft`: the edits of one conversion and its questions to the user; also origins of values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Part
 from lockstep.tools.check.syntax import Function, Variable, dotted, receiver, start, variables
 
-#: Stands for the run in edits, until `run_scope.py` knows what it is called in each function.
+#: Stands for the run in edits, until `run_scope.py` replaces it by the run's name in each function.
 RUN = "__run__"
-#: How many replicas a converted script has: as many ranks as may share its work.
+#: Number of replicas of a converted script, which is the largest number of ranks that it can use.
 REPLICAS = 4
 
 
 class Draft:
-    """What is to be changed in a script.
+    """The changes of a script that a conversion collects.
 
     Attributes:
-        edits: changes, in the order in which they are made at one place.
-        questions: what could not be decided, by the statement that it is about.
-        removed: statements that go.
-        notes: what the user should know, and need not answer.
-        within_run: what has to be under the run, and does not name it: where models are made.
-        models: where the models are made that the run is given.
-        droppable: assignments that go when nothing reads their names any more.
-        imports: statements that import what edits name, besides Lockstep.
-        seed: the seed of the run, as it is written; `precision`, as an argument.
+        edits: changes, in the order in which they are made at one node.
+        questions: open questions, by the statement that each is about.
+        removed: statements to delete.
+        notes: messages for the user that need no answer.
+        within_run: expressions that make models; they have to be inside the `with` of the run.
+        models: expressions that make the models passed to the run.
+        droppable: assignments to delete if nothing reads their names any more.
+        imports: statements that import names used in edits, besides Lockstep.
+        seed: source text of the run's seed; `precision`: source text of its argument.
     """
 
     def __init__(self, script: Script) -> None:
@@ -45,30 +45,30 @@ class Draft:
         self.seed, self.precision = "0", ""
 
     def edit(self, kind: Kind, node: ast.expr | ast.stmt, code: str = "", name: str = "") -> None:
-        """Add one change."""
+        """Add one change of a node."""
         made = Edit(kind, node, code, name)
         if made not in self.edits:
             self.edits.append(made)
 
     def ask(self, node: ast.AST, text: str) -> None:
-        """Leave a question at the statement that a node is part of."""
+        """Add a question to the user about the statement that contains a node."""
         texts = self.questions.setdefault(self.line_statement(node), [])
         if text not in texts:
             texts.append(text)
 
     def alone(self, call: ast.Call) -> ast.Expr | None:
-        """Return the statement that consists of a call."""
+        """Return the statement that consists of only this call, or `None`."""
         parent = self.module.parents.get(call)
         return parent if isinstance(parent, ast.Expr) else None
 
     def operand(self, node: ast.expr) -> str:
-        """Return an expression as it is written, in parentheses unless it binds as a name does."""
+        """Return the source of an expression, in parentheses if an operator beside it could split it."""
         text = self.module.source(node)
         plain = ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript
         return text if isinstance(node, plain) else f"({text})"
 
     def line_statement(self, node: ast.AST) -> ast.stmt:
-        """Return the statement of a node that is the first on its line."""
+        """Return the statement that contains a node, or an outer one that begins on the same line."""
         statement = self.module.statement(node)
         assert statement is not None
         parent = self.module.parents.get(statement)
@@ -77,20 +77,20 @@ class Draft:
         return statement
 
     def tests(self, node: ast.AST, within: ast.AST | None = None) -> list[ast.expr]:
-        """Return the conditions of the `if`s around a node, of those within another node."""
+        """Return the conditions of the `if` statements around a node, up to the node `within`."""
         above = itertools.takewhile(lambda one: one is not within, self.module.above(node))
         return [one.test for one in above if isinstance(one, ast.If)]
 
     def mentions(self, name: str, scope: ast.AST) -> Iterator[Variable]:
-        """Yield where a name, or `self.name`, is read in a scope and what stands in it."""
+        """Yield the reads of a name, or of `self.name`, within a scope."""
         return (one for one in variables(scope, context=ast.Load) if dotted(one) == name)
 
 
 def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
-    """Return the expressions, as they stand where they are bound, that a variable has when it is read.
+    """Return the expressions, in the file, whose value a variable may have when it is read.
 
-    A name is what was bound to it last before; a parameter what calls give; an element of what a function
-    returns is followed into it. An expression that is no variable is its own origin.
+    A name has the value last bound to it before; a parameter has the arguments of calls; an element of a
+    function's return value is followed into the function. Any other expression is its own origin.
     """
     if depth == 0 or not isinstance(node, Variable):
         return [node]
@@ -105,7 +105,7 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
 
 
 def latest(script: Script, node: Variable) -> list[ast.expr | Part]:
-    """Return what was last bound to a variable in its file before it is read."""
+    """Return the values last bound to a variable, in its file, before it is read."""
     module = script.module
     if isinstance(node, ast.Attribute):
         values = [one for one in module.assigned(node) if not isinstance(one, ast.Constant)]
@@ -122,7 +122,7 @@ def latest(script: Script, node: Variable) -> list[ast.expr | Part]:
 
 
 def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> list[ast.expr | Part]:
-    """Return the last values that a variable was given before a node in its function, or anywhere."""
+    """Return the last of `values` bound before `node` in its function; several if they are in branches."""
     module = script.module
     conditions = set(module.above(node))
 
@@ -146,12 +146,12 @@ def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> li
         if not any(isinstance(parent, ast.If | ast.IfExp) for parent in above):
             break
         if isinstance(last, ast.Call) and script.name(last.func) in ("DDP", "DataParallel"):
-            found[-1] = value  # it wraps a model that was there before
+            found[-1] = value  # a wrapper: follow the model that it wraps
     return found
 
 
 def sent_backward(call: ast.Call) -> ast.expr:
-    """Return what a call of `backward` sends: of a scaled loss the loss."""
+    """Return the loss whose `backward` a call runs; of a scaled loss, the loss without the scaler."""
     match receiver(call):
         case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
             return loss

@@ -1,4 +1,4 @@
-"""Loops and steps: `run.epochs`, `run.backward`, clipping, accumulation."""
+"""Convert loops and steps: `run.epochs`, `run.backward`, gradient clipping, gradient accumulation."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _EXITS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
 def convert(draft: Draft) -> None:
-    """Let the run count epochs and send losses backward."""
+    """Let the run count epochs, run backward passes, and clip gradients."""
     for loop in draft.script.epoch_loops:
         if draft.script.level(loop.body) == 1:
-            # The loop that counts epochs may be one around it, as around phases of an epoch.
+            # The loop that counts epochs may be further out: an epoch may be a loop over phases.
             counting = (one for one in (loop, *draft.module.above(loop)) if _counted(draft, one)[1])
             _epochs(draft, next(counting, loop))
     for call in draft.script.methods("backward"):
         if any(edit.node is call for edit in draft.edits):
-            continue  # of a loss that is scaled
+            continue  # `precision.py` has converted this call of a scaled loss
         if draft.script.step_loop(call) is None:
             draft.ask(call, questions.OUTSIDE)
         elif all_arguments(call):
@@ -76,7 +76,7 @@ def _epochs(draft: Draft, loop: ast.AST) -> None:
 
 
 def _counted(draft: Draft, over: ast.AST) -> tuple[ast.Call | None, ast.Call | None]:
-    """Return the bar that a loop goes over, if there is one, and the `range` of its numbers."""
+    """Return the progress bar in the head of a loop, if any, and the call of `range` or `trange`."""
     match over:
         case ast.For(iter=node) | ast.AsyncFor(iter=node) | ast.NamedExpr(value=node):
             return _counted(draft, node)
@@ -91,7 +91,7 @@ def _counted(draft: Draft, over: ast.AST) -> tuple[ast.Call | None, ast.Call | N
 
 
 def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
-    """Return the epochs of a run, with the bar of a `trange`."""
+    """Return the source of `run.epochs(…)`, in a `tqdm` bar if the loop had a `trange`."""
     epochs, source = f"{RUN}.epochs({count})", draft.module.source
     if last_name(counted.func) == "range":
         return epochs
@@ -104,7 +104,7 @@ def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
 
 
 def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
-    """Return how many there are from `first` up to `last`, as one would write it."""
+    """Return the source of `last - first`, simplified if `last` is `first + n`."""
     match last:
         case ast.BinOp(op=ast.Add(), left=left, right=right):
             for one, other in ((left, right), (right, left)):
@@ -117,7 +117,7 @@ def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
 
 
 def _accumulation(draft: Draft, loop: Loop) -> None:
-    """Make of a step that every n-th batch takes one batch that is n times as large."""
+    """Replace a step every n-th batch, which accumulates gradients, by batches n times as large."""
     bound = stored(loop)
     for branch in _inside(draft, loop, ast.If):
         number = _modulus(branch.test)
@@ -151,7 +151,7 @@ def _inside(draft: Draft, loop: Loop, kind: Any) -> Iterator[Any]:
 
 
 def _accumulates(loop: Loop, branch: ast.If) -> bool:
-    """Whether all steps of a loop are in a branch, and all of its backward passes before it."""
+    """Whether all optimizer steps of a loop, and none of its backward passes, are in `branch`."""
     updates = ("step", "zero_grad")
     return (
         not branch.orelse
@@ -162,7 +162,7 @@ def _accumulates(loop: Loop, branch: ast.If) -> bool:
 
 
 def _modulus(test: ast.expr) -> ast.expr | None:
-    """Return `n` of `(i + 1) % n == 0`, also beside `i + 1 == len(loader)`."""
+    """Return `n` of a test `(i + 1) % n == 0`, also if it continues with `or i + 1 == len(loader)`."""
     first = test
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
         first, *others = test.values
@@ -175,9 +175,10 @@ def _modulus(test: ast.expr) -> ast.expr | None:
 
 
 def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
-    """Return where the losses that are sent backward are divided by a number, and what follows from it.
+    """Return the divisions of the losses by `number`, and computations that depend on these divisions.
 
-    None where one of them is not: a sum over batches is another loss when the batch is larger.
+    Returns an empty list if a loss is not divided: a sum over batches changes when the batch becomes
+    larger.
     """
     same = ast.dump(number)
     sent = [_divided(draft, sent_backward(call), same) for call in method_calls(loop, "backward")]
@@ -199,7 +200,7 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
 
 
 def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions by a number that a whole loss has gone through; none where a part has not."""
+    """Return the divisions by a number that cover the whole of a loss; an empty list if a part has none."""
     match node:
         case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:
             above = draft.module.parents.get(node)
@@ -214,7 +215,7 @@ def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | as
 
 
 def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
-    """Whether a number is computed from the length of one of some loaders."""
+    """Whether a number is computed from the length of one of `loaders`."""
     calls = [one for one in ast.walk(node.left) if isinstance(one, ast.Call)]
     lengths = [call.args[0] for call in calls if dotted(call.func) == "len"]
     return any(loaders.intersection(draft.script.made_by(one, "DataLoader")) for one in lengths)
@@ -233,7 +234,7 @@ def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
 
 
 def _leaving(draft: Draft) -> None:
-    """Ask about what leaves a training loop, or the script, or passes over a part of a batch."""
+    """Ask the user about statements that leave a training loop or the script, or skip a part of a batch."""
     script, module = draft.script, draft.module
     for loop in script.step_loops:
         for jump in _inside(draft, loop, ast.Break | ast.Continue):
@@ -248,7 +249,7 @@ def _leaving(draft: Draft) -> None:
 
 
 def exits(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node ends the script, or raises an exception of the script's own."""
+    """Whether a node ends the script, or raises an exception class of the script."""
     if isinstance(node, ast.Call):
         return draft.script.name(node.func) in _EXITS
     match node:

@@ -1,4 +1,4 @@
-"""Losses that are not means over samples: gradients of a batch as means over its parts."""
+"""Ask the user about losses that are not means over samples, since the run averages over replicas."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 
 from lockstep.tools.check.rules.microbatches import counts_otherwise
 from lockstep.tools.check.script import Script
+from lockstep.tools.check.syntax import method
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import Draft, origins, sent_backward
 
-#: In a divisor: the number of samples, or of their elements; the number of others.
+#: Divisors that count samples or their elements, and divisors that count anything else.
 _OF_SAMPLES = re.compile(r"\.size\(|\.shape|\blen\(|\.n(umel|element)\(")
 _OF_OTHERS = re.compile(r"\.(sum|count_nonzero)\(")
 
 
 def convert(draft: Draft) -> None:
-    """Ask about losses that are sums over samples, or means over something else.
+    """Ask the user about losses that are sums over samples, or means over anything but samples.
 
-    Not of a DDP script: its ranks put gradients together as replicas do.
+    Scripts of DDP are skipped: DDP averages the gradients of ranks as a run averages those of replicas.
     """
     script, module = draft.script, draft.module
     if "ddp" in script.flavours:
@@ -36,7 +37,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
-    """Return the part of a loss that is asked about, and the question."""
+    """Return the part of a loss about which to ask the user, and the question; `None` if there is none."""
     match node:
         case ast.Call() if any(counts_otherwise(draft.script, node)):
             return node, questions.WEIGHT
@@ -52,14 +53,13 @@ def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str]
 
 
 def _adds_up(script: Script, call: ast.Call) -> bool:
-    """Whether a call is `loss.sum()` or `torch.sum(loss)`, without a dimension, and not of means."""
+    """Whether a call is `loss.sum()` or `torch.sum(loss)`, over all dimensions, and not a sum of means."""
     whole = len([*call.args, *call.keywords]) == (script.name(call.func) == "torch.sum")
-    sums = isinstance(call.func, ast.Attribute) and call.func.attr == "sum"
-    return sums and whole and ".mean(" not in ast.unparse(call)
+    return method(call) == "sum" and whole and ".mean(" not in ast.unparse(call)
 
 
 def _parts(draft: Draft, node: ast.expr) -> list[ast.expr]:
-    """Return what a value is put together from, or comes from."""
+    """Return the expressions that a value is computed from."""
     match node:
         case ast.BinOp(left=left, op=ast.Mult() | ast.Add() | ast.Sub(), right=right):
             return [left, right]

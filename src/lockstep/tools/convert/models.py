@@ -1,4 +1,4 @@
-"""Models, optimizers and schedulers: `run.model`, `run.optimizer`, `run.scheduler`."""
+"""Pass models, optimizers and schedulers to `run.model`, `run.optimizer` and `run.scheduler`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, origins
 
 _OPTIMIZER = re.compile(r"^torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w*$")
 _SCHEDULER = re.compile(r"^torch\.optim\.lr_scheduler\.[A-Z]\w*$|(^|\.)get_\w*schedule\w*$")
-#: Layers, and models that have them, whose statistics are those of a part of a batch.
+#: Layers with batch statistics, and models that contain such layers.
 _NORMALISED = re.compile(r"^torch\.nn\.(Lazy)?BatchNorm|^torchvision\.models\.")
-#: What else has a method `step`: the run knows it, or it counts steps for itself alone.
+#: Classes with a method `step` that need no conversion here.
 _STEPS = (*precision.SCALERS, "torch.profiler.profile")
-#: Wrappers that Lockstep stands in for, and their arguments that name devices.
+#: Wrappers that `run.model` replaces, and their arguments that name devices.
 _WRAPPERS = ("DDP", "DataParallel")
 _DEVICES = ("device_ids", "output_device", "dim")
 
@@ -38,7 +38,7 @@ def convert(draft: Draft) -> None:
 
 
 def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
-    """Return the calls that make optimizers of other libraries: what has `step` and `zero_grad` called."""
+    """Return the calls that make optimizers of other libraries: objects with `step` and `zero_grad`."""
     script, found = draft.script, []
     zeroed = [ast.unparse(call.func) for call in script.methods("zero_grad")]
     loops = [loop for loop in draft.module.loops if not isinstance(loop, ast.While)]
@@ -68,7 +68,7 @@ def _optimizer(draft: Draft, call: ast.Call) -> None:
 
 
 def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
-    """Return the variables whose parameters an optimizer is given."""
+    """Return the variables of the models whose parameters an optimizer is given."""
     given = argument(call, "params", 0) or argument(call, "model", 0)
     script, found = draft.script, {}
     if given is None:
@@ -84,7 +84,7 @@ def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
 
 
 def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
-    """Pass the model of a variable to the run, before the optimizer is made."""
+    """Pass the model in a variable to the run, before its optimizer is made."""
     found = origins(draft.script, variable)
     if draft.models.intersection(found):
         return
@@ -111,7 +111,7 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
 def _changed_after(
     draft: Draft, variable: ast.expr, made: ast.expr, call: ast.Call
 ) -> ast.stmt | None:
-    """Return the last statement before an optimizer that changes its model's layers or freezes them."""
+    """Return the last statement before an optimizer is made that changes or freezes layers of its model."""
     module, name = draft.module, dotted(variable)
     found: list[ast.stmt] = []
     for node in ast.walk(module.scope(variable)):
@@ -134,7 +134,7 @@ def _changed_after(
 
 
 def _wrappers(draft: Draft) -> None:
-    """Replace `DDP(model)` and `model.module` by the model, which is the run's."""
+    """Replace `DDP(model)` and `model.module` by the model, which `run.model` has wrapped."""
     script, module = draft.script, draft.module
     for call in script.calls(*_WRAPPERS):
         if call in draft.models or not call.args:
@@ -155,7 +155,7 @@ def _wrappers(draft: Draft) -> None:
 
 
 def _is_part(draft: Draft, call: ast.Call) -> bool:
-    """Whether a scheduler is one of those that another scheduler is made of."""
+    """Whether a scheduler is an argument of another scheduler."""
     script = draft.script
     for other in draft.module.calls:
         if other is call or not _SCHEDULER.search(script.name(other.func)):

@@ -1,4 +1,4 @@
-"""Several updates per batch, as of a GAN: one pass over the microbatches for each (`run.batches`)."""
+"""Convert several updates per batch, as of a GAN, into passes over the microbatches (`run.batches`)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ast
 from collections.abc import Sequence
 
 from lockstep.tools.check.fix import PART
-from lockstep.tools.check.syntax import Loop, dotted, method_calls, stored, variables
+from lockstep.tools.check.syntax import Loop, dotted, method, method_calls, stored, variables
 from lockstep.tools.convert import carried, questions
 from lockstep.tools.convert.draft import RUN, Draft, sent_backward
 
-#: What reads a tensor without its graph.
+#: Attributes that read a tensor without its autograd graph.
 _NUMBERS = ("detach", "item", "data", "shape", "size")
 
 
 def convert(draft: Draft) -> None:
-    """Give each update of a batch a pass of its own, and add up the losses of one update."""
+    """Give each update of a batch its own pass over the microbatches; join the losses of one update."""
     for loop in draft.script.step_loops:
         starts = _starts(loop.body)
         ends = [*starts[1:], len(loop.body)]
@@ -28,7 +28,10 @@ def convert(draft: Draft) -> None:
 
 
 def _starts(body: Sequence[ast.stmt]) -> list[int]:
-    """Return where in a body the work for each update begins: after a step, if another backward follows."""
+    """Return the indices in a loop's body at which the statements of each update begin.
+
+    An update ends with an optimizer step that another backward pass follows.
+    """
     starts, stepped, sent = [0], False, False
     for index, statement in enumerate(body):
         sends = bool(method_calls(statement, "backward"))
@@ -41,11 +44,13 @@ def _starts(body: Sequence[ast.stmt]) -> list[int]:
 
 
 def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
-    """Join the backward passes of one update into one, of the sum of their losses."""
+    """Join the backward passes of one update into one backward pass of the sum of the losses."""
     sent = [
         (one, one.value)
         for one in part
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and is_backward(one.value)
+        if isinstance(one, ast.Expr)
+        and isinstance(one.value, ast.Call)
+        and method(one.value) == "backward"
     ]
     if len(sent) < 2:
         return
@@ -62,7 +67,7 @@ def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
 
 
 def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]]) -> bool:
-    """Whether losses can be added: no `backward` has arguments, no name is bound again in between."""
+    """Whether the losses can be added: `backward` has no arguments, and no name of a loss changes."""
     words = {word.arg for _, call in sent for word in call.keywords}
     if words - {"retain_graph"} or any(call.args for _, call in sent):
         return False
@@ -73,13 +78,8 @@ def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]
     )
 
 
-def is_backward(call: ast.Call) -> bool:
-    """Whether a call is `….backward()`."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
-
-
 def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
-    """Write a loop over batches, with a pass for each update; what the second needs is kept."""
+    """Write a loop over batches with two passes; values that the second pass needs are stored in a list."""
     taken, first, rest = _taken(loop), loop.body[:second], loop.body[second:]
     needed = _needed(first, rest)
     read = {
@@ -117,7 +117,7 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
 
 
 def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
-    """Return the loader of a loop, the number of a batch if it is counted, and what a batch is called."""
+    """Return a loop's loader, the variable that counts batches or `None`, and the variable of the batch."""
     match loop:
         case ast.For(
             iter=ast.Call(func=ast.Name(id="enumerate"), args=[loader, *_]),
@@ -130,7 +130,7 @@ def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
 
 
 def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
-    """Return the names that the first statements bind and the second ones read before they bind them."""
+    """Return the names that the first statements bind and the second ones read before binding them."""
     bound = _names(ast.Store, *first)
     found: dict[str, None] = {}
     for statement in second:
@@ -141,14 +141,14 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
 
 
 def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements read a value otherwise than as numbers."""
+    """Whether statements use a value in a way that needs its autograd graph."""
     reads = [one for one in variables(*second) if dotted(one) == name]
     above = [draft.module.parents[one] for one in reads]
     return any(not isinstance(one, ast.Attribute) or one.attr not in _NUMBERS for one in above)
 
 
 def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
-    """Whether a model may have computed a value: the second update would go through its graph."""
+    """Whether a model may have computed a value, so that its backward pass would reach that model."""
     nodes = [node for statement in first for node in ast.walk(statement)]
     values = [
         node.value
@@ -163,7 +163,7 @@ def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _runs_model(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node calls something that the script has made, and no function of it."""
+    """Whether a node calls an object that the script has made, such as a model."""
     if not isinstance(node, ast.Call):
         return False
     func = node.func
@@ -174,6 +174,6 @@ def _runs_model(draft: Draft, node: ast.AST) -> bool:
 
 
 def _names(context: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
-    """Return the names that nodes store or load."""
+    """Return the names that nodes load or store."""
     found = variables(*nodes, context=context)
     return {one.id for one in found if isinstance(one, ast.Name)}

@@ -1,18 +1,18 @@
-"""Loss scaling: a GradScaler is the run's `precision="fp16"`."""
+"""Convert loss scaling: `precision="fp16"` of the run replaces a GradScaler."""
 
 from __future__ import annotations
 
 import ast
 
-from lockstep.tools.check.syntax import all_arguments, argument
-from lockstep.tools.convert import passes, questions
+from lockstep.tools.check.syntax import all_arguments, argument, method
+from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft
 
 SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.amp.grad_scaler.GradScaler")
 
 
 def convert(draft: Draft) -> None:
-    """Replace GradScaler by the run's precision."""
+    """Replace the GradScaler of a script by the run's precision."""
     script, module = draft.script, draft.module
     scalers = list(script.calls(*SCALERS))
     if not scalers:
@@ -22,7 +22,9 @@ def convert(draft: Draft) -> None:
     draft.precision = f', precision="fp16"{switch}'
     for made in scalers:
         statement = module.statement(made)
-        first = "cuda" not in script.name(made.func)  # of torch.amp the device
+        first = "cuda" not in script.name(
+            made.func
+        )  # the first argument of torch.amp's is the device
         if made.args[first:] or {word.arg for word in made.keywords} - {"device", "enabled"}:
             draft.ask(made, questions.SCALER)
         elif isinstance(statement, ast.Assign):
@@ -32,17 +34,17 @@ def convert(draft: Draft) -> None:
             _call(draft, call, call.func.attr)
 
 
-def _call(draft: Draft, call: ast.Call, method: str) -> None:
+def _call(draft: Draft, call: ast.Call, name: str) -> None:
     statement = draft.alone(call)
     above = draft.module.parents.get(call)
     whole = draft.module.parents.get(above) if isinstance(above, ast.Attribute) else None
-    if method == "step" and len(all_arguments(call)) == 1 and call.args:
+    if name == "step" and len(all_arguments(call)) == 1 and call.args:
         draft.edit("replace", call, f"{draft.module.source(call.args[0])}.step()")
-    elif isinstance(whole, ast.Call) and passes.is_backward(whole):
+    elif isinstance(whole, ast.Call) and method(whole) == "backward":
         if not all_arguments(whole):
             draft.edit("unwrap", call)
             draft.edit("receiver", whole, f"{RUN}.backward")
-    elif statement and (method == "unscale_" or (method == "update" and not all_arguments(call))):
+    elif statement and (name == "unscale_" or (name == "update" and not all_arguments(call))):
         draft.removed.add(statement)
     else:
         draft.ask(call, questions.SCALER)

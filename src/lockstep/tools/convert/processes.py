@@ -1,4 +1,4 @@
-"""Set-up of a DDP script that a run replaces: process group, ranks, samplers, devices, seeds."""
+"""Convert the set-up of a DDP script: process group, samplers, devices, seeds, `mp.spawn`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLLECTIVE = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Remove what the run does by itself, replace devices and barriers, ask about collectives."""
+    """Remove set-up that the run does itself, replace devices and barriers, ask about collectives."""
     _device_names(draft)
     _devices_of_ranks(draft)
     script = draft.script
@@ -44,7 +44,7 @@ def convert(draft: Draft) -> None:
         elif not _COLLECTIVE.match(name):
             continue
         elif script.evaluates(call) and script.step_loop(call) is None:
-            _remove(draft, call)  # each rank measures on all of the data
+            _remove(draft, call)  # each rank evaluates on all of the data
         else:
             draft.ask(call, questions.COLLECTIVE.format(name))
     for call in script.calls("DataLoader"):
@@ -62,7 +62,7 @@ def _remove(draft: Draft, call: ast.Call) -> None:
 
 
 def _sampler(draft: Draft, call: ast.Call) -> None:
-    """Give a DataLoader the order of its DistributedSampler, and the batch of all replicas."""
+    """Replace a loader's DistributedSampler by `shuffle`, and its batch size by that of all replicas."""
     made = draft.script.made_by(argument(call, "sampler"), "DistributedSampler")
     trains = call in draft.script.loaders
     if made:
@@ -106,7 +106,7 @@ def _batch(draft: Draft, call: ast.Call) -> None:
 
 
 def _device_names(draft: Draft) -> None:
-    """Replace devices that are named by a number: each rank has its own."""
+    """Replace devices with a fixed number, such as `cuda:0`, since each rank has its own device."""
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"cuda:\d+", str(node.value)):
             draft.edit("replace", node, '"cuda"')
@@ -172,7 +172,7 @@ def seeds(draft: Draft, scope: RunScope) -> None:
 def _known_before(
     script: Script, scope: RunScope, statement: ast.stmt, seed: ast.expr
 ) -> ast.expr | None:
-    """Return a seed, or its only value, if all names in it are bound before the run begins."""
+    """Return the seed, or its only value, if all its names are bound before the run begins."""
     bound = stored(*scope.block[scope.start : scope.block.index(statement)])
     values = [_without_rank(script, source) for source in script.sources(seed)]
     for value in [seed, *(values if len(values) == 1 else [])]:
@@ -182,7 +182,7 @@ def _known_before(
 
 
 def _without_rank(script: Script, node: ast.expr) -> ast.expr:
-    """Return a seed without the rank that is added to it."""
+    """Return the expression of a seed without the rank that is added to it."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and script.is_rank(node):
         return node.left if script.is_rank(node.right) else node.right
     return node

@@ -1,6 +1,6 @@
-"""Questions and notes of a converted script; the manual's page explains each question."""
+"""Questions to the user and notes that a conversion leaves; the manual's page explains each question."""
 
-#: How a question begins in the converted script; what to search for.
+#: Begins each question in the converted script.
 MARK = "# lockstep: question: "
 
 LOADER = (

@@ -1,4 +1,4 @@
-"""Rank and world size in a DDP script, and values computed from them."""
+"""Convert reads of rank and world size in a DDP script; ask the user about values computed from these."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lockstep.tools.check.syntax import dotted, variables
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft
 
-#: Variables of the environment, and what a run calls their values. The number of ranks is that of replicas:
-#: what is computed from it is the same on every layout.
+#: Environment variables, and the attributes of the run with their values. The number of replicas replaces
+#: that of ranks, so that values computed from it are the same on every layout.
 _VARIABLES = {
     r"RANK$": "world.rank",
     r"LOCAL_RANK$": "world.local_rank",
@@ -22,7 +22,7 @@ _REDUCES = re.compile(r"^dist\.(all_)?(reduce|gather)\w*$")
 
 
 def convert(draft: Draft) -> None:
-    """Replace queries of rank and world size by the run's; ask about values computed from them."""
+    """Replace reads of rank and world size by the run's attributes; ask the user about results of both."""
     if "ddp" not in draft.script.flavours:
         return
     _asked(draft)
@@ -39,7 +39,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft) -> None:
-    """Replace queries of the rank, of the world size, and of whether there are ranks."""
+    """Replace reads of the rank, of the world size, and of whether the program is distributed."""
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
@@ -55,7 +55,7 @@ def _asked(draft: Draft) -> None:
 
 
 def _variable(node: ast.Subscript | ast.Call) -> str:
-    """Return the run's name for `os.environ["RANK"]` or `os.environ.get("RANK", 0)`."""
+    """Return the run's attribute for `os.environ["RANK"]` or `os.environ.get("RANK", 0)`; else empty."""
     match node:
         case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
             return _named(key) if dotted(owner).endswith("environ") else ""
@@ -69,7 +69,7 @@ def _named(key: object) -> str:
 
 
 def _number(draft: Draft, node: ast.expr) -> ast.expr:
-    """Return `int(…)` around an expression, if it is there."""
+    """Return the call `int(…)` around an expression, or the expression itself."""
     parent = draft.module.parents.get(node)
     return parent if isinstance(parent, ast.Call) and dotted(parent.func) == "int" else node
 
@@ -90,7 +90,7 @@ def _answer(draft: Draft, call: ast.Call) -> None:
 
 
 def _options(draft: Draft) -> set[str]:
-    """Return the variables with the value of the option `--local_rank`, which torchrun does not pass."""
+    """Return the variables with the value of the option `--local_rank`."""
     options = [arg for call in draft.script.methods("add_argument") for arg in call.args]
     if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()
@@ -99,7 +99,7 @@ def _options(draft: Draft) -> set[str]:
     return {one for one in named if (None, one) not in draft.module.attributes}
 
 
-# What follows from them ------------------------------------------------------------------------------
+# Values computed from the rank ------------------------------------------------------------------------
 
 
 def _takes_part(script: Script, node: ast.AST) -> bool:
@@ -120,7 +120,7 @@ def _takes_part(script: Script, node: ast.AST) -> bool:
 
 
 def _divides_sum(draft: Draft, node: ast.AST) -> bool:
-    """Whether a number is divided by that of ranks, in a function that adds up over ranks."""
+    """Whether a number is divided by the world size, in a function that reduces over ranks."""
     script, scope = draft.script, draft.module.scope
     match node:
         case (
@@ -134,7 +134,7 @@ def _divides_sum(draft: Draft, node: ast.AST) -> bool:
 
 
 def _computes(draft: Draft, node: ast.AST) -> bool:
-    """Whether a number is computed from the rank that is no seed of torch, and not only shown."""
+    """Whether a number is computed from the rank, other than a seed of torch or a shown text."""
     match node:
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult(), right=right):
             sides = [one for one in (left, right) if not isinstance(one, ast.BinOp)]

@@ -1,4 +1,4 @@
-"""Where the run is made, and how functions and classes that need it are given it."""
+"""Choose where the run is made, and pass it to the functions and classes that need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 @dataclass
 class RunScope:
-    """The function, or the file, whose block the run is made in; from `start` on it is under the run."""
+    """The function or file, and its block, in which the run is made; the run begins at index `start`."""
 
     scope: Scope
     block: list[ast.stmt]
@@ -24,7 +24,7 @@ class RunScope:
 
 
 def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
-    """Return where the run is made: the innermost function from which all code that needs it is called."""
+    """Return the place for the run: the innermost function from which all code that needs it is called."""
     script, module = draft.script, draft.module
     loops = script.epoch_loops or script.step_loops
     scope: Scope = module.scope(loops[0])
@@ -44,7 +44,7 @@ def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
 
 
 def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
-    """Whether a node is in a function, or only in functions that are called from there."""
+    """Whether a node is in a function, or only in functions that are called from that function."""
     if scope in script.module.above(node):
         return True
     calls = _calls(script, script.module.scope(node)) if depth else []
@@ -52,12 +52,12 @@ def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
 
 
 def _calls(script: Script, function: ast.AST) -> list[ast.Call]:
-    """Return the calls of a function in its file; of an `__init__`, those that make its class."""
+    """Return the calls of a function within its file; for an `__init__`, the calls of its class."""
     return [call for caller, call in script.callers(function) if caller is script]
 
 
 def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> list[ast.stmt]:
-    """Return the statements of a function's own body that contain or call a node."""
+    """Return the statements of a function's own body that contain a node, or call the node's function."""
     module = script.module
     nearest = module.scope(node)
     if nearest is scope or depth == 0:
@@ -73,7 +73,7 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
 
 
 def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """Return the innermost block, outside of loops, that has all entries, and where the first is."""
+    """Return the innermost block outside of loops that contains all entries, and the first one's index."""
     assert not isinstance(scope, ast.Lambda)
     block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
     while True:
@@ -89,7 +89,7 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
 
 
 def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
-    """Return the edits with the run under its name in each function, and those that pass it there."""
+    """Return all edits with the run's name in each function, and the edits that pass the run there."""
     passed = _RunArgument(draft, scope, name)
     edits = [
         replace(edit, code=edit.code.replace(RUN, passed.name_at(edit.node)))
@@ -101,7 +101,7 @@ def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
 
 
 class _RunArgument:
-    """Passes the run to functions as a first argument; objects keep it as `self.run`."""
+    """Passes the run to functions as their first argument; objects keep it as `self.run`."""
 
     def __init__(self, draft: Draft, scope: RunScope, name: str) -> None:
         self.draft, self.scope, self.name = draft, scope.scope, name
@@ -109,7 +109,7 @@ class _RunArgument:
         self._done: set[ast.AST] = set()
 
     def name_at(self, node: ast.AST) -> str:
-        """Return what the run is called at a node; pass it to the function that the node stands in."""
+        """Return the run's name at a node, and pass the run to the function that contains the node."""
         module = self.draft.module
         scope = module.scope(node)
         while isinstance(scope, ast.Lambda):
@@ -142,7 +142,7 @@ class _RunArgument:
             self.edits.append(Edit("after", made, kept) if made else Edit("first", function, kept))
         sites = _calls(self.draft.script, function)
         for call in sites:
-            if not self.draft.script.name(call.func).startswith("mp."):  # of which it is asked
+            if not self.draft.script.name(call.func).startswith("mp."):  # `mp.spawn` has a question
                 self.edits.append(Edit("prepend", call, self.name_at(call)))
         if not sites:
             self.draft.ask(function, questions.CALLER.format(self.name))

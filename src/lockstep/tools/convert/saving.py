@@ -1,4 +1,4 @@
-"""Files: writes by every rank become writes by the main rank."""
+"""Convert writes of files that every rank makes: only the main rank writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tools.convert.draft import RUN, Draft, origins
 _WRITES = re.compile(
     r"^shutil\.(copy\w*|move|rmtree)$|^os\.(rename|replace|remove|unlink|symlink)$"
 )
-#: What writes files by other names than torch's.
+#: Functions other than `torch.save` that write files.
 _OTHERS = re.compile(
     r"(^|\.)(savefig|save_image|SummaryWriter|FileHandler|to_csv|to_json|to_parquet|to_pickle)$"
     r"|(^|\.)(write_text|write_bytes|save_pretrained|save_file)$|^torch\.(jit\.save|onnx\.export)$"
@@ -22,7 +22,7 @@ _OTHERS = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Let the main rank write what `torch.save` writes."""
+    """Put calls of `torch.save` under `if run.is_main_process`, and ask the user about other writes."""
     script = draft.script
     saving = {draft.module.scope(call) for call in script.calls("torch.save")}
     for call in script.calls("torch.save"):
@@ -42,7 +42,7 @@ def convert(draft: Draft) -> None:
 
 
 def _is_guarded(draft: Draft, node: ast.AST) -> bool:
-    """Whether one rank alone executes a node; not under an `or` that lets other ranks in."""
+    """Whether only one rank executes a node; a condition with `or` that other ranks meet is no guard."""
     guard = draft.script.guard(node)
     return guard is not None and not (
         isinstance(guard, ast.If)
@@ -56,7 +56,7 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 
 
 def _writes(draft: Draft, call: ast.Call) -> bool:
-    """Whether a call writes a file, and is not within a statement with a question."""
+    """Whether a call writes a file, in a statement about which the user is not asked yet."""
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":
         mode = argument(call, "mode", 0 if isinstance(call.func, ast.Attribute) else 1)
@@ -76,7 +76,7 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
             known = draft.models.intersection(origins(draft.script, model))
             texts = [node.value for node in ast.walk(path) if isinstance(node, ast.Constant)]
             suffixes = {Path(str(one)).suffix for one in [*texts, *draft.script.constants(path)]}
-            exports = suffixes <= {"", ".pt", ".pth", ".bin"}  # which `run.export` takes
+            exports = suffixes <= {"", ".pt", ".pth", ".bin"}  # suffixes that `run.export` accepts
             if known and exports and not _by_value(draft, call):
                 code = f"{RUN}.export({module.source(path)}, {module.source(model)})"
                 draft.edit("replace", call, code)
@@ -85,7 +85,7 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
 
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node stands under a condition that may differ between ranks: of a step, or a comparison."""
+    """Whether a node is executed under a condition that may differ between ranks, or in a training loop."""
     for parent in draft.module.above(node):
         if parent in draft.script.step_loops:
             return True

@@ -1,4 +1,4 @@
-"""Conversion of a script: all edits and questions applied, or a refusal."""
+"""Convert a script: apply all edits and questions, or raise an error if it cannot be converted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.tools.convert import (
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.questions import MARK
 
-#: What turns facts into edits and questions, in this order.
+#: The modules that add edits and questions to a draft, in this order.
 _PARTS = (
     processes, ranks, precision, models, data, loops, losses, passes, carried, decisions, saving,
 )  # fmt: skip
@@ -43,7 +43,7 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What could not be decided: its line in the script as it was, and in the converted script."""
+    """A question to the user: its line in the original and in the converted script, and its text."""
 
     before: int
     after: int
@@ -52,7 +52,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Converted:
-    """The script as it was and its converted text; questions by line; notes on changes of its meaning."""
+    """The original script and its converted text; questions by line; notes on changes of its meaning."""
 
     module: Module
     text: str
@@ -61,7 +61,7 @@ class Converted:
 
     @property
     def changed(self) -> int:
-        """How many lines go, come or have changed by more than their indentation."""
+        """Number of lines that are added, removed, or changed by more than their indentation."""
         blocks = _blocks(self.module.text, self.text)
         return sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal")
 
@@ -70,7 +70,7 @@ def convert(path: Path) -> Converted:
     """Convert a script.
 
     Raises:
-        UsageError: if it cannot be read as Python 3, is no script of one device or of DDP, or has no
+        UsageError: if the script is not Python 3, is neither for one device nor of DDP, or has no
             training loop.
     """
     fix.available()
@@ -88,14 +88,14 @@ def convert(path: Path) -> Converted:
 
 
 def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
-    """Turn findings of `lockstep check` in the converted script into questions."""
+    """Add findings of `lockstep check` in the converted script as questions to the user."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
         rules = Selection(("LS601", "LS602", "LS605", "LS609", "LS610"))
         findings = engine.check([file], rules).findings
     lines = text.split("\n")
-    numbers: list[int] = []  # of each line, the line that it comes from
+    numbers: list[int] = []  # for each line, the line of the original script
     for _, a, b, c, d in _blocks(draft.module.text, text):
         numbers += [max(min(a + n, b - 1), 0) + 1 for n in range(d - c)]
     found = []
@@ -109,7 +109,7 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
 
 
 def _blocks(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
-    """Return which lines of two texts are the same but for their indentation."""
+    """Return the differences between the lines of two texts, ignoring indentation."""
     old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [(kind, a, b, c, d) for kind, a, b, c, d in blocks]
@@ -154,7 +154,7 @@ def _read(path: Path) -> Script:
 
 
 def _placed(draft: Draft) -> list[Edit]:
-    """Return all edits, with the name of the run in each function."""
+    """Return all edits of a draft, with the name of the run in each function."""
     module = draft.module
     unused.clear(draft)
     removed = {node for one in draft.removed for node in ast.walk(one)}
@@ -185,7 +185,7 @@ def _placed(draft: Draft) -> list[Edit]:
 
 
 def _left(draft: Draft) -> list[tuple[ast.stmt, str]]:
-    """Return the questions about statements that stay."""
+    """Return the questions to the user about statements that are not removed."""
     questions = draft.questions.items()
     return [(one, text) for one, texts in questions if one not in draft.removed for text in texts]
 
@@ -202,7 +202,7 @@ def _last_import(module: Module) -> ast.stmt | None:
 
 
 def _questions(draft: Draft, text: str) -> list[Question]:
-    """Return the questions with their lines before and after."""
+    """Return the questions with their lines in the original and in the converted script."""
     lines = [line.strip() for line in text.split("\n")]
     found = []
     for before, asked in sorted((statement.lineno, one) for statement, one in _left(draft)):

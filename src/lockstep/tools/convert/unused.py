@@ -1,4 +1,4 @@
-"""Removal of code that a conversion leaves unused: branches, functions, names, imports."""
+"""Remove code that a conversion leaves unused: branches, functions, names, imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 
 def clear(draft: Draft) -> None:
-    """Remove empty branches, empty functions, and names that nothing reads."""
+    """Remove empty branches, empty functions, and assignments of names that nothing reads."""
     count = -1
     while count != len(draft.removed):
         count = len(draft.removed)
@@ -25,7 +25,7 @@ def clear(draft: Draft) -> None:
 
 
 def _remove_empty(draft: Draft, function: Function) -> None:
-    """Remove an empty function and its calls, if they are statements."""
+    """Remove a function whose body is removed, and its calls, if all calls are statements."""
     body = {
         statement
         for statement in function.body
@@ -51,17 +51,17 @@ def _unread(draft: Draft) -> None:
 
 
 def _is_unread(draft: Draft, name: str, dead: set[ast.AST], words: set[str]) -> bool:
-    """Whether no statement that stays reads a name."""
+    """Whether no remaining statement reads a name."""
     return name not in words and dead.issuperset(draft.mentions(name, draft.module.tree))
 
 
 def _words(draft: Draft) -> set[str]:
-    """Return the names in what is put into the script."""
+    """Return the names in the code that edits add to the script."""
     return {word for edit in draft.edits for word in re.findall(r"(?<![.\w])\w+", edit.code)}
 
 
 def gone(draft: Draft) -> Iterator[ast.AST]:
-    """Yield the nodes that the edits take out of the script."""
+    """Yield the nodes that the edits remove from the script."""
     for statement in draft.removed:
         yield from ast.walk(statement)
     for edit in draft.edits:
@@ -80,7 +80,7 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
 
 
 def imports(draft: Draft) -> None:
-    """Remove imports whose last uses are gone."""
+    """Remove imports of names that nothing uses any more."""
     dead, words = set(gone(draft)), _words(draft)
     for statement in draft.module.tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom):

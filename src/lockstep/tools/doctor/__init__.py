@@ -1,6 +1,7 @@
-"""`lockstep doctor`: checks of machines and their network before training.
+"""`lockstep doctor`: check machines and their network before training.
 
-A check is a function in the file of its group, with what each node looks at. `child.py` runs what may hang
-or crash in a process that is given up on; `node_rendezvous.py` joins the nodes, as launches do;
-`examine.py` runs all checks in their order, and makes the report.
+A check is a function that judges facts, in the file of its group, with the function that gathers these
+facts on each node. Facts are gathered in child processes with a timeout, since that may hang or crash.
+`node_rendezvous.py` joins the nodes, as launches do; `examine.py` runs all checks in order, and makes the
+report.
 """

@@ -1,9 +1,9 @@
 """Two trainings of ten steps that show whether a device computes the right bits.
 
-The first one is exact: all its numbers are multiples of a power of two, so small that no sum or product
-of them is rounded, whatever the order and the instructions. Its result is known beforehand, so that a
-machine which computes wrong bits is found by itself. The second one is an ordinary training, with the
-kernels that trainings use; machines of one kind get the same digest.
+The first training is exact: all its numbers are multiples of a power of two, and so small that no sum or
+product is rounded, in any order and with any instructions. Its result is known beforehand, so a machine
+that computes wrong bits is found without another one. The second is an ordinary training with common
+kernels; machines of one kind get the same digest.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lockstep.engine.training.digest import digest
 #: Digest of the exact training; tests compute it with Python's integers.
 EXACT = "sha256:66752e1474ac3b5310d85b1dbdc1c4f6d10af5a886f9aa8ed32a98e6263724b1"
 STEPS, BATCH, SIZES = 10, 16, (8, 8, 4)
-#: Weights are multiples of 1 / UNIT in [-LARGEST, LARGEST], gradients of the outputs whole numbers.
+#: Weights are multiples of 1 / UNIT in [-LARGEST, LARGEST]; gradients of the outputs are whole numbers.
 UNIT, LARGEST, RATE = 16, 2, 2.0**-10
 
 
 def exact_digest(device: str = "cpu") -> str:
-    """Return the digest of ten exact steps on a device: of all outputs and gradients."""
+    """Return the digest of all outputs and gradients of ten exact steps on a device."""
     first, second = (nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(SIZES))
     model = nn.Sequential(first, nn.ReLU(), second).to(device)
     with torch.no_grad():
         for number, layer in enumerate((first, second)):
             layer.weight.copy_(_numbers(layer.weight.numel(), 5 + number).view_as(layer.weight) / 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    seen = []  # what is rounded afterwards would hide an error
+    seen = []  # digests of weights alone could miss an error, since weights are rounded
     for step in range(STEPS):
         inputs = _numbers(BATCH * SIZES[0], step).view(BATCH, SIZES[0]).to(device)
         outputs = model(inputs)
@@ -50,12 +50,12 @@ def exact_digest(device: str = "cpu") -> str:
 
 
 def _numbers(count: int, start: int) -> torch.Tensor:
-    """Return whole numbers from -3 to 3 that follow from `start`."""
+    """Return `count` whole numbers from -3 to 3, determined by `start`."""
     return ((torch.arange(count) * 5 + torch.arange(count) // 7 + start * 3) % 7 - 3).float()
 
 
 def ordinary_digest(device: str = "cpu") -> str:
-    """Return the digest of ten ordinary steps on a device."""
+    """Return the digest of the model after ten ordinary steps on a device."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -1,4 +1,4 @@
-"""`Check`: a name, measurements on each node or between nodes, and a verdict over all nodes."""
+"""`Check`: a named check, with functions that gather facts on each node and one that judges them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, Literal
 from lockstep.tools.doctor.node_rendezvous import NodeGroup
 
 Level = Literal["ok", "skipped", "warning", "failure"]
-#: What a node has found, in JSON's types.
+#: The facts that a node has gathered for a check, in JSON's types.
 Facts = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: its level, its text, and advice."""
 
     level: Level  # a failure breaks trainings, a warning slows or misleads
     text: str
-    advice: str = ""  # what to do about it
+    advice: str = ""  # what the user can do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user asks `lockstep doctor` to look at."""
+    """The options of `lockstep doctor`."""
 
     run_dir: Path
     address: str | None = None  # host of the rendezvous
@@ -34,29 +34,29 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NodeReports:
-    """The facts that the nodes have gathered, as far as they could."""
+    """The facts that all nodes have gathered."""
 
     labels: tuple[str, ...]
     reports: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
-    asked: int = 1  # number of nodes that were to come
+    asked: int = 1  # number of nodes that should have joined
 
     def of(self, name: str) -> list[tuple[str, Facts]]:
-        """Return the label and the facts of each node that found something for a check."""
+        """Return the label and the facts of each node that has facts for a check."""
         pairs = zip(self.labels, self.reports, strict=True)
         return [(label, report[name]) for label, report in pairs if report.get(name) is not None]
 
     @property
     def alone(self) -> bool:
-        """Whether there is one node."""
+        """Whether there is only one node."""
         return len(self.labels) == 1
 
     @property
     def missed(self) -> bool:
-        """Whether fewer nodes joined than were asked for."""
+        """Whether fewer nodes have joined than should have."""
         return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:
-        """Return the prefix of a line about a node; empty where there is one node."""
+        """Return the prefix of a line about a node; empty if there is only one node."""
         return "" if self.alone else f"{label}: "
 
 
@@ -68,21 +68,21 @@ JudgeOne = Callable[[Facts], list[Finding] | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check."""
+    """A check of `lockstep doctor`."""
 
-    name: str  # one word, at the beginning of its lines
+    name: str  # one word, at the beginning of the check's lines
     judge: Judge
-    look: Look | None = None  # what each node looks at by itself, in a process of its own
-    together: Together | None = None  # what the nodes do with each other, after all have looked
+    look: Look | None = None  # gathers facts on each node, in a child process
+    together: Together | None = None  # gathers facts that need all nodes, after each `look`
     seconds: float = 10.0  # timeout on a node
 
 
-#: The checks of all groups that were imported.
+#: The checks of all modules that were imported.
 ENTERED: list[Check] = []
 
 
 def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
-    """Decorate the judgement of a check; `fields` are the others of `Check`."""
+    """Decorator that registers a function as the judge of a check; `fields` are other fields of `Check`."""
 
     def enter(judge: Judge) -> Judge:
         ENTERED.append(Check(name=name, judge=judge, **fields))
@@ -92,7 +92,7 @@ def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
 
 
 def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
-    """Decorate a judgement of one node's facts: what is wrong there, or in words what is right."""
+    """Decorator for a judge of one node's facts, which returns findings, or a text if all is well."""
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
         def judge(seen: NodeReports) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[Jud
 
 
 def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
-    """Return what nodes have, by label; in one phrase where all have the same."""
+    """Return values by label in one text; only the value if all nodes have the same one."""
     words = {value for _, value in values}
     if len(words) == 1 and len(values) == len(seen.labels):
         return words.pop()
@@ -123,5 +123,5 @@ def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message of several lines in one."""
+    """Return a message of several lines in one line."""
     return re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", text))

@@ -36,30 +36,30 @@ from lockstep.tools.doctor.node_rendezvous import PATIENCE, NodeGroup, join_node
 from lockstep.world import host
 from lockstep.world.rendezvous.rank_rendezvous import chosen_interface, join_timeout
 
-#: All checks by name, in the order of the report: each group imported has entered its own.
+#: All checks by name, in the order of the report; importing a module registers its checks.
 _GROUPS = (software, gpus, limits, storage, network, links, reduction, training)
 CHECKS = {
     one.name: one for group in _GROUPS for one in ENTERED if one.judge.__module__ == group.__name__
 }
 #: Exit codes: no failure, failures, and nodes that did not arrive.
 OK, FAILED, APART = 0, 1, 3
-#: All-reduces, each by another backend, that may be started at most.
+#: Largest number of backends whose all-reduce is tried.
 _STARTERS = 2
-#: What facts of another version of Lockstep may raise.
+#: Errors that facts from another version of Lockstep may raise.
 _UNLIKE = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-#: How much longer a node waits for the others than they may take.
+#: Seconds that a node waits for other nodes beyond the time that they may take.
 _SLACK = 20.0
-#: How long a node may take to look by itself: as long as the slowest check, and a little more.
+#: Seconds that a node may take to gather its own facts: a little more than the slowest check.
 _LOOKS_SECONDS = 25.0
 _AT_LEAST = 0.1
 _LEAVING_SECONDS = 5.0
-#: Among what a node tells: how its looks failed, by check.
+#: Key of a node's report for errors while facts were gathered, by check.
 _PROBLEMS = "problems"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of an examination."""
+    """The findings and facts of one call of `lockstep doctor`."""
 
     seen: NodeReports
     findings: tuple[tuple[str, Finding], ...]
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def lines(self) -> Iterator[str]:
-        """The report as text."""
+        """The lines of the report."""
         wide = max(len(name) for name, _ in self.findings)
         for name, one in self.findings:
             advice = f". Do: {one.advice}" if one.advice else ""
@@ -98,10 +98,10 @@ class Report:
 def examine(
     asked: Options, config: RendezvousConfig | None = None, nodes: Nodes | None = None
 ) -> Report:
-    """Examine this node, and all others where there are several."""
+    """Run all checks on this node, and between all nodes if there are several; return the report."""
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        # Forked before anything here starts a thread, or touches a GPU.
+        # Children are forked before this process starts a thread or uses a GPU.
         looks = {name: Child(_looks(one, asked)) for name, one in CHECKS.items() if one.look}
         starters = tuple(Child(reduction.start) for _ in range(_STARTERS))
         for child in (*looks.values(), *starters):
@@ -141,14 +141,14 @@ def examine(
 
 
 def _looks(one: Check, asked: Options) -> Callable[[Any], Any]:
-    """Return the function of a check that a child calls."""
+    """Return the function that gathers the facts of a check in a child process."""
     look = one.look
     assert look is not None
     return lambda _: look(asked)
 
 
 def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Finding | None]:
-    """Join the rendezvous of the nodes; if it fails, return one of this node alone, and why."""
+    """Join the other nodes; if that fails, return this node alone, and a finding with the reason."""
     alone = NodeGroup(labels=(host.name(),))
     if config is None:
         return alone, None
@@ -161,7 +161,7 @@ def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Fin
 
 
 def _results(looks: dict[str, Child]) -> dict[str, Any]:
-    """Return the facts from the children, and the errors of those that failed."""
+    """Return the facts from the child processes, and the errors of those that failed."""
     own: dict[str, Any] = {_PROBLEMS: {}}
     began = time.monotonic()
     for name, child in looks.items():
@@ -174,7 +174,7 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
 
 
 def _together(name: str, rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> NodeReports:
-    """Run the part of a check that nodes do together; return the facts with its own added.
+    """Run the part of a check that needs all nodes; return the reports with the new facts added.
 
     Raises:
         LostError: if a node is lost.
@@ -208,13 +208,13 @@ def _leave(rendezvous: NodeGroup) -> None:
 
 
 def _judged(name: str, seen: NodeReports) -> Iterator[Finding]:
-    """Yield the lines of a check."""
+    """Yield the findings of a check."""
     for label, report in zip(seen.labels, seen.reports, strict=True):
         why = report[_PROBLEMS].get(name)
         if why is not None:
             advice = "run it again; if it stays, look at the kernel's log of this node"
             yield Finding("failure", f"{seen.on(label)}{why}", advice)
-    if CHECKS[name].together is None or seen.of(name):  # else a node was lost before
+    if CHECKS[name].together is None or seen.of(name):  # no facts: a node was lost before
         try:
             yield from list(CHECKS[name].judge(seen))
         except _UNLIKE as error:

@@ -1,4 +1,4 @@
-"""GPUs: memory, processes on them, throttling, ECC, and peer access."""
+"""Check GPUs: free memory, other processes, throttling, ECC errors, and peer access."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from lockstep.launch.devices.gpus import list_gpus
 from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, check, listed
 from lockstep.tools.quantities import binary_size
 
-#: Bits of NVML's reasons for lower clocks that are no wish of anything that runs: NVML calls them
-#: HwSlowdown, SwThermalSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown.
+#: Bits of NVML's reasons for clocks lowered against the user's wish: HwSlowdown, SwThermalSlowdown,
+#: HwThermalSlowdown and HwPowerBrakeSlowdown.
 _SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 _NO_NVML = "throttling, ECC and processes are not looked at: pip install 'torch-lockstep[gpu]'"
 
 
 def _look(_: Options) -> Facts:
     import torch
+
+    from lockstep.world import cuda
 
     if torch.version.cuda is None and torch.version.hip is None:
         return {"none": f"torch {torch.__version__} is built for processors only", "gpus": []}
@@ -27,7 +29,7 @@ def _look(_: Options) -> Facts:
         if listing.gpus:
             return {"unseen": len(listing.gpus), "gpus": []}
         return {"none": f"torch sees no GPU: {listing.problem or 'there is none'}", "gpus": []}
-    nvml = _nvml()
+    nvml = cuda.nvml()
     return {
         "gpus": [_gpu(index, nvml) for index in range(count)],
         "nvml": nvml is not None,
@@ -38,19 +40,6 @@ def _look(_: Options) -> Facts:
     }
 
 
-def _nvml() -> Any:
-    """Return NVML's module, ready for use; `None` where it is not installed, or there is no NVML."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except ImportError:
-        return None
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
 def _gpu(index: int, nvml: Any) -> dict[str, Any]:
     import torch
 
@@ -59,10 +48,10 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": properties.name, "total": total, "free": free}
     if nvml is None:
         return facts
-    try:  # by its id: NVML counts all GPUs of the machine, torch those that this process sees
+    try:  # by UUID: NVML numbers all GPUs of the machine, torch only those that this process sees
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     except nvml.NVMLError:
-        return facts  # a part of a GPU (MIG)
+        return facts  # a MIG partition of a GPU
     ecc = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
     asked: dict[str, Callable[[], Any]] = {
         "processes": lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle),
@@ -70,14 +59,14 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
         "ecc": lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, *ecc),
     }
     for name, ask in asked.items():
-        with contextlib.suppress(nvml.NVMLError):  # this model does not say
+        with contextlib.suppress(nvml.NVMLError):  # not available for this model of GPU
             facts[name] = ask()
     facts["processes"] = [one.pid for one in facts.get("processes", ()) if _is_other(one.pid)]
     return facts
 
 
 def _is_other(pid: int) -> bool:
-    """Whether a process runs here and is not one of ours; NVML lists those of other containers, too."""
+    """Whether a process on a GPU runs in this container and is not a child of this examination."""
     import psutil
 
     try:
@@ -88,7 +77,7 @@ def _is_other(pid: int) -> bool:
 
 @check("gpus", look=_look, seconds=20)
 def gpus(seen: NodeReports) -> Iterator[Finding]:
-    """Find GPUs that are in use, slowed, defective or unlike, and pairs without a way to each other."""
+    """Find GPUs that are in use, throttled, defective or unlike, and pairs without peer access."""
     for label, facts in seen.of("gpus"):
         on = seen.on(label)
         if "unseen" in facts:

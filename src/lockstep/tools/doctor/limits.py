@@ -1,4 +1,4 @@
-"""Limits of the system and its cgroups: shared memory, open files, memory, cores."""
+"""Check limits of the system and its control groups: shared memory, open files, memory, cores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.world.cores import show_list, usable_cores
 
 _SHM = Path("/dev/shm")  # noqa: S108 - the one that DataLoader workers and NCCL use
 _MIB, _GIB = 1 << 20, 1 << 30
-#: Docker's own size: one DataLoader worker may need more.
+#: Docker's default size: one DataLoader worker may need more.
 _SMALL_SHM = 64 * _MIB
 _MORE_SHM = (
     "free it (ls -l /dev/shm), or give more: docker run --shm-size=8g, an emptyDir with medium: Memory in "
@@ -40,7 +40,7 @@ def _look_shm(_: Options) -> Facts:
 
 @check_each("shm", look=_look_shm)
 def shm(facts: Facts) -> list[Finding] | str:
-    """Judge shared memory: full, or too small for DataLoader workers."""
+    """Check shared memory: whether it is full, or too small for DataLoader workers."""
     if facts.get("missing"):
         return [Finding("failure", f"there is no {_SHM}", "mount a tmpfs there")]
     left = f"{binary_size(facts['free'])} of {binary_size(facts['size'])} are free"
@@ -66,7 +66,7 @@ def _look_limits(_: Options) -> Facts:
 
 @check_each("limits", look=_look_limits)
 def limits(facts: Facts) -> list[Finding] | str:
-    """Judge the limits of a process that trainings run into."""
+    """Check the resource limits of a process: open files, addresses, locked memory, processes."""
     limited = {name: limit for name, limit in facts.items() if limit != _UNLIMITED}
     files, processes = limited.get("files", _FILES), limited.get("processes", _FILES)
     addresses, locked = (binary_size(limited.get(name, 0)) for name in ("addresses", "locked"))
@@ -96,7 +96,7 @@ def _look_memory(_: Options) -> Facts:
 
 @check_each("memory", look=_look_memory)
 def memory(facts: Facts) -> list[Finding] | str:
-    """Judge what is left of memory, by the system and by the control groups of this process."""
+    """Check the free memory of the system and of this process's control groups."""
     group = facts["group"]
     left = facts["free"] if group is None else min(facts["free"], group)
     by = "" if left == facts["free"] else " by its control group"
@@ -119,7 +119,7 @@ def _look_cores(_: Options) -> Facts:
 
 @check_each("cores", look=_look_cores)
 def cores(facts: Facts) -> list[Finding] | str:
-    """Judge how many of the cores this process may use."""
+    """Check the number of cores that this process may use."""
     quota = "" if facts["quota"] is None else f", a quota of {facts['quota']:g}"
     affinity = f"affinity {facts['affinity']} of {facts['machine']} processors"
     text = f"{facts['usable']} usable; {affinity}{quota}"

@@ -1,7 +1,7 @@
-"""Bandwidth and latency between every two nodes, measured in bounded time.
+"""Measure bandwidth and latency between every two nodes, in bounded time.
 
-Nodes pair up in rounds, so that each is in one pair at a time. What arrives is measured, where it arrives:
-what was sent may still lie in a buffer.
+In each round of measurements a node is in at most one pair. Bandwidth is measured where bytes arrive: bytes
+that were sent may still be in a buffer.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, ch
 from lockstep.tools.doctor.node_rendezvous import NodeGroup
 from lockstep.world.network import listen, why_unreached
 
-#: Seconds for one direction of a pair, at most; and for one direction of all rounds together.
+#: Most seconds for one direction of a pair, and for one direction of all rounds; least for one pair.
 _MOST, _ALL, _LEAST = 0.25, 3.0, 0.03
 _PATIENCE = 2.0
-#: How long a node may keep the others waiting at the end of a round: longer than a pair may take.
+#: Seconds that nodes wait for each other at the end of a round: more than a pair may take.
 _BARRIER = 8.0
 _PINGS = 20
 _BLOCK = bytes(1 << 14)
 _TOKEN = 16  # bytes
-#: Below it, an exchange of 100 MB takes two seconds or more.
+#: Bandwidth below which an exchange of 100 MB takes two seconds or more.
 _SLOW_MBIT = 500.0
 _SLOW_MS = 5.0
-#: A pair is slow for its network below this part of the median pair.
+#: Part of the median bandwidth below which a pair counts as slow.
 _PART = 1 / 4
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs, in which all pairs of `count` nodes appear once, and a node once a round.
+    """Return rounds of pairs in which each pair of `count` nodes appears once, and each node once a round.
 
-    The circle method: one stays, the others go round.
+    The circle method: the first node stays, the others rotate.
     """
     circle = [*range(count), *([-1] * (count % 2))]
     rounds = []
@@ -48,7 +48,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _together(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Measure all pairs that this node is in; return what it has received, or how that failed."""
+    """Measure all pairs with this node; return the received bandwidths, or why a measurement failed."""
     if not rendezvous.reach:
         return []
     token = secrets.token_bytes(_TOKEN)
@@ -75,7 +75,7 @@ def _measure(
     listener: socket.socket,
     seconds: float,
 ) -> dict[str, Facts]:
-    """Measure one pair: the first node calls, the other one answers; then bytes go the other way."""
+    """Measure one pair: the first node connects to the second and sends; then the second node sends."""
     first, second = pair
     port, token = addresses[second]
     shown = bytes.fromhex(token)
@@ -115,7 +115,7 @@ def _connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Return the next connection that shows the token."""
+    """Return the next connection that begins with the token."""
     deadline = time.monotonic() + 2 * _PATIENCE
     while time.monotonic() < deadline:
         line, _ = listener.accept()
@@ -142,7 +142,7 @@ def _receive(line: socket.socket, count: int) -> bytes:
 
 
 def _receive_for(line: socket.socket, seconds: float) -> float:
-    """Return how many Mbit/s arrive, for so many seconds from the first byte on."""
+    """Return the Mbit/s that arrive, measured for `seconds` from the first byte on."""
     buffer = bytearray(1 << 20)
     line.recv_into(buffer)
     began, total, elapsed = time.perf_counter(), 0, 0.0
@@ -156,7 +156,7 @@ def _receive_for(line: socket.socket, seconds: float) -> float:
 
 
 def _send(line: socket.socket, seconds: float) -> None:
-    """Send until the other end has measured enough, and closes."""
+    """Send until the receiver has measured enough and closes the connection."""
     deadline = time.monotonic() + seconds + _PATIENCE
     try:
         while time.monotonic() < deadline:
@@ -168,7 +168,7 @@ def _send(line: socket.socket, seconds: float) -> None:
 
 @check("links", together=_together, seconds=40)
 def links(seen: NodeReports) -> Iterator[Finding]:
-    """Find pairs of nodes with little bandwidth, or a long way."""
+    """Find pairs of nodes with low bandwidth or high latency."""
     ways: dict[tuple[str, str], float] = {}
     delays: dict[tuple[str, str], float] = {}
     failures: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""Network between nodes: names, interfaces, connections in both directions, clocks."""
+"""Check the network between nodes: host names, interfaces, connections in both directions, clocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _look_names(asked: Options) -> Facts:
 
 @check("names", look=_look_names)
 def names(seen: NodeReports) -> Iterator[Finding]:
-    """Find host names that mean the loopback interface, where other nodes are to use them."""
+    """Find host names that resolve to the loopback interface, although other nodes are to use them."""
     fine = []
     for label, facts in seen.of("names"):
         for name, addresses in facts["addresses"].items():
@@ -52,7 +52,7 @@ def names(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Let all nodes connect to each other; note where each is reached."""
+    """Let all nodes connect to each other; return the address at which each node was reached."""
     own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
     facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
     if not rendezvous.several_hosts:
@@ -73,7 +73,7 @@ def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
 
 @check("network", together=_connect, seconds=40)
 def network(seen: NodeReports) -> Iterator[Finding]:
-    """Find pairs of nodes of which one does not reach the other."""
+    """Find pairs of nodes of which one cannot connect to the other."""
     answers = seen.of("network")
     if not answers:
         return

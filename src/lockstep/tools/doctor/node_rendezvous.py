@@ -1,4 +1,4 @@
-"""NodeGroup of the examined nodes, as of launchers, and all-gather of their results."""
+"""Rendezvous of the examined nodes, with the mechanism of launchers, and all-gather of their results."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from lockstep.world.waiting import await_any, go_on
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: How long a node may keep the others waiting for what it has found.
+#: Seconds that the other nodes wait for a node's facts.
 PATIENCE = 12.0
 _LEAVING_SECONDS = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeGroup:
-    """The nodes that are examined together, on one of them."""
+    """The nodes that are examined together, as seen by one of them."""
 
     index: int = 0  # of this node
     labels: tuple[str, ...]
     hosts: tuple[str, ...] = ()  # by node
     endpoint: Endpoint | None = None  # `None` for a single node
     interface: str | None = None
-    reach: tuple[Reach, ...] = ()  # by node, once all have reached each other
-    #: forked before this process had threads: they may start others
+    reach: tuple[Reach, ...] = ()  # address of each node, once all have connected to each other
+    #: child processes forked before this process had threads, which may start further processes
     starters: tuple[Child, ...] = ()
     _lost: set[int] = field(default_factory=set)
 
     @property
     def alone(self) -> bool:
-        """Whether there is one node."""
+        """Whether there is only one node."""
         return len(self.labels) == 1
 
     @property
@@ -57,17 +57,17 @@ class NodeGroup:
         return len(set(self.hosts)) > 1
 
     def part(self, name: str) -> dist.Store:
-        """Return a part of the store of the rendezvous for one purpose."""
+        """Return a prefix store within the store of the rendezvous, for one purpose."""
         from torch.distributed import PrefixStore
 
         assert self.endpoint is not None, "there are several nodes"
         return PrefixStore(f"doctor/{name}", self.endpoint.store)
 
     def gather(self, question: str, own: Any, seconds: float = PATIENCE) -> list[Any]:
-        """Give this node's value; return those of all, in their order.
+        """All-gather a value for `question`: return the values of all nodes, in the order of nodes.
 
         Raises:
-            LostError: if a node does not give its value within `seconds`.
+            LostError: if a node does not send its value within `seconds`.
         """
         if self.alone:
             return [own]
@@ -83,7 +83,7 @@ class NodeGroup:
         return [one[0] for one in values]
 
     def gone(self) -> str:
-        """Return in words that the interface at which the others reach this node is gone, if it is."""
+        """Return a message if the interface at which others reach this node has disappeared, else empty."""
         if not self.reach:
             return ""
         own = self.reach[self.index]
@@ -92,7 +92,7 @@ class NodeGroup:
         return f"the interface {own} of {self.labels[self.index]} is gone"
 
     def close(self) -> None:
-        """Leave the rendezvous; the host of the store leaves last."""
+        """Leave the rendezvous; the node that hosts the store leaves last."""
         if self.endpoint is None:
             return
         store = self.part("left")
@@ -107,7 +107,7 @@ def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) 
     """Join the rendezvous with the other nodes.
 
     Raises:
-        WorldError: if one does not come; of those that came, all get the same.
+        WorldError: if a node does not join; all nodes that have joined get the same error.
     """
     with contextlib.ExitStack() as stack:
         config = replace(config, least=None, seconds=seconds)
@@ -126,7 +126,7 @@ def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) 
 
 
 def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Card, ...]:
-    """Join the only round of this rendezvous; return the cards of all nodes in their order."""
+    """Join the only round of this rendezvous; return the published data of all nodes, in their order."""
     keys = RendezvousKeys(endpoint.store, go_on)
     first = 0 if endpoint.hosts else config.count
     card = Card(

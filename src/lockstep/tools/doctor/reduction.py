@@ -1,4 +1,4 @@
-"""A small all-reduce on each backend, with a known result."""
+"""Check a small all-reduce with a known result, on each backend."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def ranks(facts: Facts | None, *, alone: bool) -> int:
-    """Return how many ranks a node has here: one for each GPU, at least one, and two where it is alone."""
+    """Return the number of ranks on a node: one for each GPU, at least one, and two on a single node."""
     gpus = len((facts or {}).get("gpus", ()))
     return gpus or (2 if alone else 1)
 
 
 def start(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run this node's ranks of one all-reduce, in processes of their own: the work of a child.
+    """Run this node's ranks of one all-reduce, each in a child process; return their results.
 
-    `job` has the backend, the place of the store, the first rank, the ranks in all and here, the interface.
+    `job` has the backend, the address of the store, the first rank, the number of ranks in all and on this
+    node, and the interface.
     """
     children = [
         Child(reduce).give({**job, "rank": job["first"] + local, "local": local})
@@ -45,7 +46,7 @@ def start(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def reduce(job: dict[str, Any]) -> dict[str, Any]:
-    """Take part in an all-reduce as one rank; return how many elements are wrong, and the milliseconds."""
+    """Run one rank of an all-reduce; return the number of wrong elements, and the milliseconds."""
     import torch
     import torch.distributed as dist
 
@@ -74,7 +75,7 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
-    """Reduce with all other nodes, by each backend that all of them have."""
+    """Run an all-reduce over all nodes, with each backend that all nodes have."""
     kinds = {str((report.get("versions") or {}).get("bits")) for report in seen.reports}
     if len(kinds) > 1:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}
@@ -102,7 +103,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
 
 @check("all-reduce", together=_together, seconds=60)
 def all_reduce(seen: NodeReports) -> Iterator[Finding]:
-    """Find backends whose all-reduce fails, or gives wrong sums."""
+    """Find backends whose all-reduce fails, or computes wrong sums."""
     answers = seen.of("all-reduce")
     if answers and "skipped" in answers[0][1]:
         yield Finding("skipped", answers[0][1]["skipped"])

@@ -1,4 +1,4 @@
-"""Versions of Python, PyTorch, CUDA and drivers, compared over all nodes."""
+"""Check that all nodes have the same versions of Python, PyTorch, CUDA and drivers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _look(_: Options) -> Facts:
 
 @check("versions", look=_look, seconds=20)
 def versions(seen: NodeReports) -> Iterator[Finding]:
-    """Find nodes with other versions than the first."""
+    """Find nodes with other versions than the first node."""
     answers = seen.of("versions")
     if not answers:
         return
@@ -48,7 +48,7 @@ def versions(seen: NodeReports) -> Iterator[Finding]:
             mine, its = facts["more"].get(name, "none"), expected["more"].get(name, "none")
             if mine != its:
                 fine = False
-                # NCCL of two versions does not connect; the others may compute other bits.
+                # Two versions of NCCL cannot connect; other differences may lead to other bits.
                 level: Level = "failure" if name == "NCCL" else "warning"
                 text = f"{label} has {name} {mine}, {first} has {its}; expected the same"
                 yield Finding(level, text, "install the same on all nodes")

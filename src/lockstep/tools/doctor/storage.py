@@ -1,4 +1,4 @@
-"""The file system of the run directory: locks, rename, space, and whether nodes share it."""
+"""Check the file system of the run directory: locks, rename, free space, and whether nodes share it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PREFIX = ".lockstep-doctor-"
 
 
 def _existing(run_dir: Path) -> Path:
-    """Return the nearest directory that exists: a run would make its own there."""
+    """Return the run directory, or the nearest directory above it that exists."""
     return next(one for one in (run_dir, *run_dir.absolute().parents) if _is_there(one))
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path exists; `Path.exists` raises below a directory that may not be searched."""
+    """Whether a path exists; `Path.exists` would raise an error below a directory without access."""
     return os.access(path, os.F_OK)
 
 
@@ -52,7 +52,7 @@ def _look(asked: Options) -> Facts:
 
 
 def _locks(directory: Path) -> str:
-    """Return what is wrong with locks there; nothing if they keep a second one out."""
+    """Return a problem with file locks in a directory; empty if a second lock is refused."""
     with (directory / "lock").open("w") as first, (directory / "lock").open("w") as second:
         try:
             _takes(first.fileno())
@@ -62,7 +62,7 @@ def _locks(directory: Path) -> str:
 
 
 def _takes(file: int) -> bool:
-    """Take a lock; return whether it could be had.
+    """Try to lock a file; return whether that succeeded.
 
     Raises:
         OSError: if the file system has no locks.
@@ -75,7 +75,7 @@ def _takes(file: int) -> bool:
 
 
 def _renames(directory: Path) -> str:
-    """Return what is wrong with renaming there: a file over another, and a directory to a new name."""
+    """Return a problem with renaming files and directories in a directory; empty if there is none."""
     old, new = directory / "old", directory / "new"
     old.write_text("1")
     new.write_text("2")
@@ -91,7 +91,7 @@ def _renames(directory: Path) -> str:
 
 @check_each("storage", look=_look)
 def storage(facts: Facts) -> list[Finding] | str:
-    """Judge a file system: its locks, its rename, its room for checkpoints."""
+    """Check a file system: its locks, its rename, and its free space for checkpoints."""
     place = facts["place"]
     if "problem" in facts:
         advice = "choose another place with --run-dir"
@@ -110,7 +110,7 @@ def storage(facts: Facts) -> list[Finding] | str:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts:
-    """Return whether this node sees a file that node 0 has made in the run directory, and its lock."""
+    """Return whether this node sees a file that node 0 has locked in the run directory, and can lock it."""
     if rendezvous.alone:
         return None
     name = rendezvous.gather("shared/name", secrets.token_hex(8))[0]
@@ -140,7 +140,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts
 
 @check("shared", together=_together)
 def shared(seen: NodeReports) -> Iterator[Finding]:
-    """Find run directories that nodes do not share, and locks that do not reach from node to node."""
+    """Find run directories that nodes do not share, and locks that do not work between nodes."""
     answers = seen.of("shared")
     failed = [(label, facts["problem"]) for label, facts in answers if facts["problem"]]
     for label, problem in failed:

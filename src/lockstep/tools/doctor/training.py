@@ -1,4 +1,4 @@
-"""Whether all devices of all nodes compute the same bits, and the right ones."""
+"""Check that all devices of all nodes compute the same bits, and the right ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _look(_: Options) -> Facts:
     for device in devices:
         make_deterministic(torch.device(device))
         facts[device] = {
-            # The promise of the same bits is for one kind of hardware.
+            # Results have the same bits only on one kind of hardware.
             "kind": f"{processor()} ({torch.backends.cpu.get_cpu_capability()})"
             if device == "cpu"
             else str(accelerator.name(torch.device(device))),
@@ -39,7 +39,7 @@ def _look(_: Options) -> Facts:
 
 @check("training", look=_look, seconds=20)
 def training(seen: NodeReports) -> Iterator[Finding]:
-    """Find devices that compute wrong bits, or other ones than those of their kind."""
+    """Find devices that compute wrong bits, or other bits than devices of the same kind."""
     from lockstep.tools.doctor.arithmetic import EXACT
 
     known = {
@@ -63,7 +63,7 @@ def training(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _compare(seen: NodeReports, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
-    """Compare the digests of devices of one kind; say which digest each kind has."""
+    """Compare the digests of devices of one kind, and yield the digest of each kind."""
     versions = dict(seen.of("versions"))
     kinds: dict[tuple[str, str], dict[str, str]] = {}
     for (label, device), result in good.items():

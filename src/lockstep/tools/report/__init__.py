@@ -1,1 +1,1 @@
-"""`lockstep report`: records of runs as one HTML page that needs no network."""
+"""`lockstep report`: show the records of runs as one HTML page that needs no network."""

@@ -1,4 +1,4 @@
-"""Charts of logged and measured values of runs."""
+"""Charts of the logged and measured values of runs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep.tools.report.page import COLOURS, Chart, graph_objects
 from lockstep.tools.report.runs import Shown
 from lockstep.tools.report.thin import Point, envelope, thin
 
-#: Points of a line, and of all lines of a chart together.
+#: Largest number of points of a line, and of all lines of a chart together.
 _LINE, _CHART = 2000, 24000
-#: Of more ranks than this a chart shows the lowest, the median and the highest.
+#: Number of ranks above which a chart shows only the lowest, the median and the highest value.
 _RANKS = 16
-#: Up to so many points a line shows each of them.
+#: Number of points up to which a line marks each point.
 _FEW = 40
 _GIB = 2**30
 
 
 class Clock:
-    """The axis of time of a report: since each run's beginning, in a unit that fits the longest."""
+    """The time axis of a report: time since each run's beginning, in a unit that fits the longest run."""
 
     def __init__(self, runs: Sequence[Shown]) -> None:
         longest = max((run.ended - run.began for run in runs), default=0.0)
@@ -32,19 +32,19 @@ class Clock:
         )
 
     def of(self, run: Shown, time: float) -> float:
-        """Return when something happened, on this axis."""
+        """Return the position of a Unix time on this axis."""
         return (time - run.began) / self._seconds
 
     @property
     def title(self) -> str:
-        """What stands below the axis."""
+        """The title of the axis."""
         return f"time since the start ({self.unit})"
 
 
 def line_figure(
     lines: Sequence[tuple[str, Sequence[Point]]], x: str, y: str = "", *, from_zero: bool = True
 ) -> Any:
-    """Return a figure with lines over one pair of axes; `None` as a value is a gap."""
+    """Return a figure with lines over one pair of axes; a value of `None` is a gap."""
     objects = graph_objects()
     most = max(4, min(_LINE, _CHART // max(len(lines), 1)))
     traces = [
@@ -69,7 +69,7 @@ def _line(objects: Any, name: str, points: Sequence[Point], colour: str) -> Any:
 
 
 def curve_charts(runs: Sequence[Shown]) -> list[Chart]:
-    """Return a chart for each logged number, with a line for each run that logged it."""
+    """Return a chart for each logged number, with one line for each run that logged it."""
     charts = []
     for name in dict.fromkeys(name for run in runs for name in run.curves):
         lines = [(run.label, [*run.curves[name].items()]) for run in runs if name in run.curves]
@@ -78,7 +78,7 @@ def curve_charts(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
-    """Return charts of samples per second and of a step's time, as the lowest rank measured them."""
+    """Return charts of samples per second and of step times, as the lowest rank measured them."""
 
     def rate(pace: Event) -> float | None:
         return pace["samples"] / pace["seconds"] if pace["seconds"] else None
@@ -100,7 +100,7 @@ def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
 def _points(
     run: Shown, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
 ) -> list[Point]:
-    """Return a value over time, with a gap between two generations."""
+    """Return a value over time, with a gap at each restart."""
     points: list[Point] = []
     for generation in run.by_generation[rank]:
         points += [(clock.of(run, generation.time), None)] if points else []
@@ -111,13 +111,13 @@ def _points(
 
 
 def _measured(generation: Generation, kind: str) -> list[Event]:
-    """Return the measurements of one kind; of the pace without the first, which is that of a warm-up."""
+    """Return the measurements of one kind since a (re)start; of the pace, without the warm-up."""
     found = [event for event in generation.events if event["kind"] == kind]
     return found[1:] if kind == "pace" else found
 
 
 def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
-    """Return charts of memory and utilisation, with a line for each rank."""
+    """Return charts of memory and utilisation, with one line for each rank."""
     measures: list[tuple[str, str, float]] = [
         ("host", "Memory of the host (GiB)", _GIB),
         ("device", "Memory of the device (GiB)", _GIB),
@@ -142,7 +142,7 @@ def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
 
 
 def share_chart(run: Shown, prefix: str) -> Chart | None:
-    """Return a chart of what the time of each rank went to; `None` where no pace is recorded."""
+    """Return a chart of the parts of each rank's step time; `None` if no pace is recorded."""
     spent = {rank: _spent(found) for rank, found in run.by_generation.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}
     if not known:
@@ -163,7 +163,7 @@ def share_chart(run: Shown, prefix: str) -> Chart | None:
 
 
 def _spent(found: Sequence[Generation]) -> dict[str, float]:
-    """Return the seconds of a rank's steps by what they went to."""
+    """Return the seconds of a rank's steps: computing, exchanging gradients, waiting for data."""
     paces = [pace for generation in found for pace in _measured(generation, "pace")]
     data = sum(pace["data"] for pace in paces)
     exchange = sum(pace.get("exchange") or 0.0 for pace in paces)

@@ -1,7 +1,7 @@
-"""HTML page of titled sections: text, tables, figures of plotly. It loads nothing from elsewhere.
+"""HTML page of titled sections with text, tables and plotly figures, which loads nothing from elsewhere.
 
-All text is escaped, that of figures too: markup is read only in `hovertemplate` and `texttemplate`.
-A figure takes its colours of text, grid and background from the page, light or dark.
+All text is escaped, also in figures: only `hovertemplate` and `texttemplate` may contain markup. A figure
+takes the colours of text, grid and background from the page, light or dark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.errors import OutputError, UsageError
 from lockstep.state.files.atomic_file import atomic_write
 
-#: Colours of traces, in order: each can be told from the others, on white and on black.
+#: Colours of traces, in order; all can be distinguished from each other, on white and on black.
 COLOURS = (
     "#3b82f6", "#e8710a", "#12a150", "#c44fd0", "#0d9aa5", "#e5484d", "#b08800", "#7c6cf0",
 )  # fmt: skip
@@ -27,9 +27,9 @@ COLOURS = (
 _NUMBER = ' class="number"'
 #: A number in words, such as `1,024`, `12.5%` or `3.2 ms`.
 _QUANTITY = re.compile(r"[-+]?\d[\d.,]*(%| ?[^\W\d]{1,3}(/s)?)?")
-#: Keys of a figure whose strings are markup of plotly's.
+#: Keys of a figure whose strings may contain plotly's markup.
 _TEMPLATES = {"hovertemplate", "texttemplate"}
-#: Nothing is loaded: a browser that follows this refuses what a page should not ask for.
+#: Content security policy that forbids the page to load anything.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
@@ -37,7 +37,7 @@ _POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph."""
+    """A paragraph of the page."""
 
     text: str
 
@@ -51,7 +51,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; numbers stand at the right, `None` is a dash."""
+    """A table; numbers are aligned to the right, `None` is shown as a dash."""
 
     head: Sequence[str]  # names of the columns
     rows: Sequence[Sequence[object]]
@@ -60,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of plotly, without a title of its own."""
+    """A plotly figure, with its title above it."""
 
     figure: Any  # a `plotly.graph_objects.Figure`
     title: str
@@ -75,14 +75,14 @@ Part = Text | Facts | Table | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts of a page below one title."""
+    """A section of the page: a title, and the parts below it."""
 
     title: str
     parts: Sequence[Part]
 
 
 def graph_objects() -> Any:
-    """Return `plotly.graph_objects`.
+    """Import and return `plotly.graph_objects`.
 
     Raises:
         UsageError: if plotly is not installed.
@@ -98,10 +98,10 @@ def graph_objects() -> Any:
 
 
 def write(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """Write a page to `path`; what is there is replaced, whole or not at all.
+    """Write a page to `path`, atomically; an existing file is replaced.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
         UsageError: if plotly is not installed.
     """
     text = build(title, sections)
@@ -115,7 +115,7 @@ def write(path: Path, title: str, sections: Sequence[Section]) -> None:
 
 
 def build(title: str, sections: Sequence[Section]) -> str:
-    """Return the text of a page.
+    """Return the HTML of a page.
 
     Raises:
         UsageError: if plotly is not installed.
@@ -203,13 +203,13 @@ def _chart(chart: Chart) -> str:
 def _figure(figure: Any) -> str:
     """Return a figure as JSON that cannot end the script element around it."""
     content = json.loads(figure.to_json())
-    # Plotly's own template has 7 kB for each figure: the page has one.
+    # Plotly's template takes 7 kB in each figure; the page has one for all figures.
     content["layout"].pop("template", None)
     return json.dumps(_escaped(content), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _escaped(value: Any, key: str = "") -> Any:
-    """Return JSON in which plotly reads no text as markup."""
+    """Return JSON with all text escaped that plotly would read as markup."""
     if isinstance(value, dict):
         return {name: _escaped(one, name) for name, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Runs of a report: their records, and their names in it."""
+"""Runs of a report: their records, and their labels in the report."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from lockstep.state.record.reading import Event, Recorded
 
 @dataclass(frozen=True)
 class Shown:
-    """A run of a report."""
+    """A run of a report: its records, and values computed from them."""
 
     label: str  # unique in the report
     recorded: Recorded
-    used: bool | None  # whether a launch uses its directory; `None` where not known
+    used: bool | None  # whether a launch uses the run directory; `None` if not known
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the run's result depends on."""
+        """The identity of the run: everything that its result depends on."""
         return dict(self.recorded.run.get("identity", {}))
 
     @property
     def status(self) -> str:
-        """How the run ended, or that it continues; `dead` where it has no process any more."""
+        """How the run ended, or that it continues; `dead` if it is recorded as running, but is not."""
         return status(str(self.recorded.run.get("status")), self.used)
 
     @property
     def generations(self) -> list[dict[str, Any]]:
-        """The layout of each start."""
+        """The layout of each (re)start."""
         return list(self.recorded.run.get("generations", []))
 
     @cached_property
     def launchers(self) -> list[Event]:
-        """The events of all launchers, in order."""
+        """The events of all launchers, sorted by time."""
         found = [event for events in self.recorded.launchers.values() for event in events]
         return sorted(found, key=lambda event: float(event["time"]))
 
     @cached_property
     def began(self) -> float:
-        """When the first rank started, in Unix seconds."""
+        """Time at which the first rank started, in Unix seconds."""
         return min(float(events[0]["time"]) for events in self.ranks.values())
 
     @cached_property
     def ended(self) -> float:
-        """When the last thing happened, in Unix seconds."""
+        """Time of the last event, in Unix seconds."""
         events = [*self.ranks.values(), self.launchers]
         return max(float(one[-1]["time"]) for one in events if one)
 
@@ -62,12 +62,12 @@ class Shown:
 
     @cached_property
     def by_generation(self) -> dict[int, list[Generation]]:
-        """The same, generation by generation."""
+        """The events of each rank, divided at its (re)starts."""
         return {rank: split_generations(events) for rank, events in self.ranks.items()}
 
     @cached_property
     def curves(self) -> dict[str, dict[int, float]]:
-        """Each logged number by step."""
+        """The values of each logged number by step."""
         return curves(self.ranks)
 
 
@@ -75,8 +75,8 @@ def read(directories: Sequence[Path]) -> list[Shown]:
     """Return the runs in `directories`, each once.
 
     Raises:
-        UsageError: if there is no such directory.
-        RunDirectoryError: if it holds no record of a run that can be read, or no events.
+        UsageError: if a directory does not exist.
+        RunDirectoryError: if a directory has no readable record of a run, or no events.
     """
     found = list(dict.fromkeys(directories))
     for directory in found:
@@ -93,13 +93,13 @@ def read(directories: Sequence[Path]) -> list[Shown]:
 
 
 def _shown(label: str, directory: Path) -> Shown:
-    # In this order: a run records its end before it gives its lock back.
+    # In this order: a run records its end before it releases its lock.
     used = in_use(directory)
     return Shown(label, Recorded.of(directory), used)
 
 
 def labels(directories: Sequence[Path]) -> list[str]:
-    """Return a name for each directory: as few of its last parts as tell all of them apart."""
+    """Return a label for each directory: as few of its last parts as distinguish all directories."""
     paths = [directory.absolute() for directory in directories]
     for count in range(1, max((len(path.parts) for path in paths), default=1)):
         names = [str(Path(*path.parts[-count:])) for path in paths]

@@ -1,4 +1,4 @@
-"""Sections of a report: identity, losses, speed, machine, events."""
+"""Sections of a report: identity, losses, speed, memory, events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _or_text(parts: Sequence[Part], text: str) -> Sequence[Part]:
     return parts or [Text(text)]
 
 
-# --- what the runs are ---------------------------------------------------------------------------
+# --- identity of the runs -----------------------------------------------------------------------
 
 
 def _about(runs: Sequence[Shown]) -> list[Part]:
@@ -89,10 +89,10 @@ def _facts(run: Shown) -> dict[str, object]:
 
 
 def _own(run: Shown) -> dict[str, object]:
-    """Return the facts that each run has for itself; its identity makes it the same run as another."""
+    """Return the facts of a run that are not part of its identity."""
     content, generations = run.recorded.run, run.generations
     newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
-    # The main rank's error may be a consequence of what the launcher saw.
+    # The main rank's error may be a consequence of a failure that the launcher has recorded.
     failures = [event["text"] for event in run.launchers if event["kind"] == "failure"]
     layout = None
     if generations:
@@ -113,7 +113,7 @@ def _own(run: Shown) -> dict[str, object]:
 
 
 def _devices(run: Shown) -> str | None:
-    """Return the names of the devices that ranks have trained on; `None` where they have none."""
+    """Return the names of the devices on which ranks have trained; `None` if none is recorded."""
     starts = (generation.events[0] for found in run.by_generation.values() for generation in found)
     names = dict.fromkeys(str(one["device_name"]) for one in starts if one.get("device_name"))
     return ", ".join(names) or None

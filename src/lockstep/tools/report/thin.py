@@ -1,4 +1,4 @@
-"""Downsampling of curves: the lowest and the highest point of each interval."""
+"""Downsample curves: keep the lowest and the highest point of each interval."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: A point: where, and how much.
+#: A point: its position, and its value; `None` is a gap.
 Point = tuple[float, float | None]
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` of `points`, in order: with the first, the last, the lowest and the highest.
+    """Return at most `most` of `points`, in order, among them the first, last, lowest and highest.
 
     A value may be `None` or NaN, which is a gap; `most` is at least 4.
     """
@@ -35,7 +35,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def envelope(lines: Sequence[Sequence[Point]], most: int = 300) -> dict[str, list[Point]]:
-    """Return the lowest, the median and the highest value of many lines, in at most `most` stretches."""
+    """Return the lowest, median and highest value of many lines, in each of at most `most` intervals."""
     known = [(x, y) for points in lines for x, y in points if y is not None and not math.isnan(y)]
     first, last = min(x for x, _ in known), max(x for x, _ in known)
     width = (last - first) / most or 1.0

@@ -1,4 +1,4 @@
-"""Timeline of a run: starts, failures, restarts, checkpoints, end; as a chart and in words."""
+"""Timeline of a run as a chart and as a table: starts, failures, restarts, checkpoints, end."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lockstep.tools.report.charts import Clock
 from lockstep.tools.report.page import Chart, Table, graph_objects
 from lockstep.tools.report.runs import Shown
 
-#: Rows of a chart, and lines of a table: further ones are left out, with a note.
+#: Largest numbers of rows of a chart and of lines of a table; a note counts the rest.
 _ROWS, _LINES = 64, 200
 _LAUNCHER = "launcher"
-#: Mark, size and colour of each kind of moment.
+#: Symbol, size and colour of each kind of entry.
 _MARKS = {
     "start": ("triangle-right", 11, "#12a150"),
     "checkpoint": ("diamond", 8, "#3b82f6"),
@@ -28,7 +28,7 @@ _RANK = re.compile(r"rank (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """Something that happened."""
+    """An event in the timeline of a run."""
 
     time: float  # Unix seconds
     kind: str
@@ -37,7 +37,7 @@ class TimelineEntry:
 
 
 def timeline_entries(run: Shown) -> list[TimelineEntry]:
-    """Return what happened, in order."""
+    """Return the entries of a run's timeline, sorted by time."""
     found = [one for rank in run.ranks for one in _of_rank(run, rank)]
     for event in run.launchers:
         if text := describe(event):
@@ -61,7 +61,7 @@ def _of_rank(run: Shown, rank: int) -> Iterator[TimelineEntry]:
 
 
 def chart(run: Shown, clock: Clock, title: str) -> Chart:
-    """Return the timeline of a run: a row for each rank, with a bar for each time that it ran."""
+    """Return the timeline as a chart: a row for each rank, with a bar for each period in which it ran."""
     objects = graph_objects()
     rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
     found = timeline_entries(run)
@@ -125,7 +125,7 @@ def _marks(
 
 
 def table(run: Shown, caption: str) -> Table:
-    """Return what happened in words; without checkpoints, which may be many."""
+    """Return the timeline as a table, without checkpoints, which may be many."""
     found = [one for one in timeline_entries(run) if one.kind != "checkpoint"]
     rows = [[f"{one.time - run.began:.1f}", one.text] for one in found[:_LINES]]
     if len(found) > _LINES:

@@ -1,1 +1,1 @@
-"""Slurm jobs: request, job script, submission, following."""
+"""`lockstep submit`: write a job script for a cluster, submit it, and follow the job's output."""

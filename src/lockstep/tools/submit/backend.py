@@ -1,4 +1,4 @@
-"""`Backend`: the interface of a system that runs jobs, such as Slurm; `backends/` has one file for each."""
+"""`Backend`: the interface of a job scheduler, such as Slurm; `backends/` has one module for each."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ class JobState:
     """The state of a job."""
 
     phase: Literal["waiting", "running", "ending", "ended"]
-    text: str = ""  # what the job does, such as `runs on node1`, or how it ended
-    hint: str = ""  # what the user may do about it
-    restarts: int = 0  # how many times it was requeued
+    text: str = ""  # a description, such as `runs on node1`, or how the job ended
+    hint: str = ""  # advice for the user
+    restarts: int = 0  # number of times that the job was requeued
     exit_code: int = 0
-    has_run: bool = False  # whether it has had nodes
+    has_run: bool = False  # whether the job was ever given nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job that a backend accepted: its id, and the warnings about it."""
+    """A job that a backend has accepted: its id, and warnings."""
 
     job: str
     warnings: str = ""
 
 
 class UnknownJobError(Exception):
-    """The backend knows no such job, or has forgotten it."""
+    """The job scheduler does not know the job, or has deleted its record."""
 
 
 class NoAnswerError(Exception):
-    """The backend does not answer now."""
+    """The job scheduler does not answer at present."""
 
 
 class Backend(ABC):
-    """A system that runs jobs."""
+    """Interface of a job scheduler."""
 
     title: str  # in messages
     program: str  # the command that takes jobs, in messages
 
     @abstractmethod
     def add_flags(self, group: argparse._ActionsContainer) -> None:
-        """Add the flags that only this backend has to those of a job."""
+        """Add command-line flags for options that only this backend has."""
 
     @abstractmethod
     def options(self, options: argparse.Namespace) -> tuple[str, ...]:
-        """Return what these flags ask for, as `JobRequest.options`.
+        """Return the backend's own options from the parsed flags, for `JobRequest.options`.
 
         Raises:
-            UsageError: if that cannot be combined with what Lockstep asks for.
+            UsageError: if an option conflicts with those that Lockstep sets.
         """
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Backend(ABC):
         """Return the job script, which starts `lockstep run --run-dir RUN_DIR` on each node.
 
         Raises:
-            UsageError: if a name cannot stand in it.
+            UsageError: if a name cannot be written in a job script.
         """
 
     @abstractmethod
@@ -78,14 +78,14 @@ class Backend(ABC):
         """Return the state of a job.
 
         Raises:
-            UnknownJobError: if there is no such job.
+            UnknownJobError: if the job does not exist.
             NoAnswerError: if the backend does not answer.
         """
 
     @abstractmethod
     def output(self, run_dir: Path, job: str) -> Path:
-        """Return the file that takes the output of a job."""
+        """Return the path of the file with the output of a job."""
 
     @abstractmethod
     def commands(self, job: str = "") -> str:
-        """Return the commands that show and cancel a job; without one, that lists the user's jobs."""
+        """Return the commands that show and cancel a job; without `job`, the command that lists jobs."""

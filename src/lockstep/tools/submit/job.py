@@ -1,4 +1,4 @@
-"""Submit a request as a job, with its files in the run directory, and follow the job to its end."""
+"""Submit a job with its files in the run directory, and follow the job to its end."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from lockstep.tools.submit.backend import (
 )
 from lockstep.tools.submit.request import JobRequest
 
-#: Seconds between two looks at the output, and between two questions to the backend: at first, and at most.
+#: Seconds between two reads of the output.
 _LOOK = 0.1
+#: Seconds between two queries of the job's state, at first and at most.
 _ASK = (0.25, 3.0)
-#: Seconds without an answer after which it is given up.
+#: Seconds without an answer of the backend after which following ends.
 _PATIENCE = 300.0
-#: Seconds in which the last words of a job may still arrive from its node.
+#: Seconds after a job's end in which its last output may still arrive.
 _LAST_WORDS = 0.5
 _DETACHED = 130
 
 
 def say(text: str) -> None:
-    """Print a message of `lockstep submit` beside the job's output."""
+    """Print a message of `lockstep submit` to standard error."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - the command's own words
 
 
 def submit(
     backend: Backend, request: JobRequest, run_dir: Path | None, name: str
 ) -> tuple[str, Path]:
-    """Write the job script of `request` and submit it; return the job's id, and the file of its output.
+    """Write the job script of `request` and submit it; return the job's id and the path of its output.
 
-    Without `run_dir`, a new directory for a run of this name is made.
+    Without `run_dir`, a new directory for a run called `name` is made.
 
     Raises:
-        UsageError: if the backend does not take it; then nothing is left.
+        UsageError: if the backend refuses the job; then no files are left.
         RunDirectoryError: if the directory cannot be used.
     """
     existed = run_dir is not None and run_dir.exists()
@@ -55,7 +56,7 @@ def submit(
         if not existed:
             file.unlink(missing_ok=True)
             above = [] if run_dir is not None else [path.parent, path.parent.parent]
-            with contextlib.suppress(OSError):  # the first that is not empty is not ours
+            with contextlib.suppress(OSError):  # stops at a directory that is not empty
                 for made in (path / "logs", path, *above):
                     made.rmdir()
         raise
@@ -83,25 +84,25 @@ def _submit(backend: Backend, file: Path, text: str) -> Submission:
 
 
 class JobFollower:
-    """Shows the states and the output of one job to its end."""
+    """Prints the state changes and the output of a job until its end."""
 
     def __init__(self, backend: Backend, job: str, output: Path) -> None:
         self._backend = backend
         self._job = job
         self._output = output
-        self._shown = 0  # bytes of the output
+        self._shown = 0  # bytes of the output that have been printed
         self._before: JobState | None = None
         self._restarts = 0
         self._pause = _ASK[0]
         self._silent_since: float | None = None
 
     def follow(self) -> int:
-        """Show the job; return its exit code.
+        """Follow the job to its end; return its exit code.
 
-        Ctrl-C, or a reader of the output that has left, ends the showing and not the job.
+        Ctrl-C, or a closed pipe at standard output, ends the following and not the job.
 
         Raises:
-            RunError: if the backend has forgotten the job, or does not answer any more.
+            RunError: if the backend has no record of the job, or does not answer any more.
         """
         try:
             while (end := self._look()) is None:
@@ -115,7 +116,7 @@ class JobFollower:
             return self._detach("the output is not read any more: ")
 
     def _look(self) -> JobState | None:
-        """Report the job's state where it has changed; return it once the job has ended."""
+        """Print the job's state if it has changed; return the state once the job has ended."""
         try:
             now = self._backend.state(self._job)
         except UnknownJobError:
@@ -147,7 +148,7 @@ class JobFollower:
         if now == before:
             return
         self._pause = _ASK[0]
-        # While it ends, its run may still be saving its state.
+        # While the job is ending, its run may still be saving its state.
         if now.restarts > self._restarts and now.phase != "ending":
             self._restarts = now.restarts
             say(f"lockstep: job {self._job} was {self._saved()}put back into the queue")
@@ -157,7 +158,7 @@ class JobFollower:
                 say(f"hint: {now.hint}")
 
     def _saved(self) -> str:
-        """Return what became of its run, as the run itself has written."""
+        """Return words on whether the run was preempted and has saved its state, for a message."""
         with contextlib.suppress(RunDirectoryError):
             recorded = run_file.read(self._output.parent) or {}
             if recorded.get("status") == "preempted":
@@ -172,7 +173,7 @@ class JobFollower:
             self._show()
 
     def _show(self) -> None:
-        # Opened each time: that is when a network file system looks for news.
+        # The file is opened each time: only then a network file system updates it.
         try:
             with self._output.open("rb") as file:
                 file.seek(self._shown)

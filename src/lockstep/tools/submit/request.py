@@ -1,4 +1,4 @@
-"""`JobRequest`: the validated request of a job."""
+"""`JobRequest`: the validated description of a job to submit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """A job: its command, its nodes and its limits.
+    """A job to submit: its command, its nodes and its limits.
 
     Raises:
         UsageError: if a value cannot work on any cluster.
@@ -27,7 +27,7 @@ class JobRequest:
     gpus_per_node: str | None = None  # such as `4` or `a100:4`
     time_limit: str | None = None
     save_before: int | None = None  # seconds before the time limit
-    options: tuple[str, ...] = ()  # of the backend, in its own words
+    options: tuple[str, ...] = ()  # options of the backend
     directory: Path = field(default_factory=Path.cwd)  # of the job
     python: str = sys.executable
 
@@ -69,7 +69,7 @@ class JobRequest:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """How many ranks a node will have; `None` where that depends on the node."""
+        """Number of ranks on each node; `None` if it depends on the node."""
         if isinstance(self.ranks, int):
             return self.ranks
         if self.gpus_per_node is not None and self.ranks in (None, "gpu", "auto"):
@@ -78,18 +78,18 @@ class JobRequest:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """How many cores a node's ranks need together, one each by default."""
+        """Number of cores for all ranks of a node, by default one for each rank."""
         ranks = self.ranks_per_node
         return None if ranks is None else max(1, ranks) * (self.cpus_per_rank or 1)
 
 
-#: Seconds before its time limit at which a job gets the signal, unless the job is short.
+#: Seconds before its time limit at which a job gets the signal to save, unless the job is short.
 _SAVE_SECONDS = 90
 _GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
 
 
 def _seconds(limit: str) -> int | None:
-    """Return a time limit such as `30` (minutes) or `1-12:00` in seconds; `None` for another form."""
+    """Return a time limit such as `30` (minutes) or `1-12:00` in seconds; `None` if it has another form."""
     days, dash, rest = limit.rpartition("-")
     words = [days or "0", *rest.split(":")]
     if not all(word.isdecimal() for word in words) or len(words) > 4:

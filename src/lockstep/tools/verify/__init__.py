@@ -1,1 +1,1 @@
-"""`lockstep verify`: run a script on several layouts, and compare every step."""
+"""`lockstep verify`: run a script on several layouts, and compare every step of the runs."""

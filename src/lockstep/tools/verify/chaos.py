@@ -1,7 +1,7 @@
-"""Chaos: kill workers of a running launch at random steps, read from its traces.
+"""Kill random workers of a running launch at random moments, chosen by the progress in its traces.
 
-Every moment is to be hit: before the first step, inside of steps and exchanges, while a snapshot commits,
-in evaluations, in the last step, and while the next generation starts.
+Kills hit every kind of moment: before the first step, inside of steps and exchanges, while a snapshot is
+written, in evaluations, in the last step, and while workers are restarted.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from lockstep.tools.verify.traces import generations
 
 Value = TypeVar("Value")
 
-#: Share of the kills that don't wait for a step of the generation that they hit.
+#: Share of the kills that come soon after a (re)start, without waiting for a step.
 _HASTY = 0.2
-#: Seconds within which such a kill comes after a generation has its first process, or at its first step.
+#: Most seconds after a (re)start at which such a kill comes; the first step ends the wait.
 _START_SECONDS = 0.6
 _LOOK = 0.002
 _LOOK_FOR_WORKERS = 0.02
 _LOOK_FOR_GENERATIONS = 0.02
-#: Seconds after a kill within which a launcher may still make workers of the same generation.
+#: Seconds after a kill in which the launcher may still start workers that belong to the killed ones.
 _SAME_GENERATION = 0.02
-#: Seconds that a step is taken to last before any has been seen.
+#: Assumed seconds of a step until one has been measured.
 _PACE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The moment and the victim of one kill."""
+    """A kill to carry out: its moment, and the choice of the worker."""
 
-    step: int  # steps that the run has to have done
-    hasty: bool  # whether it comes without waiting for a step since the kill before
-    delay: float  # from 0 to 1: of a step, or of the start of a generation
-    choice: float  # from 0 to 1: which of the workers
+    step: int  # number of steps that the run must have done
+    hasty: bool  # whether the kill does not wait for a step after the previous kill
+    delay: float  # delay of the kill, from 0 to 1: as a part of a step, or of `_START_SECONDS`
+    choice: float  # chooses the worker, from 0 to 1
 
 
 def draw(kills: int, seed: int, steps: int) -> list[Kill]:
-    """Draw random kills: the first before the first step, the last in the last step."""
+    """Draw random kills: the first one before the first step, the last one in the last step."""
     dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
@@ -61,7 +61,7 @@ def draw(kills: int, seed: int, steps: int) -> list[Kill]:
 
 
 class Chaos:
-    """Kills workers of one launch at the moments that were drawn."""
+    """Kills workers of one launch at the drawn moments."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], trace: Path, steps: int) -> None:
         self._launcher = launcher
@@ -70,10 +70,10 @@ class Chaos:
         self._last = steps - 1
 
     def work(self, kills: Sequence[Kill]) -> int:
-        """Kill until all kills are done or the launch is over; return how many were killed."""
+        """Carry out the kills until all are done or the launch has ended; return how many were done."""
         for done, kill in enumerate(kills):
             while not self._kill(kill):
-                # Nobody is there yet, or they ended before their moment came.
+                # No worker has started yet, or all ended before the moment of the kill.
                 if self._launcher.poll() is not None:
                     return done
                 time.sleep(_LOOK_FOR_WORKERS)
@@ -81,10 +81,10 @@ class Chaos:
         return len(kills)
 
     def _kill(self, kill: Kill) -> bool:
-        """Wait for the moment of `kill`, and kill; return whether there was a worker to kill."""
+        """Wait for the moment of `kill` and kill a worker; return whether there was a worker to kill."""
         if not self._workers.arrive():
             return False
-        # Where all steps are done, a generation that starts has little left to do.
+        # If all steps are done, restarted workers may end before a delayed kill.
         if kill.hasty and self._seen.highest <= self._last:
             moment = time.monotonic() + kill.delay * _START_SECONDS
             while time.monotonic() < moment and not self._seen.moved:
@@ -94,7 +94,7 @@ class Chaos:
             return self._workers.kill(kill.choice)
         while True:
             self._seen.look()
-            # After the last step but one, the next thing to be seen may be the end of the run.
+            # After the last step but one no further step may be recorded before the run ends.
             moved = self._seen.moved or self._seen.highest >= self._last
             if moved and self._seen.highest >= kill.step:
                 break
@@ -108,7 +108,7 @@ class Chaos:
 
 
 class _Workers:
-    """The workers of a launch, and not its fork servers: the launcher catches what they print."""
+    """The workers of a launch, without its fork servers, found by where their output goes."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
@@ -116,23 +116,23 @@ class _Workers:
         self._killed: set[psutil.Process] = set()
 
     def arrive(self) -> bool:
-        """Look for workers that were started since the last kill; return whether there are any."""
+        """Find the workers started since the last kill; return whether there are any."""
         self._now = [one for one in self._all() if one not in self._killed]
         return bool(self._now)
 
     def live(self) -> bool:
-        """Return whether any of these workers is still running."""
+        """Return whether any of the found workers is still running."""
         return any(_lives(one) for one in self._now)
 
     def kill(self, choice: float) -> bool:
-        """Kill one of these workers; the launcher ends the others, which are not killed again."""
+        """Kill one of the found workers; the launcher ends the others, which count as killed, too."""
         victims = [one for one in self._now if _lives(one)]
         if not victims:
             return False
         victims[int(choice * len(victims))].kill()
         moment = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._killed.update(self._now)
-        # One of them may have been made a moment later, and this look may take as long as a restart.
+        # A worker may have been started just after `arrive`, and finding all may take as long as a restart.
         late = [one for one in self._all() if _born(one) < moment + _SAME_GENERATION]
         self._killed.update(late)
         return True
@@ -141,19 +141,19 @@ class _Workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self._launcher).children(recursive=True)
             caught = {one.pid for one in below if _is_caught(one)}
-            # What a worker has started, such as loaders of data, has the output of the worker.
+            # Children of a worker, such as DataLoader workers, inherit its output and are left out.
             return [one for one in below if one.pid in caught and _read(one.ppid, 0) not in caught]
         return []
 
 
 def _is_caught(process: psutil.Process) -> bool:
-    """Return whether what a process prints goes to a launcher that reads it, or to a log."""
+    """Return whether a process writes its output to a pipe of a launcher, or to a log."""
     place = _read(lambda: str(Path(f"/proc/{process.pid}/fd/1").readlink()), "")
     return place.startswith("pipe:") or place.endswith(".log")
 
 
 def _born(process: psutil.Process) -> float:
-    """Return when a process was made, by the clock that counts from the machine's start."""
+    """Return the start time of a process, in seconds since boot."""
     text = _read(Path(f"/proc/{process.pid}/stat").read_text, "")
     ticks = text.rpartition(")")[2].split()[19:20] or ["0"]
     return int(ticks[0]) / os.sysconf("SC_CLK_TCK")
@@ -166,7 +166,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _read(fact: Callable[[], Value], default: Value) -> Value:
-    """Return a fact about a process; `default` where it has ended."""
+    """Return the result of `fact`, a function that reads a process; `default` if the process has ended."""
     try:
         return fact()
     except (psutil.NoSuchProcess, OSError):
@@ -174,7 +174,7 @@ def _read(fact: Callable[[], Value], default: Value) -> Value:
 
 
 class _Progress:
-    """How far a run is, read from the traces of its newest generation as they grow."""
+    """The progress of a run since its last (re)start, read from its growing traces."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -192,13 +192,13 @@ class _Progress:
         return statistics.median(self._times) if self._times else _PACE
 
     def forget(self) -> None:
-        """Count the steps of the next generation only."""
+        """Forget the progress so far: from now on only steps after the next restart count."""
         self.look()
         self.moved = False
         self._step = None
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read the new lines of the traces."""
         if time.monotonic() > self._scanned + _LOOK_FOR_GENERATIONS:
             found = generations(self._trace)
             self._files = [*found[max(found)].values()] if found else []

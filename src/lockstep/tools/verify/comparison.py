@@ -1,4 +1,4 @@
-"""Comparison of layouts: the first difference, and samples seen twice or never."""
+"""Compare the traces of layouts: find the first difference, and samples seen twice or never."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.tools.verify.traces import Digests, Key, LoopKey, Seen, Traces, fe
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that differs."""
+    """The first difference between two layouts, or between two computations of a step on one layout."""
 
     step: int  # counted from 1
     what: str  # `samples`, `loss`, `parameters`, `state`, `length` or `redone`
@@ -22,9 +22,9 @@ class Difference:
 
 
 def compare(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Return the first step in which two layouts differ, or `None` where they never do.
+    """Return the first step in which two layouts differ, or `None` if they never do.
 
-    Within a step, what was seen comes before what was made: samples, losses, parameters, other state.
+    Within a step the comparison goes from causes to effects: samples, losses, parameters, other state.
     """
     # Evaluations and callbacks may change the state after the last step.
     last = max([*one.steps, *other.steps], default=0)
@@ -51,7 +51,7 @@ def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Di
 
 
 def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Compare the samples of evaluations; those that only one layout saw are a matter of coverage."""
+    """Compare the samples of evaluations; samples that only one layout saw are left to `coverage`."""
     for key in sorted(one.evaluated.keys() & other.evaluated.keys(), key=one.evaluated.__getitem__):
         (step, a), (_, b) = one.evaluated[key], other.evaluated[key]
         if a != b:
@@ -104,7 +104,7 @@ def _compare_made(
 
 
 def redone(traces: Traces, name: str) -> Difference | None:
-    """Return the first step that a layout did again after a crash with another result."""
+    """Return the first step that a layout computed again after a crash with another result."""
     if not traces.redone:
         return None
     step, differs = min(traces.redone, key=lambda found: found[0])
@@ -114,22 +114,22 @@ def redone(traces: Traces, name: str) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How often samples were seen in loops that should show each exactly once."""
+    """Samples that were seen twice or never, in loops that should visit each sample exactly once."""
 
     loops: int  # number of such loops
     twice: tuple[tuple[int, int, int], ...]  # (loader, epoch, sample)
-    never: tuple[tuple[int, int, int], ...]  # the same
+    never: tuple[tuple[int, int, int], ...]  # (loader, epoch, sample)
 
     @property
     def is_exact(self) -> bool:
-        """Whether each loop saw each sample once."""
+        """Whether each loop visited each sample exactly once."""
         return not self.twice and not self.never
 
 
 def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
-    """Count the samples of all microbatches, loop by loop; second passes are not counted.
+    """Count how often the microbatches of each loop contain each sample; second passes do not count.
 
-    Loops are judged that this layout completed, or that are in `complete`.
+    Only loops that this layout has completed, or that are in `complete`, are judged.
     """
     samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():
@@ -151,11 +151,13 @@ def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Co
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """Whether all layouts agree."""
+    """The outcomes of all layouts, and the result of their comparison."""
 
     outcomes: Sequence[Outcome]
-    difference: Difference | None  # the first one
-    coverage: Coverage  # of the first layout where it is not exact, or of the first
+    difference: Difference | None  # the earliest difference
+    coverage: (
+        Coverage  # of the first layout whose coverage is not exact, or else of the first layout
+    )
 
     @property
     def same(self) -> bool:
@@ -165,11 +167,11 @@ class VerifyResult:
 
     @property
     def holds(self) -> bool:
-        """Whether the promise holds: the same everywhere, and each sample once per loop."""
+        """Whether all layouts agree, and each loop visited each sample exactly once."""
         return self.same and self.coverage.is_exact
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict for `--json`."""
+        """Return the result for `--json`."""
         difference = self.difference
         return {
             "same": self.same,
@@ -196,7 +198,7 @@ class VerifyResult:
 
 
 def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
-    """Compare every layout with the first one, and what a layout did twice with itself."""
+    """Compare every layout with the first one, and repeated steps of a layout with each other."""
     first, *others = outcomes
     differences = [redone(outcome.traces, str(outcome.layout)) for outcome in outcomes]
     differences += [
@@ -206,7 +208,7 @@ def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
     found = [difference for difference in differences if difference is not None]
     earliest = min(found, key=lambda difference: difference.step, default=None)
     own = coverage(first.traces)
-    # A layout whose ranks diverged stopped early: it has not reached the samples that it lacks.
+    # A layout whose ranks diverged has stopped early, so it lacks samples.
     ended = [other.traces for other in others if other.digest is not None]
     known = [own, *(coverage(traces, first.traces.complete) for traces in ended)]
     return VerifyResult(outcomes, earliest, next((one for one in known if not one.is_exact), own))

@@ -1,8 +1,9 @@
-"""Layouts of `--layouts`: ranks, changes of their number, kills and preemptions.
+"""Parse the layouts of `--layouts`: numbers of ranks, changes of the number, kills and preemptions.
 
-A layout is a number of ranks, `2`. It may change during the run, `4>2@30>3@60`: preempted after step 30 and
-continued on 2 ranks, after step 60 on 3. It may be followed by faults, `2,kill@30,term@25`: a rank is
-killed in step 30, the run is preempted after step 25. What ends a launch makes the next one a stage.
+A layout is a number of ranks, such as `2`. The number may change during the run: `4>2@30>3@60` is preempted
+after step 30 and continued on 2 ranks, and after step 60 on 3. Faults may follow: with `2,kill@30,term@25`
+a rank is killed in step 30, and the run is preempted after step 25. Each preemption ends a launch; the next
+launch is another stage of the layout.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _EXAMPLES = 'for example --layouts 1,2,4 or --layouts 1 "4>2@30" "2,kill@30"'
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One launch of a layout."""
+    """One launch of a layout: its number of ranks, and the faults in it."""
 
     ranks: int
     kills: tuple[int, ...] = ()  # steps in whose backward pass the last rank kills itself
-    until: int | None = None  # step after which it is preempted
+    until: int | None = None  # step after which the launch is preempted
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """The faults as LOCKSTEP_FAULTS spells them."""
+        """The faults in the syntax of LOCKSTEP_FAULTS."""
         preempted = () if self.until is None else (f"term@{self.until}",)
         return (*(f"kill@{step}" for step in self.kills), *preempted)
 
@@ -45,21 +46,21 @@ class RandomKills:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout."""
+    """A layout to verify: numbers of ranks, and faults that happen."""
 
     name: str  # as the user wrote it
-    stages: tuple[Stage, ...]  # each in the run directory of the one before
+    stages: tuple[Stage, ...]  # each launch continues the run of the previous one
     random_kills: RandomKills | None = None  # kills during its only launch
     strategy: str | None = None  # `None` leaves it to the script
 
     @property
     def ranks(self) -> int:
-        """The largest number of ranks that it has."""
+        """The largest number of ranks of all stages."""
         return max(stage.ranks for stage in self.stages)
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether it has kills or preemptions."""
+        """Whether the layout has kills or preemptions."""
         return self.random_kills is not None or any(stage.faults for stage in self.stages)
 
     def __str__(self) -> str:
@@ -74,10 +75,10 @@ def parse(
     random_kills: RandomKills | None = None,
     strategies: Sequence[str | None] = (None,),
 ) -> list[Layout]:
-    """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one with `random_kills`.
+    """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one more with `random_kills`.
 
     Raises:
-        UsageError: if one of them is no layout, or there are fewer than two.
+        UsageError: if a word cannot be parsed, or there are fewer than two layouts.
     """
     layouts = [layout for word in words for layout in _parse_word(word)]
     if random_kills is not None:
@@ -109,7 +110,7 @@ def _parse_word(word: str) -> list[Layout]:
 
 
 def _check_no_fault(item: str, word: str) -> None:
-    """Refuse what is meant as a fault, and is none."""
+    """Raise an error for a word that looks like a fault and is not a valid one."""
     kind, at, _ = item.partition("@")
     if at and kind.isalpha():
         near = did_you_mean(kind, ("kill", "term"))
@@ -132,7 +133,7 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
     for fault in faults:
         kind, _, step = fault.partition("@")
         steps[kind].append(_step(step, fault))
-    # A run that is preempted without being moved continues as it was.
+    # After a preemption without a change the run continues on as many ranks.
     stays = [
         ([begun, *(ranks for ranks, end in moves if end <= step)][-1], step)
         for step in steps["term"]
@@ -145,7 +146,7 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
 def _stages(
     begun: int, ends: Sequence[tuple[int, int]], kills: Sequence[int], name: str
 ) -> tuple[Stage, ...]:
-    """Cut a run into launches: `ends` are where one is over, with the ranks of the next."""
+    """Divide a run into launches; `ends` has the last step of each, with the next number of ranks."""
     stages, ranks, before = [], begun, 0
     for following, step in ends:
         if step == before:

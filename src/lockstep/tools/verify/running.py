@@ -1,4 +1,4 @@
-"""Run a script on one layout, in launches of its own."""
+"""Run a script on one layout, in one or more launches."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """The command of every layout."""
+    """The command that runs the script on every layout."""
 
     command: RunCommand
-    replicas: int  # for scripts that name none
+    replicas: int  # for scripts that do not set a number
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a script on one layout."""
+    """The result of a script on one layout: exit code, digest, traces."""
 
     layout: Layout
     exit_code: int
-    digest: str | None  # `None` if it did not come to the end of a run
+    digest: str | None  # `None` if the run did not finish
     steps: int
     seconds: float
     kills: int  # number of workers that were killed
-    generations: int  # how many sets of processes opened the run
+    generations: int  # number of (re)starts of the run
     traces: Traces
-    complaint: str  # the last lines of the launch, where it failed
+    complaint: str  # error message of the last launch, if it failed
 
     @property
     def differs(self) -> bool:
-        """Whether the run has found a difference by itself: between ranks, or between two passes."""
+        """Whether the run itself found a difference, between ranks or in an audit."""
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 
@@ -55,8 +55,8 @@ def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Itera
     """Run a script on every layout, and yield the outcomes.
 
     Raises:
-        RunError: if the script fails on a layout otherwise than by a difference that the run has found.
-        UsageError: if it makes no run.
+        RunError: if the script fails on a layout for any reason but a difference that the run has found.
+        UsageError: if the script makes no run.
     """
     steps = 0
     for number, layout in enumerate(layouts):
@@ -79,10 +79,10 @@ def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Itera
 
 
 def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
-    """Run a script on `layout`, in a new directory; `steps` is how many it does undisturbed, or 0.
+    """Run a script on `layout`; `steps` is the number of steps of an undisturbed run, or 0.
 
     Raises:
-        UsageError: if the run ends before a fault that was asked for.
+        UsageError: if the run ends before a requested fault.
     """
     directory.mkdir(parents=True)
     trace, recorded = directory / "trace", directory / "run"
@@ -127,7 +127,7 @@ def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subp
         "LOCKSTEP_TRACE": str(directory / "trace"),
         "LOCKSTEP_PROGRESS": "0",
         "LOCKSTEP_DEFAULT_REPLICAS": str(work.replicas),
-        # A script may have switched its audit off; only the user of the command decides here.
+        # A script may have disabled its audit; here only the user of the command may do so.
         AUDIT.variable: os.environ.get(AUDIT.variable, str(AUDIT.default)),
     }
     if stage.faults:
@@ -136,9 +136,9 @@ def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subp
 
 
 def _check_faults(outcome: Outcome) -> None:
-    """Refuse a layout in which something should have happened that did not.
+    """Raise an error if a requested fault did not happen.
 
-    A fault that happens ends a generation, so that a run has one more of them than faults.
+    A fault that happens causes a restart, so a run has one more start than faults.
     """
     faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
     if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):
@@ -158,6 +158,6 @@ def _check_faults(outcome: Outcome) -> None:
 
 
 def directory_name(number: int, layout: Layout) -> str:
-    """Return a name for the directory of the `number`-th layout that a shell takes as it is."""
+    """Return a name for the directory of the `number`-th layout, without characters special to a shell."""
     name = layout.name if layout.strategy is None else f"{layout.name}-{layout.strategy}"
     return f"{number}-{re.sub(r'[^0-9a-z]+', '-', name)}"

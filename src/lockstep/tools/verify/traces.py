@@ -1,4 +1,4 @@
-"""Traces of all ranks and generations of a layout, read back as one."""
+"""Read the traces of all ranks and (re)starts of a layout, and merge them into one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from lockstep.state.record.reading import LineReader
 
-#: Which backward pass: step, loader, epoch, round, batch, turn, replica, and its number in the microbatch.
+#: Identifies a backward pass: step, loader, epoch, round, batch, turn, replica, number in the microbatch.
 Key = tuple[int, int, int, int, int, int, int, int]
 
-#: Which microbatch without a backward pass: loader, epoch, round, batch, turn, replica.
+#: Identifies a microbatch without a backward pass: loader, epoch, round, batch, turn, replica.
 EvaluationKey = tuple[int, int, int, int, int, int]
 
-#: Which loop over a loader: loader, epoch, round.
+#: Identifies a loop over a loader: loader, epoch, round.
 LoopKey = tuple[int, int, int]
 
 _NAME = re.compile(r"rank-(\d+)\.(\d+)\.jsonl")
 
 
-#: The state at some moment: by rank, the digest of each model and registered object.
+#: The digest of each model and registered object, by rank.
 Digests = dict[int, dict[str, str]]
 
 
@@ -47,25 +47,25 @@ class Step:
 
 @dataclass(slots=True)
 class Traces:
-    """The traces of all ranks of a layout, without what a restart superseded.
+    """The merged traces of all ranks of a layout, without steps that a restart superseded.
 
-    A generation that begins from a state of step S does anew what earlier ones did after S: what they
-    left of it does not count, but has to be the same.
+    A restart from the state of step S computes the steps after S again: their first results are superseded,
+    but the new results have to be equal.
     """
 
     steps: dict[int, Step] = field(default_factory=dict)  # by number, from 1
-    lengths: dict[int, int] = field(default_factory=dict)  # of loaders that show each sample once
-    complete: set[LoopKey] = field(default_factory=set)  # loops that went to the end of their data
-    #: steps that were done anew and differ, with what differs
+    lengths: dict[int, int] = field(default_factory=dict)  # of loaders that visit each sample once
+    complete: set[LoopKey] = field(default_factory=set)  # loops that reached the end of their data
+    #: steps that were computed again with another result, with the difference in words
     redone: list[tuple[int, str]] = field(default_factory=list)
-    #: samples of microbatches without a backward pass, and after which step they were seen; results of
-    #: an evaluation may be saved, so that no later generation sees its samples
+    #: step and samples of microbatches without a backward pass; kept over restarts, since the result of an
+    #: evaluation may be saved, and is not computed again then
     evaluated: dict[EvaluationKey, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     ends: Digests = field(default_factory=dict)  # the state at the end
 
 
 def read(directory: Path) -> Traces:
-    """Return the traces in `directory`; empty where a layout wrote none."""
+    """Return the merged traces in `directory`; empty if there are none."""
     traces = Traces()
     dropped: dict[int, Step] = {}
     for _, files in sorted(generations(directory).items()):
@@ -80,7 +80,7 @@ def read(directory: Path) -> Traces:
 
 
 def generations(directory: Path) -> dict[int, dict[int, Path]]:
-    """Return the files of each generation, by rank."""
+    """Return the trace files by (re)start, and for each of them by rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in directory.glob("rank-*.jsonl"):
         if name := _NAME.fullmatch(path.name):
@@ -89,8 +89,8 @@ def generations(directory: Path) -> dict[int, dict[int, Path]]:
 
 
 def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dict[int, Step]]:
-    """Return the step that a generation began from, and what it did; take note of its loops."""
-    # One that was killed before it wrote a line has done nothing.
+    """Return the step after which a (re)start continues, and its steps; add its loops to `traces`."""
+    # If all ranks were killed before they wrote a line, no step is superseded.
     begin = float("inf")
     steps: dict[int, Step] = {}
     traces.ends = {}
@@ -135,7 +135,10 @@ def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
 
 
 def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, str]]:
-    """Compare what two generations did in one step, as far as both came: either may have been killed."""
+    """Yield the differences between two computations of a step, in records that both have.
+
+    Either may have been killed before it wrote all records.
+    """
     for key in sorted(first.passes.keys() & again.passes.keys()):
         one, other = first.passes[key], again.passes[key]
         if one.samples != other.samples:
@@ -152,15 +155,15 @@ def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, s
 
 
 def names(digests: Digests) -> list[str]:
-    """Return the names of all models and registered objects of which some rank has a digest."""
+    """Return the names of all models and registered objects with a digest on any rank."""
     return list(dict.fromkeys(name for parts in digests.values() for name in parts))
 
 
 def values(digests: Digests, name: str) -> set[str]:
-    """Return the different digests that ranks have of one model or registered object."""
+    """Return the distinct digests of one model or registered object over all ranks."""
     return {parts[name] for parts in digests.values() if name in parts}
 
 
 def few(samples: tuple[int, ...]) -> str:
-    """Return the first of some samples, in words."""
+    """Return the first few sample ids as text."""
     return str(list(samples[:6]))[:-1] + (", …]" if len(samples) > 6 else "]")

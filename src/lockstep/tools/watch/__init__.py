@@ -1,1 +1,1 @@
-"""`lockstep watch`: the progress of a run on a terminal, from its run directory."""
+"""`lockstep watch`: show the progress of a run on a terminal, read from its run directory."""

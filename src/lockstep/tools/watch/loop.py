@@ -1,4 +1,4 @@
-"""Refresh the display until the run ends or a key closes it."""
+"""Refresh the display of a run until the run ends or the user presses a key."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lockstep.tools.watch.screen import Screen
 from lockstep.tools.watch.view import Moment
 from lockstep.tools.watch.watcher import Watcher
 
-#: Exit code by how a run has ended; without one it continues.
+#: Exit codes by the status of a run that has ended; any other status means that it continues.
 _ENDS = {"finished": 0, "failed": 1, "dead": 1, "preempted": PREEMPTED}
-#: Of what happened before, so many lines at most are printed.
+#: Largest number of lines printed about earlier events.
 _MOMENTS = 10
 _KEYS = "q or Ctrl-C leaves; the run continues"
 
 
 def watch(watcher: Watcher, seconds: float | None) -> int:
-    """Show a run until it ends; return the exit code: 0 also where the reader leaves before.
+    """Show a run until it ends; return the exit code, which is 0 also if the user leaves before.
 
-    Without `seconds`, it looks each second on a terminal, and every 5 seconds elsewhere.
+    Without `seconds` the display is refreshed each second on a terminal, and every 5 seconds elsewhere.
 
     Raises:
         RunDirectoryError: if the record can no longer be read.
     """
     console = Console()
-    signal.signal(signal.SIGTERM, _leave)  # so that the terminal is as it was
+    signal.signal(signal.SIGTERM, _leave)  # restores the terminal first
     try:
         if console.is_terminal:
             return _live(watcher, console, 1.0 if seconds is None else seconds)
@@ -51,7 +51,7 @@ def _leave(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _live(watcher: Watcher, console: Console, seconds: float) -> int:
-    """Show a picture that changes; the last one stays."""
+    """Show a full-screen display that is refreshed; leave its last state on the terminal."""
     view = watcher.look()
     try:
         with unbuffered(), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -66,7 +66,7 @@ def _live(watcher: Watcher, console: Console, seconds: float) -> int:
 
 
 def _lines(watcher: Watcher, seconds: float) -> int:
-    """Print a line now and then, and what has happened."""
+    """Print a line at each interval, and one for each new event."""
     shown: tuple[Moment, ...] = ()
     while True:
         view = watcher.look()
@@ -89,7 +89,7 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def unbuffered() -> Iterator[None]:
-    """Let keys come without a line's end, and unseen; nothing changes where standard input is none."""
+    """Read keys at once and without echo in this context, if standard input is a terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -103,7 +103,7 @@ def unbuffered() -> Iterator[None]:
 
 
 def pressed(key: str, seconds: float) -> bool:
-    """Wait at most `seconds` for `key`; return whether it came."""
+    """Wait at most `seconds` for `key`; return whether it was pressed."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

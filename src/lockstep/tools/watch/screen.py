@@ -1,4 +1,4 @@
-"""Terminal display of a run."""
+"""The display of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from rich.text import Text
 from lockstep.tools.quantities import binary_size, counted, seconds
 from lockstep.tools.watch.view import RankView, View
 
+_percent = "{:.0%}".format
 _COLOURS = {"running": "green", "finished": "green", "preempted": "yellow"}
-#: Lines that a short terminal keeps for moments and for the log.
+#: Lines reserved on a short terminal for events and for the log.
 _MOMENTS, _LOG = 6, 8
-#: Lines of the picture besides ranks, moments and the log: headings, the bar, rules, the footer.
+#: Lines besides those for ranks, events and the log: headings, the bar, rules, the footer.
 _FRAME = 9
 
 
 class Screen:
-    """The picture of one moment, cut to the terminal's height."""
+    """The display of one view of a run, cut to the terminal's height."""
 
     def __init__(self, view: View, keys: str = "") -> None:
         self._view, self._keys = view, keys
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the picture's parts."""
+        """Yield the parts of the display."""
         height = options.height or console.height
         room = max(0, height - _FRAME)
         ranks = min(len(self._view.ranks), max(2, room - _MOMENTS - _LOG))
@@ -128,7 +129,3 @@ def _clock(seconds: float) -> str:
         return f"{whole} s"
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def _percent(part: float) -> str:
-    return f"{part:.0%}"

@@ -1,4 +1,4 @@
-"""`View`: the state of a run at one moment, and values computed from it."""
+"""`View`: the state of a run at one moment, and values computed from that state."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from lockstep.state.files.lock import status
 from lockstep.state.record.reading import Event
 from lockstep.tools.quantities import binary_size, counted
 
-#: Seconds without news after which a rank's pace is no longer that of now.
+#: Seconds after which a recorded pace is too old to be shown.
 _STALE = 10.0
 
 
 @dataclass(slots=True)
 class RankView:
-    """The newest events of a rank in its newest generation."""
+    """The newest events of a rank since its last (re)start."""
 
     newest: dict[str, Event] = field(default_factory=dict)  # the last event of each kind
     values: dict[str, float] = field(default_factory=dict)  # the newest logged values
-    time: float = 0.0  # of its last event, in Unix seconds; 0 for none
+    time: float = 0.0  # of the last event, in Unix seconds; 0 without events
 
     @property
     def step(self) -> int | None:
-        """The steps that are done, as far as they are recorded."""
+        """Number of the last recorded step."""
         steps = [event["step"] for event in self.newest.values() if "step" in event]
         return max(steps, default=None)
 
     def measured(self, kind: str, name: str) -> Any:
-        """Return a value of the newest event of a kind; `None` where there is none."""
+        """Return a field of the newest event of a kind; `None` if there is no such event."""
         return self.newest.get(kind, {}).get(name)
 
     def share(self, name: str) -> float | None:
-        """Return which part of the newest steps' time went to `data` or `exchange`."""
+        """Return the part of the newest steps' time that `data` or `exchange` took."""
         part, whole = self.measured("pace", name), self.measured("pace", "seconds")
         return part / whole if part is not None and whole else None
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened to the run."""
+    """An event of the run, in words."""
 
     time: float  # Unix seconds
     text: str
@@ -49,19 +49,19 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
-    directory: str  # as it was named
+    directory: str  # as the user wrote it
     content: Mapping[str, Any]  # of `run.json`
-    ranks: Mapping[int, RankView]  # of the newest generation
+    ranks: Mapping[int, RankView]  # since the last (re)start
     moments: tuple[Moment, ...]
     lines: tuple[str, ...]  # the last lines of a log
     time: float  # Unix seconds
-    in_use: bool | None  # whether a launch uses the directory; `None` where not known
+    in_use: bool | None  # whether a launch uses the directory; `None` if not known
 
     @property
     def status(self) -> str:
-        """`running`, `finished`, `failed`, `preempted`, or `dead`: running, but without a process."""
+        """`running`, `finished`, `failed`, `preempted`, or `dead` if it is `running` without a process."""
         return status(str(self.content.get("status")), self.in_use)
 
     @property
@@ -71,19 +71,19 @@ class View:
 
     @property
     def layout(self) -> str:
-        """How many ranks and nodes there are."""
+        """Number of ranks and nodes, in words."""
         generations = self.content.get("generations") or [{}]
         ranks, nodes = generations[-1].get("ranks", 1), generations[-1].get("nodes", 1)
         return f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
 
     @property
     def restarts(self) -> int:
-        """How many times the run was started again."""
+        """Number of times that the run was restarted."""
         return max(0, len(self.content.get("generations", [])) - 1)
 
     @property
     def step(self) -> int | None:
-        """The steps that are done."""
+        """Number of steps that the run has done."""
         if "steps" in self.content:
             return int(self.content["steps"])
         steps = [rank.step for rank in self.ranks.values() if rank.step is not None]
@@ -91,12 +91,12 @@ class View:
 
     @property
     def pace(self) -> Event:
-        """The newest pace of the lowest rank that has one; empty for none."""
+        """The newest measurement of step times, of the lowest rank with one; empty if there is none."""
         return next((r.newest["pace"] for r in self.ranks.values() if "pace" in r.newest), {})
 
     @property
     def rate(self) -> float | None:
-        """Samples per second of all ranks; `None` where that is not known of now."""
+        """Samples per second of all ranks; `None` if the run has ended or the newest measurement is old."""
         pace = self.pace
         if not pace or not pace["seconds"] or self.status != "running":
             return None
@@ -105,7 +105,7 @@ class View:
 
     @property
     def done(self) -> float | None:
-        """Which part of the run's epochs is done; `None` where their number is not known."""
+        """The part of the run's epochs that is done, from 0 to 1; `None` if their number is not known."""
         if self.content.get("status") == "finished":
             return 1.0
         epochs = self.pace.get("epochs")
@@ -117,7 +117,7 @@ class View:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest of the epochs takes at the newest pace, evaluations aside."""
+        """Seconds that the remaining epochs take at the newest pace, without evaluations."""
         pace, done = self.pace, self.done
         if done is None or self.rate is None or not pace.get("batches"):
             return None
@@ -125,7 +125,7 @@ class View:
 
     @property
     def epoch(self) -> str | None:
-        """Which epoch it is, of how many; `None` where there is none yet."""
+        """The current epoch and the number of epochs, in words; `None` before the first step."""
         if "epoch" not in self.pace:
             return None
         epochs = self.pace.get("epochs")
@@ -133,18 +133,18 @@ class View:
 
     @property
     def values(self) -> dict[str, float]:
-        """The newest logged values, as the lowest rank has them."""
+        """The newest logged values of the lowest rank that has any."""
         return next((rank.values for rank in self.ranks.values() if rank.values), {})
 
     @property
     def end(self) -> str | None:
-        """The digest, or why the run failed; `None` for neither, or while it continues."""
+        """The digest of a finished run, or why a run failed or is dead; `None` while the run continues."""
         if self.status == "dead":
             return (
                 "no process of this run is left; "
                 f"the same command with --run-dir {self.directory} continues it"
             )
-        # The main rank's error may be a consequence of what the launcher saw.
+        # The main rank's error may be a consequence of a failure that the launcher has recorded.
         failures = [moment.text for moment in self.moments if moment.is_bad]
         cause = failures[-1] if failures else self.content.get("error")
         text = {"finished": self.content.get("digest"), "failed": cause}.get(self.status)
@@ -152,7 +152,7 @@ class View:
 
     @property
     def summary(self) -> str:
-        """All of this in one line."""
+        """Status, step, values, speed and layout in one line."""
         parts = [self.status, self.epoch, None if self.step is None else f"step {self.step}"]
         parts += [f"{name} {value:.4g}" for name, value in self.values.items()]
         parts.append(None if self.rate is None else f"{self.rate:,.0f} samples/s")

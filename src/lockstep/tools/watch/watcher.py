@@ -1,4 +1,4 @@
-"""`Watcher`: follow a run by the new content of its run directory."""
+"""`Watcher`: follow a run by reading the new content of its run directory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lockstep.state.record.reading import Event, LineReader, Recorded, describe,
 from lockstep.tools.watch.view import Moment, RankView, View
 
 _LINES, _MOMENTS = 200, 500
-#: Bytes of a long file that the first look reads, from its end.
+#: Number of bytes at the end of a long file that the first read takes.
 _MOST = 1 << 20
-#: Sequences that steer a terminal, and characters that do.
+#: Escape sequences and control characters of terminals.
 _ESCAPES = re.compile(
     r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
 
 
 class Watcher:
-    """Looks at a run directory again and again.
+    """Reads the state of a run from its directory, again and again.
 
     Raises:
-        UsageError: if there is no such directory.
-        RunDirectoryError: if it holds no record of a run that can be read.
+        UsageError: if the directory does not exist.
+        RunDirectoryError: if the directory has no readable record of a run.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -43,12 +43,12 @@ class Watcher:
         Recorded.of(directory)
 
     def look(self) -> View:
-        """Return the run as it is now.
+        """Return the present state of the run.
 
         Raises:
             RunDirectoryError: if the record can no longer be read.
         """
-        # In this order: a run records its end before it gives its lock back.
+        # In this order: a run records its end before it releases its lock.
         used = in_use(self._directory)
         content = Recorded.of(self._directory).run
         files = sorted((self._directory / "events").glob("*.jsonl"))
@@ -70,7 +70,7 @@ class Watcher:
         )
 
     def _new(self, file: Path) -> list[Moment]:
-        """Take in what has come in one file of events; return what of it is shown in words."""
+        """Read new events from one file and update the rank's view; return events to show in words."""
         events = self._events.setdefault(file, LineReader(file, most=_MOST)).events()
         kind, _, number = file.stem.partition("-")
         if kind == "launcher":
@@ -104,7 +104,7 @@ def _moment(event: Event) -> Moment | None:
 
 
 def plain(line: str) -> str:
-    """Return a line as a terminal shows it at last, without what would steer the terminal."""
+    """Return a line as a terminal would finally show it, without escape sequences."""
     return _ESCAPES.sub("", line.rstrip("\r\n").rpartition("\r")[2]).expandtabs().rstrip()
 
 
@@ -112,9 +112,9 @@ def newest(base: Path) -> Path:
     """Return the directory in `base` of the run that began last.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if `base` has no run.
     """
-    # Below a run's directory lie those of the runs that its script made after it.
+    # Later runs of a script have their directories below that of its first run.
     files = [*base.glob(f"*/*/{run_file.NAME}"), *base.glob(f"*/*/*/{run_file.NAME}")]
     if not files:
         raise UsageError(

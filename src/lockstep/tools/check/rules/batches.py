@@ -1,4 +1,4 @@
-"""LS2, third part: size of the batch over all ranks, and its consequences."""
+"""Rules on the batch size over all ranks, the learning rate, and dropped samples (family LS2)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import argument, dotted, last_name, true, variables
 
-#: Names and help texts of a batch size that is meant for all ranks together.
+#: Names and help texts of a batch size for all ranks together.
 _WHOLE_NAME = re.compile(r"(global|total|effective|overall)_?(train_?)?(batch|bs\b|bsz)")
 _WHOLE_HELP = re.compile(r"\b(total|global|overall|effective|across|all (gpus|processes|ranks))\b")
 
 
 def _of_one_rank(script: Script, call: ast.Call) -> bool:
-    """Whether each rank has batches of its own from a loader."""
+    """Whether a loader gives each rank its own batches, so that `batch_size` is that of one rank."""
     if script.made_by(argument(call, "sampler", 3), "DistributedSampler"):
         return True
     prepared = {".prepare", ".setup_dataloaders"} & script.called
@@ -25,7 +25,7 @@ def _of_one_rank(script: Script, call: ast.Call) -> bool:
 
 
 def option(script: Script, node: ast.expr) -> ast.Call | None:
-    """Return the `add_argument` of the command-line option that a value is read from: `args.batch_size`."""
+    """Return the `add_argument` call of the command-line option that a value like `args.lr` comes from."""
     for one in script.program if isinstance(node, ast.Attribute) else ():
         for call in one.methods("add_argument"):
             words = [str(word.value) for word in call.args if isinstance(word, ast.Constant)]
@@ -95,7 +95,7 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     """,
 )
 def whole_batch(script: Script) -> Iterator[Hit]:
-    """Find loaders of one rank's samples with a batch size that is named, or explained, as that of all."""
+    """Find loaders of one rank whose batch size is, by its name or its help text, that of all ranks."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         if size is not None and _of_one_rank(script, call) and _means_all(script, size):
@@ -103,7 +103,7 @@ def whole_batch(script: Script) -> Iterator[Hit]:
 
 
 def _means_all(script: Script, size: ast.expr) -> bool:
-    """Whether a size is named, or its option is explained, as that of all ranks, and is not divided."""
+    """Whether a batch size is, by its name or its option's help, that of all ranks, and is not divided."""
     values = [size, *script.sources(size)]
     if any("/" in ast.unparse(value) for value in values[1:]):
         return False
@@ -160,7 +160,7 @@ def dropped_evaluation(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def plain_learning_rate(script: Script) -> Iterator[Hit]:
-    """Find fixed learning rates in programs that neither scale them nor divide a batch."""
+    """Find fixed learning rates in programs that neither scale the rate nor divide the batch size."""
     if not script.plain or "DDP" not in script.called:
         return
     if script.matches(

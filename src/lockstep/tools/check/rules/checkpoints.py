@@ -1,4 +1,4 @@
-"""LS3, second part: saving and loading checkpoints."""
+"""Rules on saving and loading checkpoints (family LS3)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.tools.check.syntax import argument, dotted, receiver, spread
     fix="puts the call under `if dist.get_rank() == 0:`, unless states are sharded or a run may have no process group there",
 )
 def save_everywhere(script: Script) -> Iterator[Hit]:
-    """Find `torch.save` on all ranks, to a path without the rank in it."""
+    """Find `torch.save` calls that all ranks make with the same path."""
     if not script.plain:
         return
     for call in script.calls("torch.save"):
@@ -67,7 +67,7 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
 
 
 def _has_group(script: Script, call: ast.Call) -> bool:
-    """Whether the process group certainly exists at a call, so that `get_rank` works."""
+    """Whether the process group certainly exists when a call runs, so that `get_rank` works there."""
     made = [
         (one, start) for one in script.program for start in one.calls("dist.init_process_group")
     ]
@@ -100,7 +100,7 @@ def _has_group(script: Script, call: ast.Call) -> bool:
     fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
 def prefixed(script: Script) -> Iterator[Hit]:
-    """Find saved states of a wrapper, in programs that neither load states nor remove the prefix."""
+    """Find saved states of a DDP wrapper, in programs that neither load states nor remove `module.`."""
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
     if script.matches(handled):
         return
@@ -139,7 +139,7 @@ def prefixed(script: Script) -> Iterator[Hit]:
     """,
 )
 def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
-    """Find loads into a wrapper, in programs whose saves are all of `module`."""
+    """Find states loaded into a DDP wrapper, in programs that save only states of `model.module`."""
     saves = script.findall(r"(\w+)\.state_dict\(")
     if "module" not in saves or script.matches(r"['\"]module\.|consume_prefix"):
         return
@@ -170,14 +170,14 @@ def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     fix="""passes `map_location="cpu"`""",
 )
 def load_without_map(script: Script) -> Iterator[Hit]:
-    """Find loads on several ranks of a program that uses GPUs."""
+    """Find `torch.load` without `map_location` on several ranks of a program that uses GPUs."""
     if not script.plain or not script.cuda:
         return
     for call in script.calls("torch.load"):
         given = _mapped(call) or any(
             _mapped(other) and script.module.exclusive(call, other)
             for other in script.calls("torch.load")
-        )  # `if gpu is None: torch.load(path) else: …` knows of devices
+        )  # a script with `if gpu is None: torch.load(path) else: …` handles devices
         if not given and script.guard(call) is None and not launcher_only(script, call):
             yield Hit(call, None, (Edit("argument", call, '"cpu"', "map_location"),))
 

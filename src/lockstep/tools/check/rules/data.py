@@ -1,4 +1,4 @@
-"""LS2, second part: datasets: downloads, listings, splits, memory."""
+"""Rules on datasets: downloads, listings of files, splits, pinned memory, workers, seeds (family LS2)."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from lockstep.tools.check.syntax import argument, dotted, last_name, method, spr
     """,
 )
 def download_everywhere(script: Script) -> Iterator[Hit]:
-    """Find downloads on all ranks."""
+    """Find downloads and unpacked archives that all ranks write to one path."""
     if script.matches("FileLock") or not script.flavours - {"lockstep"}:
         return
     for call in script.module.calls:
         unpacks = method(call) == "extractall"
         fetches = unpacks or script.name(call.func) in _FETCHES or true(argument(call, "download"))
-        hub = script.module.path.name == "hubconf.py"  # which loads a model
+        hub = script.module.path.name == "hubconf.py"  # this file loads a model for `torch.hub`
         if fetches and not hub and script.guard(call) is None and not launcher_only(script, call):
             yield Hit(call)
 
 
-#: Functions that leave files half written for others to read; `load_dataset`, `from_pretrained` lock theirs.
+#: Functions that write files without a lock; `load_dataset` and `from_pretrained` have locks.
 _FETCHES = {
     *("urllib.request.urlretrieve", "wget.download", "gdown.download", "nltk.download"),
     *("torch.hub.load", "shutil.unpack_archive"),
@@ -79,7 +79,7 @@ _FETCHES = {
     fix="puts `sorted(…)` around it",
 )
 def unordered(script: Script) -> Iterator[Hit]:
-    """Find listings in datasets that are not sorted."""
+    """Find unsorted file listings and sets in datasets."""
     for call in script.module.calls:
         if _numbers_set(script, call):
             name = ast.unparse(call)
@@ -89,7 +89,7 @@ def unordered(script: Script) -> Iterator[Hit]:
         lists = lists or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
         if not lists or not script.module.is_dataset(call) or _sorted(script, call):
             continue
-        entries = name == "os.scandir"  # which have no order of their own
+        entries = name == "os.scandir"  # its entries cannot be compared, so `sorted` needs a key
         managed = isinstance(script.module.parents.get(call), ast.withitem)
         edit = Edit("replace", call, f"sorted({script.module.source(call)})")
         how = "sort it by name" if entries else "sort it"
@@ -98,7 +98,7 @@ def unordered(script: Script) -> Iterator[Hit]:
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
-    """Whether a call enumerates a set, or in a dataset makes a list of it."""
+    """Whether a call enumerates a set or, in a dataset, makes a list of a set."""
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
@@ -108,7 +108,7 @@ def _numbers_set(script: Script, call: ast.Call) -> bool:
     return False
 
 
-#: Functions whose result does not depend on the order of what they are given.
+#: Functions whose result does not depend on the order of their arguments' elements.
 _ORDERED = {"sorted", "len", "any", "max", "min", "natsorted"}
 
 
@@ -146,7 +146,7 @@ def _sorted(script: Script, call: ast.Call) -> bool:
     """,
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
-    """Find iterable datasets of plain programs that do not read the rank."""
+    """Find iterable datasets that do not read the rank or the worker, in scripts of `torch.distributed`."""
     if not script.plain or script.matches(r"split_dataset_by_node|IterableDatasetShard"):
         return
     splits = r"rank|world|worker|shard|replica|num_parts|start|offset"
@@ -175,7 +175,7 @@ def whole_stream(script: Script) -> Iterator[Hit]:
     fix="passes a generator with seed 0, where torch is imported by its name",
 )
 def random_split(script: Script) -> Iterator[Hit]:
-    """Find splits without a generator, in programs that seed nothing or seed by rank."""
+    """Find `random_split` without a generator, in programs without a seed or with one seed per rank."""
     splits = list(script.calls("torch.utils.data.random_split"))
     if "lockstep" in script.flavours or not splits:
         return
@@ -217,7 +217,7 @@ def random_split(script: Script) -> Iterator[Hit]:
     fix="adds `pin_memory=True` to the loader",
 )
 def not_pinned(script: Script) -> Iterator[Hit]:
-    """Find loaders of programs that copy without waiting and never pin."""
+    """Find loaders without pinned memory in programs that copy with `non_blocking=True`."""
     if not script.matches(r"non_blocking\s*=\s*True") or script.matches(r"pin_?memory"):
         return
     for call in script.calls("DataLoader"):
@@ -244,7 +244,7 @@ def not_pinned(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_workers(script: Script) -> Iterator[Hit]:
-    """Find loaders of image folders without workers, in programs that use GPUs."""
+    """Find loaders of image folders without worker processes, in programs that use GPUs."""
     folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
     for call in script.calls("DataLoader"):
         values, workers = (
@@ -274,7 +274,7 @@ def no_workers(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def no_seed(script: Script) -> Iterator[Hit]:
-    """Find process groups of programs that seed nothing."""
+    """Find process groups in programs that set no seed."""
     if not script.matches(r"manual_seed|seed_everything|set_seed"):
         for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
             yield Hit(call)

@@ -1,4 +1,4 @@
-"""LS4, third part: ranks that take different branches."""
+"""Rules on ranks that take different branches in training (family LS4)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:
-    """Whether a step ends early by the loss of this rank's batch."""
+    """Whether a branch of a training loop is taken by the loss of this rank's batch."""
     own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", ast.unparse(branch.test))
     if not own or script.step_loop(branch) is None:
         return False
@@ -69,7 +69,7 @@ def _by_own_loss(script: Script, branch: ast.If) -> bool:
 
 
 def _by_own_samples(script: Script, branch: ast.If) -> bool:
-    """Whether the training ends by an evaluation of this rank's samples, which nothing reduces."""
+    """Whether a branch ends training by an evaluation over this rank's samples that is not reduced."""
     early = re.search(r"patience|early_?stop|should_stop|no_improve", ast.unparse(branch.test))
     if not early or not _in_training(script, branch):
         return False
@@ -79,7 +79,7 @@ def _by_own_samples(script: Script, branch: ast.If) -> bool:
 
 
 def _in_training(script: Script, branch: ast.If) -> bool:
-    """Whether the innermost loop around a branch trains."""
+    """Whether the innermost loop around a branch is a loop of training steps or of epochs."""
     around = script.module.above(branch)
     loop = next((parent for parent in around if isinstance(parent, Loop | ast.FunctionDef)), None)
     return loop in script.step_loops or loop in script.epoch_loops
@@ -108,7 +108,7 @@ def _in_training(script: Script, branch: ast.If) -> bool:
     """,
 )
 def step_of_some(script: Script) -> Iterator[Hit]:
-    """Find backward passes and optimizer steps under a guard by the rank."""
+    """Find backward passes and optimizer steps that only some ranks execute."""
     backward = "only some ranks run this backward pass, which waits for the gradients of the others"
     step = "only some ranks take this step: the others have other weights afterwards"
     others = {"dist.send", "dist.recv", "dist.isend", "dist.irecv"}

@@ -1,4 +1,4 @@
-"""LS1, first part: start and end of ranks, addresses, devices."""
+"""Rules on the start and end of ranks, rendezvous addresses, and devices (family LS1)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.tools.check.syntax import argument, method
     fix="writes `os.environ.setdefault` for the assignment",
 )
 def hard_coded_address(script: Script) -> Iterator[Hit]:
-    """Find constants for `os.environ["MASTER_…"]`, outside conditions, and for the rendezvous address."""
+    """Find constants assigned to `os.environ["MASTER_…"]`, or used as the address of a process group."""
     for call in script.calls("dist.init_process_group"):
         place = argument(call, "init_method", 1)
         if isinstance(place, ast.Constant) and str(place.value).startswith("tcp://"):
@@ -88,7 +88,7 @@ def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
     """,
 )
 def local_rank_option(script: Script) -> Iterator[Hit]:
-    """Find the option in programs that do not read the variable."""
+    """Find the option `--local_rank` in programs that do not read the variable `LOCAL_RANK`."""
     if script.matches(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
         return
     for call in script.methods("add_argument"):
@@ -119,7 +119,7 @@ def local_rank_option(script: Script) -> Iterator[Hit]:
 def no_device(script: Script) -> Iterator[Hit]:
     """Find collectives of objects over NCCL in programs that set no device.
 
-    `barrier` is none of them: it takes the device of the group's earlier collectives, or one by the rank.
+    `barrier` is not among them: it takes the device of earlier collectives, or one by the rank.
     """
     if sets_device(script) or not script.plain:
         return
@@ -136,7 +136,7 @@ def no_device(script: Script) -> Iterator[Hit]:
             yield Hit(call)
 
 
-_OF_OBJECTS = {  # and the position of their argument `group`
+_OF_OBJECTS = {  # collectives of objects, and the position of their argument `group`
     "dist.broadcast_object_list": 2,
     "dist.all_gather_object": 2,
     "dist.gather_object": 3,
@@ -145,7 +145,7 @@ _OF_OBJECTS = {  # and the position of their argument `group`
 
 
 def sets_device(script: Script) -> bool:
-    """Whether a program sets the GPU of a rank."""
+    """Whether a program sets the GPU of each rank."""
     return script.matches(r"set_device|device_id\s*=|CUDA_VISIBLE_DEVICES|cuda\.device\(")
 
 
@@ -170,7 +170,7 @@ def sets_device(script: Script) -> bool:
     """,
 )
 def cuda_without_index(script: Script) -> Iterator[Hit]:
-    """Find the first move to a GPU without a number, in programs that set no device."""
+    """Find the first move to `cuda` without an index, in programs that set no device."""
     if sets_device(script) or not script.plain or "DDP" not in script.called:
         return
     for call in script.module.calls:
@@ -204,7 +204,7 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
     """,
 )
 def visible_devices_late(script: Script) -> Iterator[Hit]:
-    """Find assignments of the variable after a use of CUDA in the same function."""
+    """Find assignments to CUDA_VISIBLE_DEVICES after a use of CUDA in the same function."""
     for node, key, _ in _environment(script):
         if key != "CUDA_VISIBLE_DEVICES":
             continue
@@ -219,7 +219,7 @@ def visible_devices_late(script: Script) -> Iterator[Hit]:
                 break
 
 
-#: Functions of `torch.cuda` that read no devices.
+#: Functions of `torch.cuda` that do not initialize CUDA.
 _BEFORE_START = {
     f"torch.cuda.{name}" for name in ("manual_seed", "manual_seed_all", "amp.GradScaler")
 }
@@ -283,7 +283,7 @@ def no_destroy(script: Script) -> Iterator[Hit]:
     """,
 )
 def both_wrappers(script: Script) -> Iterator[Hit]:
-    """Find models in both wrappers."""
+    """Find models wrapped in both DataParallel and DistributedDataParallel."""
     for mine, other in (("DataParallel", "DDP"), ("DDP", "DataParallel")):
         for call in script.calls(mine):
             if call.args and always_wrapped(script, call.args[0], other):

@@ -1,4 +1,4 @@
-"""LS6, second part: Lockstep scripts whose result depends on the layout."""
+"""Rules on Lockstep scripts whose result depends on the number of ranks (family LS6)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
 from lockstep.tools.check.syntax import Function, last_name
 
-#: Calls whose arguments decide the result, by their last name.
+#: Last names of functions whose arguments determine the result of training.
 _DECIDES = {
     *("loader", "DataLoader", "DistributedSampler", "Subset", "random_split", "backward", "Run"),
     *("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState", "Random"),
 }
-#: Arguments that do not, on any layout.
+#: Arguments of these functions that do not change the result.
 _FREE = {"num_workers", "prefetch_factor", "pin_memory", "name", "run_dir", "rank", "world_size"}
 _GENERATORS = {
     *("torch.Generator", "random.Random"),
@@ -42,7 +42,7 @@ _SEEDS = {"manual_seed", "seed", "set_state", "get_state", "setstate", "getstate
     """,
 )
 def computed_by_rank(script: Script) -> Iterator[Hit]:
-    """Find seeds, data, batch sizes, losses and learning rates with the rank or the world size in them."""
+    """Find seeds, data, batch sizes, losses and learning rates that contain the rank or the world size."""
     for call in script.module.calls:
         last = last_name(call.func)
         if last not in _DECIDES and not re.match(r"torch\.optim\.", script.name(call.func)):
@@ -87,7 +87,7 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
     """,
 )
 def own_generator(script: Script) -> Iterator[Hit]:
-    """Find draws, in steps and in `__getitem__`, from generators that were made outside of them."""
+    """Find draws, in steps and in `__getitem__`, from random generators that are made outside of these."""
     for call in script.module.calls:
         if not _per_sample(script, call) and script.step_loop(call) is None:
             continue
@@ -96,7 +96,7 @@ def own_generator(script: Script) -> Iterator[Hit]:
 
 
 def _drawn_from(call: ast.Call) -> list[ast.expr]:
-    """Return the generators that a call may draw from."""
+    """Return the random generators from which a call may draw."""
     given = [word.value for word in call.keywords if word.arg == "generator"]
     match call.func:
         case ast.Attribute(value=ast.Name() | ast.Attribute() as of, attr=name) if (
@@ -113,7 +113,7 @@ def _per_sample(script: Script, node: ast.AST) -> bool:
 
 
 def _kept(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a generator that was made outside of steps and of `__getitem__`."""
+    """Whether a value is a random generator made outside of steps and of `__getitem__`."""
     return any(
         _makes_generator(home, value)
         and not _per_sample(script.of(home), value)
@@ -154,7 +154,7 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
     """,
 )
 def split_stream(script: Script) -> Iterator[Hit]:
-    """Find iterable datasets that read ranks or workers."""
+    """Find iterable datasets that read the rank or the worker's number."""
     splits = r"get_worker_info|get_rank|\b(world_size|rank)\b"
     for _, iterator in script.module.iterators:
         if re.search(splits, ast.unparse(iterator)):

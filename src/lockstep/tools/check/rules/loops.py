@@ -1,4 +1,4 @@
-"""LS6, first part: loops of `lockstep.Run`; operations per microbatch are in `microbatches.py`."""
+"""Rules on loops and optimizers of `lockstep.Run` (family LS6); `microbatches.py` has more of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument,
     """,
 )
 def not_registered(script: Script) -> Iterator[Hit]:
-    """Find constants from before the loop over epochs that its body compares and changes."""
+    """Find variables set before the epoch loop that its body compares and changes, outside `run.state`."""
     for loop in script.module.loops:
         over = script.iterated(loop)
         if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
@@ -59,7 +59,7 @@ def _changed(node: ast.AST) -> str:
 
 
 def _starts_before(script: Script, loop: Loop, name: str) -> bool:
-    """Whether a name is bound to a constant before a loop, and not again at the head of its body."""
+    """Whether a name is bound to a constant before a loop, and not bound again at the head of its body."""
     assigned = [one for one in loop.body[:-1] if isinstance(one, ast.Assign)]
     if name in map(_changed, assigned):
         return False
@@ -90,7 +90,7 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     """,
 )
 def early_draw(script: Script) -> Iterator[Hit]:
-    """Find draws from the global generators before the Run, in the same function."""
+    """Find draws from the global random generators before the Run, in the same function."""
     if script.matches(r"manual_seed|random\.seed"):
         return
     draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"
@@ -119,7 +119,7 @@ def early_draw(script: Script) -> Iterator[Hit]:
     """,
 )
 def not_given(script: Script) -> Iterator[Hit]:
-    """Find optimizers and schedulers of torch that no call of the run is given."""
+    """Find optimizers and schedulers of torch that are not passed to the run."""
     known = {
         value
         for one in script.program
@@ -143,7 +143,7 @@ def not_given(script: Script) -> Iterator[Hit]:
             continue
         scope = script.module.scope(call)
         if isinstance(scope, Function) and not re.search(r"\brun\b|lockstep", ast.unparse(scope)):
-            continue  # a loop of another kind beside
+            continue  # a function without Lockstep, in the same file
         if kind == "optimizer" or call not in inner:
             message = f"the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}"
             yield Hit(call, message)
@@ -199,5 +199,5 @@ def own_backward(script: Script) -> Iterator[Hit]:
     """,
 )
 def nth_step(script: Script) -> Iterator[Hit]:
-    """Find steps under a modulo in Lockstep loops."""
+    """Find optimizer steps under a modulo condition in loops of `lockstep.Run`."""
     yield from map(Hit, every_nth(script))

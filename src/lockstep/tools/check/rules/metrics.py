@@ -1,4 +1,4 @@
-"""LS5: metrics that are logged or printed."""
+"""Rules on metrics that are logged or printed (family LS5)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, variables
 
 _REDUCED = r"all_reduce|\breduce\(|all_gather|\bgather|torchmetrics|synchronize_between|broadcast"
-#: Names of a loss of training; `losses` may be those of an evaluation.
+#: Names of a training loss; `losses` is not among them, it may be of an evaluation.
 _LOSS = re.compile(r"(train_|total_|running_|avg_|mean_|batch_|epoch_)?loss(f|_value|_item)?$")
 _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "write"}
 
@@ -45,7 +45,7 @@ _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "wr
     """,
 )
 def loss_of_one_rank(script: Script) -> Iterator[Hit]:
-    """Find what rank 0 shows of a loss, in programs that reduce nothing."""
+    """Find losses that rank 0 shows, in programs that reduce nothing over ranks."""
     if not script.plain or "DDP" not in script.called or script.matches(_REDUCED):
         return
     for call in script.module.calls:
@@ -83,7 +83,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     """,
 )
 def mean_of_means(script: Script) -> Iterator[Hit]:
-    """Find sums of batches' losses in evaluations that are divided by the number of batches."""
+    """Find sums of batches' mean losses that an evaluation divides by the number of batches."""
     if "lockstep" in script.flavours or script.matches(r"drop_last\s*=\s*True"):
         return
     for node in script.module.parents:
@@ -107,7 +107,7 @@ def mean_of_means(script: Script) -> Iterator[Hit]:
 
 
 def _sums(script: Script, loop: Loop, total: str) -> bool:
-    """Whether a loop of an evaluation adds up losses, each the mean over a batch."""
+    """Whether a loop of an evaluation adds up losses that are each the mean over a batch."""
     for node in ast.walk(loop):
         match node:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):

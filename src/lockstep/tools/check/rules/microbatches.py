@@ -1,4 +1,4 @@
-"""LS6: operations of a global batch that a loop of `lockstep.Run` does per microbatch."""
+"""Rules on work of a step that a loop of `lockstep.Run` does once per microbatch (family LS6)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, variables
 
-#: What shows values, and computes nothing with them.
+#: Names of functions that show values and compute nothing with them.
 _SHOWS = {
     "print", "log", "info", "debug", "warning", "write", "append", "add_scalar", "add_scalars", "add_histogram",
     "set_description", "set_postfix", "watch",
 }  # fmt: skip
-#: Methods of a model that give what it consists of.
+#: Methods of a model that return its parameters or buffers.
 _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
 
 
@@ -38,7 +38,7 @@ _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_
     """,
 )
 def no_weight(script: Script) -> Iterator[Hit]:
-    """Find losses with `ignore_index` that are sent backward without a weight."""
+    """Find losses that are not means over samples and are passed to `backward` without a weight."""
     for call in script.methods("backward"):
         if not call.args or argument(call, "weight", 1) is not None:
             continue
@@ -52,7 +52,7 @@ def no_weight(script: Script) -> Iterator[Hit]:
 
 
 def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
-    """Yield the arguments by which a loss is a mean over something else than samples."""
+    """Yield the names of arguments by which a loss is a mean over anything but samples."""
     functions = ("torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss")
     modules = script.made_by(call.func, "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")
     for one in [call] if script.name(call.func) in functions else modules:
@@ -86,7 +86,7 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
     """,
 )
 def per_microbatch(script: Script) -> Iterator[Hit]:
-    """Find averages of models, gradients that are changed, and counts of steps, in loops over microbatches."""
+    """Find model averages, changes of gradients, and counts of steps in loops over microbatches."""
     updates = [call for call in script.module.calls if _updates(script, call)]
     model = (
         "this is done with the model once per microbatch: do it between the batches of run.batches"
@@ -116,7 +116,7 @@ def _in_step(script: Script, node: ast.AST) -> bool:
 
 
 def _updates(script: Script, call: ast.Call) -> bool:
-    """Whether a statement passes a model of the run, or what was made of one, to other code than the run."""
+    """Whether a call statement passes a model of the run, or an object made of it, to other code."""
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
     if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
@@ -132,7 +132,7 @@ def _updates(script: Script, call: ast.Call) -> bool:
 
 
 def _is_model(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a model of the run, or its parameters."""
+    """Whether a value is a model of the run, or the parameters or buffers of one."""
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
             return _is_model(script, owner)
@@ -146,7 +146,7 @@ def _is_model(script: Script, node: ast.expr) -> bool:
 
 
 def _over_parameters(script: Script, over: ast.expr) -> bool:
-    """Whether a loop, or a comprehension, goes over parameters, and changes them or reads gradients."""
+    """Whether a loop or comprehension iterates over parameters, and changes them or reads gradients."""
     if not any(f".{name}()" in ast.unparse(over) for name in _STATES):
         return False
     loop = next(
@@ -157,7 +157,7 @@ def _over_parameters(script: Script, over: ast.expr) -> bool:
 
 
 def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
-    """Whether a count has other uses than to be shown, returned, or the divisor of a sum."""
+    """Whether a count is used for more than being shown, being returned, or dividing a sum."""
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
     for read in variables(own or module.tree):
@@ -177,7 +177,7 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
 
 
 def is_shown(script: Script, read: ast.AST) -> bool:
-    """Whether a value is only shown."""
+    """Whether a value is only shown, by a print or a logger."""
     for above in script.module.above(read):
         if isinstance(above, Loop):
             return False
@@ -188,7 +188,7 @@ def is_shown(script: Script, read: ast.AST) -> bool:
 
 
 def _divides(script: Script, read: ast.AST) -> bool:
-    """Whether a value is returned, or a sum is divided by it."""
+    """Whether a value is returned, or is the divisor of a sum."""
     for parent, child in script.module.ancestry(read):
         match parent:
             case ast.BinOp(op=ast.Div(), right=right) if right is child:

@@ -1,4 +1,4 @@
-"""LS1, second part: processes that a script starts itself."""
+"""Rules on processes that a script starts itself (family LS1)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lockstep.tools.check.syntax import Function, argument
     """,
 )
 def cannot_start(script: Script) -> Iterator[Hit]:
-    """Find `mp.spawn` of what has no importable name, and fork where CUDA is used."""
+    """Find `mp.spawn` of functions that cannot be pickled, and forks where CUDA is used."""
     for call in script.calls("mp.spawn"):
         target = argument(call, "fn", 0)
         definition = None if target is None else script.project.definition(script.module, target)
@@ -73,7 +73,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_main_guard(script: Script) -> Iterator[Hit]:
-    """Find starts of processes that an import of the script executes."""
+    """Find calls that start processes whenever the script is imported."""
     spawns = script.matches(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
     for call in script.module.calls:
         if _starts_fresh(script, call, always=spawns) and _at_import(script, call):
@@ -96,14 +96,14 @@ def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
 
 
 def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
-    """Whether an import of the module executes a call, also through calls of its function, without a guard."""
+    """Whether importing the module executes a call, also through calls of its function, without a guard."""
     scope = script.module.scope(call)
     for node in script.module.above(call):
         if isinstance(node, Function):
             break
         if not isinstance(node, ast.If):
             continue
-        # At the top of a module any branch may keep them out; in a function its words have to say so.
+        # At a module's top any branch may be a guard; in a function the condition has to mention one of these.
         words = r"__name__|environ|getenv|rank|RANK|parent_process"
         if isinstance(scope, ast.Module) or re.search(words, ast.unparse(node.test)):
             return False

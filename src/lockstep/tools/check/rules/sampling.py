@@ -1,4 +1,4 @@
-"""LS2, first part: samplers, and the samples that a rank gets."""
+"""Rules on samplers, and on the samples that each rank gets (family LS2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.tools.check.syntax import argument, spread, true
 
 
 def for_evaluation(script: Script, call: ast.Call) -> bool:
-    """Whether a sampler, a loader or a dataset is for evaluation, by the names around it."""
+    """Whether a sampler, loader or dataset is for evaluation, judged by the names around it."""
     words = [script.bound_name(call), *(ast.unparse(arg) for arg in call.args[:1])]
     dataset = argument(call, "dataset")
     words += [] if dataset is None else [ast.unparse(dataset)]
@@ -58,7 +58,7 @@ def no_set_epoch(script: Script) -> Iterator[Hit]:
 
 
 def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
-    """Yield the edit that calls `set_epoch`, where the sampler's name is known in the loop."""
+    """Yield the edit that adds `set_epoch`, if sampler and epoch loop are in one function."""
     name, module = script.bound_name(call), script.module
     parent, above, *_ = module.above(call)
     always = isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)
@@ -90,7 +90,7 @@ def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
     fix="removes `shuffle=True`",
 )
 def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
-    """Find loaders that are given both."""
+    """Find loaders with both `shuffle=True` and a sampler."""
     for call in script.calls("DataLoader"):
         sampler = argument(call, "sampler", 3)
         both = sampler is not None and true(argument(call, "shuffle", 2))
@@ -154,7 +154,7 @@ def padding_sampler(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_sampler(script: Script) -> Iterator[Hit]:
-    """Find loaders of training loops without a sampler, in programs with nothing that deals samples out."""
+    """Find training loaders without a sampler, in programs that split the data in no other way."""
     if not script.plain or "DDP" not in script.called or script.matches("IterableDataset"):
         return
     dealt = r"[sS]ampler|Subset|split_dataset_by_node|\.shard\(|\[\s*\w*rank\w*\s*::"
@@ -186,7 +186,7 @@ def no_sampler(script: Script) -> Iterator[Hit]:
     """,
 )
 def seed_by_rank(script: Script) -> Iterator[Hit]:
-    """Find samplers and splits whose seed has the rank in it."""
+    """Find samplers and random splits whose seed contains the rank."""
     for call in script.calls("DistributedSampler"):
         if any(map(script.is_rank, script.sources(argument(call, "seed", 4)))):
             yield Hit(call)

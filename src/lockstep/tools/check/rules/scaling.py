@@ -1,4 +1,4 @@
-"""LS4, second part: loss scaling and clipping."""
+"""Rules on loss scaling and gradient clipping (family LS4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.tools.check.syntax import Function
     """,
 )
 def clip_before_unscale(script: Script) -> Iterator[Hit]:
-    """Find clipping after a scaled backward pass in a function, without `unscale_` between."""
+    """Find clipping after a scaled backward pass in the same function, without `unscale_` in between."""
     if ".unscale_gradients" in script.called:
         return
     scaled = [call for call in script.methods("backward") if scaled_loss(call)]
@@ -79,7 +79,7 @@ def scaled_loss(call: ast.Call) -> bool:
     """,
 )
 def wrong_scaler(script: Script) -> Iterator[Hit]:
-    """Find optimizers that step by scaled gradients, and scalers that never update."""
+    """Find optimizers that step with scaled gradients, and loss scalers that are never updated."""
     for backward in script.methods("backward"):
         if not scaled_loss(backward):
             continue

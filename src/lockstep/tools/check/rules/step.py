@@ -1,4 +1,4 @@
-"""LS4, first part: what happens in each step: collectives, gradients, waiting."""
+"""Rules on each training step: collectives, accumulated gradients, waiting for the GPU (family LS4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GROUP = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2,
 
 
 def collective(script: Script, call: ast.Call) -> str | None:
-    """Return the name of a call if it is a collective."""
+    """Return the name of a call if the call is a collective, else `None`."""
     name = script.name(call.func)
     if name.startswith("dist.") and name.removeprefix("dist.") in _COLLECTIVES:
         return name
@@ -59,13 +59,13 @@ def collective(script: Script, call: ast.Call) -> str | None:
     """,
 )
 def collective_of_one_rank(script: Script) -> Iterator[Hit]:
-    """Find collective calls under a guard by the rank, unless the other ranks make the same call."""
+    """Find collectives that only some ranks call, unless the other ranks make the same call."""
     for call in script.module.calls:
         name = collective(script, call)
         if name is None:
             continue
         group = argument(call, "group", _GROUP.get(name.removeprefix("dist.")))
-        # The members of a group may be the ranks of the branch.
+        # The branch may be that of the ranks in `group`.
         guard = script.guard(call) if group is None else None
         if isinstance(guard, ast.If | ast.expr) and not _matched(script, call, guard):
             message = f"{name} is called by some ranks only, and waits for the others: call it on all ranks"
@@ -73,7 +73,7 @@ def collective_of_one_rank(script: Script) -> Iterator[Hit]:
 
 
 def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
-    """Whether the other ranks make the same call, in the other branch or in a branch of their own."""
+    """Whether the other ranks make the same call, in the other branch or under another guard."""
     scope = script.module.scope(call)
     for other in script.module.calls:
         if other is call or script.name(other.func) != script.name(call.func):
@@ -85,7 +85,7 @@ def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
 
 
 _TENSOR = re.compile(r"loss|logits|outputs?\b|preds?\b|grad|norm|correct|acc")
-#: What makes a text or a number of what it is given, whether that is shown or not.
+#: Functions that convert their arguments to text or a number.
 _SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "float"}
 
 
@@ -113,7 +113,7 @@ _SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "floa
     """,
 )
 def waits_each_step(script: Script) -> Iterator[Hit]:
-    """Find reads of tensors in every step of training, where there is a GPU."""
+    """Find reads of tensors in every training step, in programs that use GPUs."""
     if not script.cuda or "lockstep" in script.flavours:
         return
     for call in script.module.calls:
@@ -124,7 +124,7 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
 
 
 def _reads(script: Script, call: ast.Call) -> str:
-    """Return how a call reads a tensor, otherwise an empty text."""
+    """Return how a call reads a tensor, in words; empty if it does not."""
     match call.func:
         case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
             text = ast.unparse(of)
@@ -137,7 +137,7 @@ def _reads(script: Script, call: ast.Call) -> str:
 
 
 def _shown(value: ast.expr) -> list[ast.expr]:
-    """Return what a text is made of, or the value itself."""
+    """Return the values that a formatted text consists of, or the value itself."""
     match value:
         case ast.JoinedStr(values=parts):
             return [part.value for part in parts if isinstance(part, ast.FormattedValue)]
@@ -151,7 +151,7 @@ def _shown(value: ast.expr) -> list[ast.expr]:
 
 
 def _is_tensor(script: Script, node: ast.expr) -> bool:
-    """Whether a value is called a loss or an output, and comes from a call that reads no tensor."""
+    """Whether a value is named like a loss or an output, and comes from a call that returns a tensor."""
     if not re.search(r"(^|_)(loss|logits|outputs?)$", last_name(node)):
         return False
     values = script.sources(node)
@@ -183,7 +183,7 @@ def _is_tensor(script: Script, node: ast.expr) -> bool:
     """,
 )
 def barrier_each_step(script: Script) -> Iterator[Hit]:
-    """Find barriers in every step."""
+    """Find barriers in every training step."""
     for call in script.module.calls:
         name = collective(script, call) or ""
         waits = name.endswith(("barrier", "wait_for_everyone")) and script.guard(call) is None
@@ -219,7 +219,7 @@ def barrier_each_step(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_no_sync(script: Script) -> Iterator[Hit]:
-    """Find steps that are taken every n-th time, in programs that always reduce."""
+    """Find optimizer steps taken every n-th time, in programs that never use `no_sync`."""
     if "DDP" not in script.called or not script.plain:
         return
     if script.matches(r"no_sync|grad_sync|gradient_sync"):
@@ -228,7 +228,7 @@ def no_no_sync(script: Script) -> Iterator[Hit]:
 
 
 def every_nth(script: Script) -> Iterator[ast.Call]:
-    """Yield the steps of optimizers under `if i % n == 0` in a loop whose backward pass is not."""
+    """Yield optimizer steps under `if i % n == 0` in loops with a backward pass outside of that branch."""
     for call in script.methods("step"):
         branch = script.module.parents.get(script.module.statement(call) or call)
         named = re.search(r"optim|opt$|scaler", ast.unparse(receiver(call)))

@@ -1,4 +1,4 @@
-"""LS3, first part: models in their wrappers, and the optimizer."""
+"""Rules on wrapped models, and on optimizers made before a model is wrapped or moved (family LS3)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lockstep.tools.check.syntax import argument, dotted, receiver, true, variab
     """,
 )
 def early_optimizer(script: Script) -> Iterator[Hit]:
-    """Find a move or a sharding of a model, by its name, after the optimizer of its parameters."""
+    """Find a model that is moved or sharded after the optimizer of its parameters is made."""
     if script.matches(r"\[['\"]params['\"]\]\s*="):
-        return  # gives the optimizer other parameters by hand
+        return  # the script replaces the optimizer's parameters itself
     for made in script.module.calls:
         if not script.name(made.func).startswith("torch.optim."):
             continue
@@ -43,7 +43,7 @@ def early_optimizer(script: Script) -> Iterator[Hit]:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
                 calls = [call for call in script.module.calls if script.module.earlier(made, call)]
                 sharded = [Hit(call) for call in calls if _shards(script, call, name)]
-                # A move keeps the parameters, but PyTorch asks for the order all the same.
+                # A move keeps the parameters, but PyTorch's documentation asks for the same order.
                 moved = "the optimizer above was made before the model is moved: make it after"
                 moves = [call for call in calls if _moves(script, call, name)]
                 yield from (sharded or [Hit(call, moved, harm="misleads") for call in moves])[:1]
@@ -56,7 +56,7 @@ def _shards(script: Script, call: ast.Call, name: str) -> bool:
 
 
 def _moves(script: Script, call: ast.Call, name: str) -> bool:
-    """Whether a call moves a model before the function's first training loop."""
+    """Whether a call moves the model `name` before the function's first training loop."""
     match call.func:
         case ast.Attribute(value=ast.Name(id=moved), attr="to" | "cuda") if moved == name:
             scope = script.module.scope(call)
@@ -87,12 +87,12 @@ def _moves(script: Script, call: ast.Call, name: str) -> bool:
     """,
 )
 def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
-    """Find conversions of a model that is wrapped."""
+    """Find `convert_sync_batchnorm` of a model that is already wrapped."""
     for call in script.methods("convert_sync_batchnorm"):
         model = argument(call, "module", 0)
         if model is None:
             continue
-        sharded = isinstance(model, ast.Name) and any(  # which returns its model
+        sharded = isinstance(model, ast.Name) and any(  # `fully_shard` changes its model in place
             _shards(script, one, model.id) and script.module.earlier(one, model)
             for one in script.calls("fully_shard")
         )
@@ -104,7 +104,7 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
 
 
 def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
-    """Whether a model is wrapped on every path to an expression."""
+    """Whether a model is wrapped in `wrapper` on every path to an expression."""
     wrapped = wrapped_before(script, model, wrapper)
     if wrapped is None:
         return False
@@ -140,7 +140,7 @@ def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
     """,
 )
 def needless_search(script: Script) -> Iterator[Hit]:
-    """Find the setting where the model is a class of this file whose forward pass uses each of its layers."""
+    """Find `find_unused_parameters=True` for a model whose forward pass uses each of its layers."""
     for call in script.calls("DDP"):
         if not call.args or not true(argument(call, "find_unused_parameters")):
             continue
@@ -153,7 +153,7 @@ def needless_search(script: Script) -> Iterator[Hit]:
 
 
 def _straight(owner: ast.ClassDef) -> bool:
-    """Whether the forward pass of a class has no branch and uses every attribute that is set."""
+    """Whether the forward pass of a class has no branch and uses every attribute set in `__init__`."""
     methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
     if set(methods) != {"__init__", "forward"} or re.search(
         r"requires_grad|detach", ast.unparse(owner)
@@ -189,7 +189,7 @@ def _straight(owner: ast.ClassDef) -> bool:
     """,
 )
 def moved_wrapper(script: Script) -> Iterator[Hit]:
-    """Find moves of a variable that the same function has bound to a wrapper."""
+    """Find moves of a variable after the same function has bound it to a DDP wrapper."""
     for call in script.methods("to", "cuda"):
         model = receiver(call)
         for made in script.made_by(model, "DDP") if isinstance(model, ast.Name) else ():
@@ -220,7 +220,7 @@ def moved_wrapper(script: Script) -> Iterator[Hit]:
     """,
 )
 def around_wrapper(script: Script) -> Iterator[Hit]:
-    """Find calls of `module` of a wrapper in the steps of training."""
+    """Find calls of `model.module(…)` of a wrapper in training steps."""
     for call in script.module.calls:
         match call.func:
             case ast.Attribute(value=ast.expr() as model, attr="module"):

@@ -1,4 +1,4 @@
-"""Systems that run jobs: each module of this package has one, as `BACKEND`, under the module's name."""
+"""Job schedulers: each module of this package defines one as `BACKEND`; its name is the module's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Backend:
-    """Return a backend."""
+    """Return the backend with a name."""
     backend: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
     return backend

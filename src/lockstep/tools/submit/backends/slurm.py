@@ -1,4 +1,4 @@
-"""Slurm: job scripts for sbatch, and its commands."""
+"""Slurm: job scripts for sbatch, and the commands sbatch, scontrol, squeue and scancel."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SECONDS = 60.0
 _OUTPUT = "slurm-{}.out"
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-#: Variables of Slurm that concern the commands, not the job from which they may be called.
+#: Slurm's variables that configure its commands; the others describe a job around this process.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
-#: Reasons that do not pass by themselves, and what to do.
+#: Reasons for which a job stays pending until the user acts, and what to do.
 _STUCK = {
     "BadConstraints": "ask for what some node has",
     "JobHeldAdmin": "an administrator holds it: ask why",
@@ -40,7 +40,7 @@ _HINTS = {
     "TIMEOUT": "--time T asks for more",
     "OUT_OF_MEMORY": "--sbatch=--mem=SIZE asks for more",
 }
-#: Options of sbatch that would take from `lockstep submit` what it works with, and what to do instead.
+#: Options of sbatch that `lockstep submit` sets itself, and what to do instead.
 _OURS = {
     "array": "submit once for each run",
     "cpus-per-task": "--cpus-per-task of submit itself says it, for each rank",
@@ -63,9 +63,9 @@ _SHORT = {
     "o": "output",
     "W": "wait",
 }
-#: Seconds that launchers may end after each other before Slurm kills the rest.
+#: Seconds after the exit of the first launcher at which Slurm kills the others.
 _LAST_SECONDS = 60
-#: What Slurm sends before it takes the nodes away. Not SIGTERM: that is also how a job is cancelled.
+#: The signal that Slurm sends before it ends the job. Not SIGTERM, which also cancels a job.
 _SIGNAL = signal.SIGUSR1
 _NAME = _SIGNAL.name.removeprefix("SIG")
 _REQUEUE = f"""\
@@ -83,13 +83,13 @@ exit $code
 
 
 class Slurm(Backend):
-    """Jobs of sbatch."""
+    """The job scheduler Slurm."""
 
     title = "Slurm"
     program = "sbatch"
 
     def add_flags(self, group: argparse._ActionsContainer) -> None:
-        """Add partition, account, and any other option of sbatch."""
+        """Add the flags for partition, account, and any other option of sbatch."""
         group.add_argument(
             "-p", "--partition", metavar="P", help="partition (default: the cluster's)"
         )
@@ -103,7 +103,7 @@ class Slurm(Backend):
         )
 
     def options(self, options: argparse.Namespace) -> tuple[str, ...]:
-        """Return options of sbatch, the user's own last."""
+        """Return options of sbatch from the parsed flags; those given with `--sbatch` come last."""
         named = {"partition": options.partition, "account": options.account}
         given = {name: value for name, value in named.items() if value is not None}
         for name, value in given.items():
@@ -114,11 +114,11 @@ class Slurm(Backend):
         return (*(f"--{name}={value}" for name, value in given.items()), *options.sbatch)
 
     def script(self, request: JobRequest, run_dir: Path) -> str:
-        """Return the script for sbatch; the same request gives the same text."""
-        # What stands in a directive, where no quotes help. The words of the command may hold anything.
+        """Return the script for sbatch; equal requests give equal texts."""
+        # These texts appear in directives, where line breaks cannot be quoted.
         paths = (str(request.directory), str(run_dir), request.python)
         for text in (*paths, *request.run_options):
-            # It would end a line of the script, so that sbatch would read another directive there.
+            # A control character could end the line, and sbatch would read another directive.
             if any(unicodedata.category(one) in ("Cc", "Zl", "Zp", "Cs") for one in text):
                 raise UsageError(
                     f"{text!r} has a control character, and cannot stand in a job script",
@@ -157,7 +157,7 @@ class Slurm(Backend):
         return Submission(done.stdout.strip().partition(";")[0], _words(done.stderr))
 
     def state(self, job: str) -> JobState:
-        """Return the state of a job, from scontrol."""
+        """Return the state of a job, read with scontrol."""
         done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
         if "Invalid job id" in done.stderr:
             raise UnknownJobError(job)
@@ -166,11 +166,11 @@ class Slurm(Backend):
         return parse(done.stdout, job)
 
     def output(self, run_dir: Path, job: str) -> Path:
-        """Return the file that the script names."""
+        """Return the path of the output file, as the job script names it."""
         return run_dir / _OUTPUT.format(job)
 
     def commands(self, job: str = "") -> str:
-        """Return squeue and scancel."""
+        """Return the commands squeue and scancel for a job; without `job`, the one that lists jobs."""
         return f"state: squeue -j {job} · cancel: scancel {job}" if job else "squeue --me"
 
 
@@ -178,10 +178,10 @@ BACKEND = Slurm()
 
 
 def parse(text: str, job: str) -> JobState:
-    """Read what `scontrol show job` prints of one job.
+    """Return the state of a job from the output of `scontrol show job`.
 
     Raises:
-        NoAnswerError: if it is not that.
+        NoAnswerError: if the text cannot be parsed.
     """
     try:
         code, ended_by = map(int, _field(text, "ExitCode").split(":"))
@@ -213,7 +213,7 @@ def parse(text: str, job: str) -> JobState:
         "DEADLINE": "was stopped at its deadline",
         "BOOT_FAIL": "could not start: a node did not boot",
     }.get(state, f"ended as {state} ({reason})")
-    # The exit code is that of a shell.
+    # As a shell does, return 128 plus the signal.
     failure = code or (128 + ended_by if ended_by else 1)
     return JobState(
         phase="ended",
@@ -226,7 +226,7 @@ def parse(text: str, job: str) -> JobState:
 
 
 def _field(text: str, name: str) -> str:
-    # The job's name, which may hold anything, is on the first line.
+    # The first line has the job's name, which may contain anything.
     found = re.search(rf"[ ]{name}=(\S*)", text.partition("\n")[2])
     if found is None:
         raise ValueError(name)
@@ -234,7 +234,7 @@ def _field(text: str, name: str) -> str:
 
 
 def _call(*words: str) -> subprocess.CompletedProcess[str]:
-    # Without the variables of a surrounding job, which srun would take for those of this one.
+    # Without the variables of a surrounding job, which srun would take for options.
     kept = {name for name in os.environ if not name.startswith("SLURM") or name in _KEPT}
     try:
         return subprocess.run(
@@ -254,7 +254,7 @@ def _call(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _words(text: str) -> str:
-    """Return what a command complained of, in one line."""
+    """Return the error messages of a command in one line."""
     lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in text.splitlines())
     return "; ".join(line for line in lines if line)
 
@@ -281,12 +281,12 @@ def _directives(request: JobRequest, run_dir: Path) -> list[str]:
         ("time", request.time_limit),
         ("chdir", str(request.directory)),
         ("output", _pattern(run_dir, request.directory)),
-        # A job that is requeued continues in the same file.
+        # A requeued job continues the same file.
         ("open-mode", "append"),
     ]
     own = [f"--{name}={_quoted(str(value))}" for name, value in named if value is not None]
-    # The user's own words come last: the last one wins.
-    # To the steps of the job, not to its script: that waits for them.
+    # The signal goes to the job's steps, not to its script, which waits for them. The user's options come
+    # last: of equal options sbatch takes the last.
     own += ["--requeue", f"--signal={_NAME}@{request.seconds_to_save}"]
     for option in request.options:
         name, equals, value = option.partition("=")
@@ -297,9 +297,9 @@ def _directives(request: JobRequest, run_dir: Path) -> list[str]:
 def _step(request: JobRequest) -> str:
     words = ["srun", f"--nodes={request.nodes}", f"--ntasks={request.nodes}", "--ntasks-per-node=1"]
     if request.cpus_per_node is not None:
-        # Since 22.05 a step does not inherit it.
+        # Since Slurm 22.05 a step does not inherit this option from the job.
         words.append(f"--cpus-per-task={request.cpus_per_node}")
-    # The launchers end each other when a rank fails, and the one that tells why may not be the first to go.
+    # Launchers end each other when a rank fails; Slurm must not kill the one that prints the reason.
     return shlex.join([*words, "--kill-on-bad-exit=0", f"--wait={_LAST_SECONDS}"])
 
 
@@ -312,8 +312,8 @@ def _launcher(request: JobRequest, run_dir: Path) -> list[str]:
 
 
 def _pattern(run_dir: Path, directory: Path) -> str:
-    """Return the output file's name as sbatch reads it: `%` begins a symbol there."""
-    # Slurm puts its working directory in front, so that only what comes after it need be harmless.
+    """Return the output file's name for sbatch, with `%` escaped."""
+    # Slurm prepends the working directory, so only the rest of the path needs escaping.
     inside = run_dir.is_relative_to(directory)
     pattern = str(run_dir.relative_to(directory) if inside else run_dir).replace("%", "%%")
     if "\\" in f"{directory}{run_dir}":
@@ -325,7 +325,7 @@ def _pattern(run_dir: Path, directory: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote `text` the way sbatch reads its directives: like a shell, but without expansions."""
+    """Quote `text` for a directive of sbatch, which reads quotes like a shell, but expands nothing."""
     if text and shlex.quote(text) == text:
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
