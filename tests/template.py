@@ -196,8 +196,7 @@ def _become(
     env: Mapping[str, str],
 ) -> NoReturn:
     from lockstep.launch import command
-    from lockstep.launch.agent import processes
-    from lockstep.launch.target import target
+    from lockstep.launch.agent import processes, worker
 
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -221,7 +220,7 @@ def _become(
         if module:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
-            target.run_script(words[0], words[1:])
+            worker.run_script(words[0], words[1:])
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1
     except BaseException:

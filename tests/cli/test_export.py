@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cli import main
+from lockstep.state.checkpoint.catalog import Catalog
 from lockstep.state.checkpoint.manager import CheckpointManager
 
 pytestmark = pytest.mark.forked
@@ -23,9 +24,8 @@ def make_run(directory: Path, models: int = 1) -> Path:
     """A run directory with checkpoints of steps 1, 2 (the best) and 3."""
     directory.mkdir()
     (directory / "run.json").write_text("{}")
-    checkpoints = CheckpointManager(
-        directory / "checkpoints", {"seed": 0}, rank=0, size=1, store=None, keep=9
-    )
+    catalog = Catalog(directory / "checkpoints", {"seed": 0})
+    checkpoints = CheckpointManager(catalog, rank=0, size=1, store=None, keep=9)
     for step in (1, 2, 3):
         tensors = {
             f"models.{model}.{name}": tensor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.agent.supervise import private_directory
+from lockstep.launch.run_directory import private_directory
 from lockstep.world import host
 from tests.conftest import Lockstep
 

@@ -30,6 +30,7 @@ def checkpoints(directory: str, **settings: Any) -> Any:
     """What a rank of `run_ranks` sees."""
     import torch.distributed as dist
 
+    from lockstep.state.checkpoint.catalog import Catalog
     from lockstep.state.checkpoint.manager import CheckpointManager
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -39,14 +40,14 @@ def checkpoints(directory: str, **settings: Any) -> Any:
         store = dist.PrefixStore("disk", dist.TCPStore(address, port, is_master=False))
     settings = {"keep": 3, **settings}
     return CheckpointManager(
-        Path(directory), IDENTITY, rank=rank, size=size, store=store, **settings
+        Catalog(Path(directory), IDENTITY), rank=rank, size=size, store=store, **settings
     )
 
 
 def read(directory: str) -> tuple[int, str, bool]:
     """Return the newest checkpoint's step and text, and whether its tensors are right."""
     mine = checkpoints(directory)
-    found = mine.newest()
+    found = mine.catalog.newest()
     tensors = dcp.stored(found.path, found.manifest)
     mine.close()
     right = state(found.manifest.step)
@@ -65,7 +66,7 @@ def write(directory: str, steps: int) -> list[tuple[int, str, bool]]:
 
 
 def newest(mine: Any) -> tuple[int, str, bool]:
-    found = mine.newest()
+    found = mine.catalog.newest()
     return found.manifest.step, found.manifest.text, True
 
 

@@ -115,7 +115,9 @@ def save(directory: str, apart: int) -> int:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     place = Path(directory, "elsewhere" if rank == apart else "checkpoints")
     own = dist.PrefixStore("disk", store)
-    disk = CheckpointManager(place, IDENTITY, rank=rank, size=size, store=own, keep=1)
+    disk = CheckpointManager(
+        catalog.Catalog(place, IDENTITY), rank=rank, size=size, store=own, keep=1
+    )
     disk.save(3, cut(), "text", best=None)
     disk.wait()
     staged = sum(tensor.nbytes for tensor in disk._buffers._kept.values())

@@ -1,4 +1,4 @@
-"""The command line: one file per verb; parse, call, exit code, no logic."""
+"""The command line `lockstep`: one file for each command, which parses flags and calls the library."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _EXAMPLES = {
 }
 
 
-#: Each verb is a module with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
+#: One module for each command, with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
 _VERBS: tuple[Any, ...] = (
     *(run, submit, verify, check, convert, doctor),
     *(bench, export, report, watch, completion),
 )
-#: Verbs that start runs.
+#: Commands that start runs.
 _STARTING = ("run", "submit", "verify", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; return the exit code."""
+    """Run the command line `argv`, by default that of this process; return the exit code."""
     if argv is None:
         _end_as_exceptions_do()
     try:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout, 0)
-        if not poll.poll(0):  # the reader has not left: the error is another one
+        if not poll.poll(0):  # stdout is not closed: another pipe is broken
             raise
         code = 128 + signal.SIGPIPE
     finally:
@@ -77,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """Return what the words after `lockstep` say; `handler` is the function of their verb.
+    """Parse the command-line arguments after `lockstep`; `handler` is the function of the command.
 
     Raises:
-        UsageError: if they are no command.
+        UsageError: if the arguments are invalid.
     """
     words, script_args = split(given)
     if words[:1] == ["verify"]:
@@ -92,7 +92,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def _end_as_exceptions_do() -> None:
-    """Let a signal end this process by an exception, so that a verb ends what it has started."""
+    """Make SIGTERM and SIGHUP raise `SystemExit`, so that commands stop their child processes."""
 
     def end(signum: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signum)
@@ -103,7 +103,7 @@ def _end_as_exceptions_do() -> None:
 
 
 def whole_parser() -> Parser:
-    """Return the parser of the whole command line."""
+    """Return the parser of `lockstep`, with a sub-parser for each command."""
     parser = Parser(
         prog="lockstep",
         description="Train PyTorch models on any number of devices, with the same result on each.",
@@ -135,7 +135,7 @@ def _print_error(error: LockstepError) -> int:
 
 
 def _flush() -> None:
-    """Flush standard output; a reader that has left (`| head`) is no reason for a traceback."""
+    """Flush standard output; ignore a closed pipe, as of `| head`."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -143,7 +143,7 @@ def _flush() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without taking torch down module by module: that saves 0.3 s."""
+    """Exit without the teardown of modules, which takes 0.3 s if torch is loaded."""
     atexit._run_exitfuncs()
     _flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`lockstep bench`: measure a script on several layouts, and project its step time to others."""
+"""`lockstep bench`: measure a script on several numbers of ranks, and predict its time on others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep bench` to its parser."""
     add = parser.add_argument
     add("--ranks", default="1,2", metavar="N,…", help="numbers of ranks (default: 1,2)")
     add(
@@ -75,7 +75,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Measure what `options` say; return the exit code."""
+    """Run the measurements; return the exit code."""
     benchmark = _benchmark(options)
     _check_outputs(options)
     with kept_directory(options.keep_runs, "bench") as directory:
@@ -83,7 +83,7 @@ def handle(options: argparse.Namespace) -> int:
     refused = benchmark.compare(content)
     _write(content, options)
     if refused is not None:
-        raise refused  # after what was measured
+        raise refused  # after the results were written
     return 1 if any(row["verdict"] for row in content["results"]) else 0
 
 
@@ -116,7 +116,7 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse before anything runs what would be lost after it."""
+    """Raise an error before the measurements if their results could not be written."""
     if options.html is not None:
         from lockstep.tools.report.page import graph_objects
 
@@ -131,7 +131,7 @@ def _report(line: str) -> None:
 
 
 def _write(content: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print the results, and write the files that were asked for."""
+    """Print the results; write the files of `--json` and `--html`."""
     from rich.console import Console
 
     from lockstep.tools.bench import table

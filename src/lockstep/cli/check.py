@@ -1,4 +1,4 @@
-"""`lockstep check`: finds what breaks, hangs or slows a distributed script, without running it."""
+"""`lockstep check`: find lines that break, hang or slow a distributed script, without running it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep check` to its parser."""
     add = parser.add_argument
     add("paths", nargs="*", type=Path, metavar="PATH", help="scripts, notebooks, directories")
     add("--fix", action="store_true", help="apply the safe fixes")
@@ -52,7 +52,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Check what `options` name; return the exit code."""
+    """Check the scripts; return the exit code."""
     if options.list or options.explain:
         return _print_rules(options.explain)
     from lockstep.tools.check import engine, fix
@@ -86,7 +86,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _fixed(outcome: Outcome, paths: list[Path], flags: Selection) -> Outcome:
-    """Fix what can be fixed, and check again."""
+    """Apply the safe fixes, and check again; return the new findings."""
     from lockstep.tools.check import engine, fix
 
     for path, module, text in _edited(outcome):
@@ -99,7 +99,7 @@ def _fixed(outcome: Outcome, paths: list[Path], flags: Selection) -> Outcome:
 
 
 def of_target(target: str, kind: str) -> list[str]:
-    """Return lines for a script or a module that is to be launched: what hangs or corrupts."""
+    """Return the findings about hangs and wrong results in a script or module, one line for each."""
     from lockstep.tools.check import engine
     from lockstep.tools.check.output import line
 
@@ -115,7 +115,7 @@ def of_target(target: str, kind: str) -> list[str]:
 
 
 def _edited(outcome: Outcome) -> Iterator[tuple[Path, Module, str]]:
-    """Yield the files that fixes change, with their new text."""
+    """Yield each file that fixes change, with its new text."""
     from lockstep.tools.check import editor
 
     for path, (module, edits) in outcome.edits.items():

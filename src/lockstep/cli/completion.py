@@ -18,20 +18,20 @@ EXAMPLES = {
     'eval "$(lockstep completion zsh)"': "in ~/.zshrc, after compinit",
     "lockstep completion fish | source": "in ~/.config/fish/config.fish",
 }
-#: Words in the help for a value that is a file or a directory.
+#: Placeholders in the help whose value is a file, or a directory.
 _FILES = ("SCRIPT", "ARG", "FILE", "OUT", "PATH")
 _DIRECTORIES = ("DIR", "RUN_DIR")
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep completion` to its parser."""
     parser.add_argument(
         "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"
     )
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Print the script for the shell that `options` name; return the exit code."""
+    """Print the completion script for a shell; return the exit code."""
     import shtab
 
     whole: Parser = options.parser

@@ -1,4 +1,4 @@
-"""`lockstep convert`: turns a script for one device, or a plain DDP script, into a Lockstep script."""
+"""`lockstep convert`: convert a script for one device, or a DDP script, to a Lockstep script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep convert` to its parser."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to convert")
     parser.add_argument(
         "-o",
@@ -40,7 +40,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Convert what `options` name; return the exit code."""
+    """Convert the script; return the exit code."""
     out = None if options.output in (None, "-") else Path(options.output)
     if out is not None and out.exists() and not options.force:
         raise UsageError(f"{out} exists", hint="--force overwrites it; without -o a diff is shown")
@@ -71,7 +71,7 @@ def _write(out: Path, made: Converted) -> None:
 
 
 def _print_questions(script: Path, out: Path | None, made: Converted) -> None:
-    """Print on standard error what is left to the user."""
+    """Print the notes and open questions of a conversion on standard error."""
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
     for question in made.questions:

@@ -25,7 +25,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep doctor` to its parser."""
     add = parser.add_argument
     nodes.add(parser, elastic=False)
     add(
@@ -39,10 +39,10 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Examine what `options` say; return the exit code."""
+    """Examine this machine, or several nodes together; return the exit code."""
     import os
 
-    # Read when torch is imported: its stacks of a lost node's connection would stand before the report.
+    # torch reads this at its import; it would print stacks of lost connections before the report.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
     from lockstep.launch.nodes.config import Nodes, rendezvous_config

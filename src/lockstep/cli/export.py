@@ -21,7 +21,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep export` to its parser."""
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run")
     add(
@@ -48,7 +48,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Write what `options` say; return the exit code."""
+    """Write the weights of a checkpoint; return the exit code."""
     if not options.run_dir.is_dir():
         raise UsageError(f"there is no directory {options.run_dir}; expected that of a run")
     from lockstep.state.checkpoint.export import export

@@ -1,4 +1,4 @@
-"""Flags of several nodes, for verbs that are started on each node."""
+"""Flags for several nodes, of the commands `run` and `doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
-    """Add the flags for the number of nodes and their rendezvous."""
+    """Add the flags for the number of nodes and their rendezvous; `elastic` allows MIN:MAX nodes."""
     group = parser.add_argument_group(
         "several nodes",
         "Under Slurm and mpiexec the nodes find each other without these flags.",
@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
 
 
 def given(options: argparse.Namespace) -> dict[str, object]:
-    """Return what the flags say of nodes, by the names of `Nodes`."""
+    """Return the values of the flags as keyword arguments of `Nodes`."""
     from lockstep.launch.nodes.config import parse_count
 
     least, count = (None, None) if options.nnodes is None else parse_count(options.nnodes)

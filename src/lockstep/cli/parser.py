@@ -1,4 +1,4 @@
-"""`Parser`: argparse with Lockstep's errors, suggestions for near misses, and examples."""
+"""`Parser`: an `argparse` parser with Lockstep's errors, spelling suggestions and examples."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from lockstep.errors import UsageError, did_you_mean
 
 _CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)")
 
-#: Returns what to do about words that nothing takes; given what was parsed, and these words.
+#: Function that returns a hint about unknown arguments, from the parsed options and these arguments.
 Advice = Callable[[argparse.Namespace, Sequence[str]], str]
 
 
-#: How other launchers spell the number of ranks.
+#: Flags of other launchers for the number of ranks, with Lockstep's flag.
 RANKS = dict.fromkeys(("--ranks", "--np", "--nproc", "--nprocs", "--num-processes"), "-n")
-#: Verbs that take options before and after SCRIPT, and the script's arguments after `--`.
+#: Commands whose options may also follow SCRIPT; the script's arguments come after `--`.
 _WITH_DASHES = ("verify", "bench")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut the arguments of the script off the command line of a verb: those after `--`.
+    """Split a command line of `verify` or `bench` at `--` into own arguments and the script's.
 
-    argparse takes options after SCRIPT only where nothing of the script's follows them.
+    Other command lines are not split. argparse parses options after SCRIPT only if no arguments of the
+    script follow.
     """
     cut = len(words)
     if words[:1] and words[0] in _WITH_DASHES and "--" in words:
@@ -33,22 +34,22 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def of_script(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments among the words after SCRIPT, which may follow a `--`."""
+    """Return the script's arguments: all words after SCRIPT, without a leading `--`."""
     return tuple(words[1:] if words[:1] == ["--"] else words)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose flags may be spelled with underscores for dashes.
+    """An argument parser that accepts underscores in flags, and raises `UsageError`.
 
     Args:
-        examples: commands, each with what it does: the end of the help.
-        given: what `argparse.ArgumentParser` takes.
+        examples: example commands with a description, shown at the end of the help.
+        given: arguments of `argparse.ArgumentParser`.
 
     Attributes:
-        advice: what to do about words that nothing takes; `None` for no advice but the likeliest flag.
-        synonyms: flags of other commands, and the flag that means the same here.
-        takes_script: whether words that nothing takes, after SCRIPT and to the end, are the script's.
-        abbreviated: destinations of the flags that may be cut short, as torchrun's may.
+        advice: returns a hint about unknown arguments; `None` for spelling suggestions alone.
+        synonyms: flags of other programs, each with the equivalent flag here.
+        takes_script: whether unknown arguments at the end of the command line are the script's.
+        abbreviated: destinations of the flags that may be abbreviated, as in torchrun.
     """
 
     def __init__(self, *, examples: Mapping[str, str] | None = None, **given: Any) -> None:
@@ -61,17 +62,17 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def verbs(self) -> Mapping[str, Parser]:
-        """The parsers of its verbs, by name."""
+        """Sub-parsers of the commands, by name."""
         found = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
         return found[0].choices if found else {}
 
     def format_help(self) -> str:
-        """Return the help, with the examples at its end."""
+        """Return the help text, with the examples at its end."""
         lines = [f"  # {what}\n  {command}\n" for command, what in self.examples.items()]
         return super().format_help() + "\nexamples:\n" * bool(lines) + "".join(lines)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse `args`; raise `UsageError` where words are left over."""
+        """Parse `args`; raise `UsageError` for unknown arguments that are not the script's."""
         options, left = super().parse_known_args(args, namespace)
         if left and self._are_of_script(args, left):
             options.script_args = left
@@ -85,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         return options, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`: the command line prints it and chooses the exit code."""
+        """Raise `UsageError` in place of an exit, with a spelling suggestion as hint."""
         found = _CHOICE.search(message)
         choices = re.findall(r"[\w-]+", found["choices"]) if found else []
         hint = did_you_mean(found["word"], choices, cutoff=0.5) if found else None
@@ -94,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=hint or self._see)
 
     def add_script(self, what: str) -> None:
-        """Add SCRIPT, and as ARG all words after it."""
+        """Add the positional arguments SCRIPT and ARG, which takes all words after SCRIPT."""
         self.add_argument("target", metavar="SCRIPT", help=what)
         rest = self.add_argument(
             "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
@@ -102,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         rest.required = False  # argparse would name it where SCRIPT is missing
 
     def _are_of_script(self, words: Sequence[str], left: Sequence[str]) -> bool:
-        """Return whether the words that nothing takes are what the command line ends with."""
+        """Return whether the unknown arguments `left` are at the end of `words`, and so the script's."""
         known = [*self.synonyms, *self._option_string_actions]
         likely = left[0].startswith("-") and did_you_mean(left[0], known, cutoff=0.7)
         ends = list(words[-len(left) :]) == list(left)
@@ -120,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean(flag, known, cutoff=0.7)
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Return what an option that is not known as it stands may mean: argparse asks this last."""
+        """Return the flags that an unknown option may mean, with underscores for dashes or abbreviated."""
         if not option_string.startswith("--"):
             return super()._get_option_tuples(option_string)
         flag, equals, value = option_string.partition("=")

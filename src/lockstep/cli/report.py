@@ -22,7 +22,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep report` to its parser."""
     add = parser.add_argument
     add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs")
     add(
@@ -35,12 +35,12 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Write the report that `options` ask for; return the exit code."""
+    """Write the HTML page; return the exit code."""
     from lockstep.tools.report import page
     from lockstep.tools.report.runs import read
     from lockstep.tools.report.sections import sections, title
 
-    page.graph_objects()  # refused before long records are read
+    page.graph_objects()  # raises an error if plotly is missing, before records are read
     runs = read(options.run_dirs)
     path = options.output or options.run_dirs[0] / "report.html"
     page.write(path, title(runs), sections(runs))

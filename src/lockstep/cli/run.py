@@ -36,7 +36,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep run` to its parser."""
     parser.synonyms = RANKS
     parser.advice = lambda *_: "arguments of the script come after its name"
     _add_layout(parser)
@@ -50,7 +50,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Launch what `options` say; return the exit code."""
+    """Launch the script, or print the plan of `--dry-run`; return the exit code."""
     from lockstep.launch import api
     from lockstep.launch.output import say
     from lockstep.launch.torchrun import asked_of
@@ -66,14 +66,14 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[str, ...]]:
-    """Return the launch that `options` describe, and notes for the user.
+    """Return the requested launch, and messages about flags without effect.
 
     Args:
-        options: the parsed words.
-        asked: torchrun's own flags among them.
+        options: the parsed flags.
+        asked: values of the flags that only torchrun has.
 
     Raises:
-        UsageError: if they describe none that could work.
+        UsageError: if flags are invalid or contradict each other.
     """
     from lockstep.launch.flag_settings import FlagSettings
     from lockstep.launch.spec import LaunchSpec, parse_ranks
@@ -119,7 +119,7 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _bits_of(flag: str) -> Callable[[str], Bits]:
-    """Return what reads the value of a flag; at once, since a script's name may stand in its place."""
+    """Return the function that parses the value of `--tee` or `--redirects`."""
 
     def read_bits(text: str) -> Bits:
         from lockstep.launch.streams import parse_bits

@@ -1,4 +1,4 @@
-"""Flags of settings, for all verbs that start runs."""
+"""Command-line flags made from the table of settings, for all commands that start runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lockstep.settings import TABLE, Setting, boolean, names
 
 
 def add_group(group: argparse._ActionsContainer, named: str) -> None:
-    """Add the flags of all settings whose row names a group, such as `training`."""
+    """Add the flags of all settings in a named group, such as `training`, to `group`."""
     add(group, *(name for name, one in TABLE.items() if one.flag and one.flag[0] == named))
 
 
-#: The settings that every verb that starts runs has flags for.
+#: Names of the settings that have flags in every command that starts runs.
 SHARED = (
     *("replicas", "threads", "devices"),
     *(name for name, one in TABLE.items() if one.flag and one.flag[0] == "training"),
@@ -22,13 +22,13 @@ SHARED = (
 
 
 def add(group: argparse._ActionsContainer, *chosen: str, **changed: Any) -> None:
-    """Add the flags of settings to a group; `changed` replaces what their rows say to `add_argument`."""
+    """Add the flags of the settings `chosen` to a group; `changed` overrides keywords of `add_argument`."""
     for name in chosen:
         group.add_argument(TABLE[name].option, **{**_keywords(TABLE[name]), **changed})
 
 
 def _keywords(setting: Setting) -> dict[str, Any]:
-    """Return the keywords of `add_argument`: a flag that is not given leaves `None`."""
+    """Return the keywords of `add_argument` for a setting's flag, whose default is `None`."""
     assert setting.flag is not None
     choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
     default = "" if setting.parse is boolean else f" (default: {setting.shown_default})"
@@ -45,20 +45,20 @@ def _keywords(setting: Setting) -> dict[str, Any]:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how a run trains."""
+    """Add the flags of the settings in the group `training`."""
     title = "training", "Each flag wins over the argument of lockstep.Run."
     add_group(parser.add_argument_group(*title), "training")
 
 
 def given(options: argparse.Namespace, chosen: Iterable[str]) -> dict[str, Any]:
-    """Return the values of the settings whose flags were given."""
+    """Return the values of those `chosen` settings whose flags were given."""
     found = {name: getattr(options, name) for name in chosen}
     several = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
     return {name: value for name, value in (found | several).items() if value is not None}
 
 
 def words(options: argparse.Namespace, chosen: Iterable[str]) -> list[str]:
-    """Return the flags of these settings as they were given, for a command that starts the run."""
+    """Return the given flags of `chosen` settings as command-line words, for a child process."""
     found = []
     for name, value in given(options, chosen).items():
         option = TABLE[name].option

@@ -1,4 +1,4 @@
-"""Flags and directories of verbs that start a script many times: `verify` and `bench`."""
+"""Flags and directories that the commands `verify` and `bench` share: both launch a script many times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_shared_flags(
     parser: Parser, verb: str, *, replicas: str, kept: str, threads: str = ""
 ) -> None:
-    """Add the flags of the runs, and SCRIPT; some have a help of the verb's own."""
+    """Add SCRIPT and the flags of its runs; the other arguments are help texts of command `verb`."""
     parser.takes_script = True
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep {verb} {options.target} -- {' '.join(left)}"
@@ -40,14 +40,16 @@ def add_shared_flags(
 def run_command(
     options: argparse.Namespace, *chosen_here: str
 ) -> tuple[RunCommand, Sequence[str | None]]:
-    """Return the command of every launch, without the settings that each chooses, and the strategies.
+    """Return the command for all launches, and the strategies to run.
+
+    `chosen_here` names settings that the caller sets for each launch.
 
     Raises:
-        UsageError: if a flag cannot work: before anything runs.
+        UsageError: if a flag is invalid.
     """
     from lockstep.launch.command import RunCommand, choose_strategies
     from lockstep.launch.flag_settings import FlagSettings
-    from lockstep.launch.target.target import check_script
+    from lockstep.launch.target.source import check_script
 
     FlagSettings(**setting_flags.given(options, setting_flags.SHARED))
     of_servers = setting_flags.words(options, OF_SERVERS)
@@ -60,7 +62,7 @@ def run_command(
 
 @contextlib.contextmanager
 def kept_directory(keep: Path | None, verb: str) -> Iterator[Path]:
-    """Give a directory for the runs of a verb: `keep`, or a temporary one.
+    """Context manager: yield a directory for the runs of a command, `keep` or a temporary one.
 
     Raises:
         UsageError: if `keep` exists already.

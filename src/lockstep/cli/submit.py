@@ -29,7 +29,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep submit` to its parser."""
     parser.synonyms = RANKS
     _add_job(parser.add_argument_group("job"))
     group = parser.add_argument_group("run")
@@ -52,7 +52,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Submit what `options` say; return the exit code."""
+    """Submit the script as a job, and follow it unless `--no-follow`; return the exit code."""
     from lockstep.tools.submit import job
 
     backend = backends.load(options.backend)
@@ -70,14 +70,14 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:
-    """Return the launch on each node: it checks itself here, not in the job.
+    """Return the launch on each node, checked before the job is submitted.
 
     Raises:
-        UsageError: if it could not work.
+        UsageError: if a flag is invalid, or the script does not exist.
     """
     from lockstep.launch.flag_settings import FlagSettings
     from lockstep.launch.spec import LaunchSpec, parse_ranks
-    from lockstep.launch.target.target import check_script
+    from lockstep.launch.target.source import check_script
 
     if not options.module:
         check_script(options.target)

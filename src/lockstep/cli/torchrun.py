@@ -1,4 +1,4 @@
-"""Flags that only torchrun has, and torchrun's `PET_*` variables."""
+"""Command-line flags that only torchrun has, and torchrun's `PET_*` environment variables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lockstep.cli import setting_flags
 from lockstep.cli.parser import Parser
 from lockstep.settings import TABLE
 
-#: Variables of Lockstep that win over torchrun's.
+#: Variables of Lockstep that take precedence over torchrun's variable for a flag.
 _WINS = {
     "max_restarts": TABLE["max_restarts"].variable,
     "local_addr": "LOCKSTEP_INTERFACE",
     "rdzv_conf": "LOCKSTEP_JOIN_TIMEOUT",
 }
-#: torchrun's flags that other groups of `lockstep run` have.
+#: Flags of torchrun that `lockstep run` has itself.
 _SHARED = (
     "nnodes",
     "nproc_per_node",
@@ -31,7 +31,7 @@ _SHARED = (
     "tee",
     "local_ranks_filter",
 )
-#: Flags that only torchrun has, and reads from the environment, too.
+#: Flags that only torchrun has, and that torchrun also reads from `PET_*` variables.
 _OWN = (
     "rdzv_backend",
     "rdzv_conf",
@@ -50,7 +50,7 @@ _OWN = (
     "virtual_local_rank",
 )
 _FILTERS = ("--duplicate-stdout-filters", "--duplicate-stderr-filters")
-#: Those that take no value.
+#: Flags without a value.
 _SWITCHES = ("module", "standalone", "no_python", "run_path", "virtual_local_rank")
 
 
@@ -65,7 +65,7 @@ def add_flags(parser: Parser) -> None:
     add = group.add_argument
     before = {action.dest for action in parser._actions}
     _add_own(group)
-    # What these are is in `lockstep.launch.torchrun`; the help names them in one sentence.
+    # Flags without effect or with an error, see `lockstep.launch.torchrun`; the help lists their names.
     add("--monitor-interval", type=float, help=argparse.SUPPRESS)
     for flag in ("--event-log-handler", "--logs-specs", *_FILTERS):
         add(flag, help=argparse.SUPPRESS)
@@ -109,7 +109,7 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
 
 
 def words(environ: Mapping[str, str]) -> list[str]:
-    """Return the `PET_*` variables as flags, which flags of the command line win over."""
+    """Return the values of `PET_*` variables as command-line flags."""
     found = []
     for name in (*_SHARED, *_OWN):
         value = environ.get(f"PET_{name.upper()}", "")
@@ -124,5 +124,5 @@ def words(environ: Mapping[str, str]) -> list[str]:
 
 
 def with_environment(given: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
-    """Return the words of a command, with those of the environment in front of its own."""
+    """Insert the flags from `PET_*` variables into a command line of `lockstep run`, before its own."""
     return [*given[:1], *words(environ), *given[1:]] if given[:1] == ["run"] else given

@@ -1,4 +1,4 @@
-"""`lockstep verify`: prove on a script that the layout does not change the result."""
+"""`lockstep verify`: run a script on several layouts (numbers of ranks), and compare the results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ EXAMPLES = {
     "lockstep verify train.py --layouts 1,2 -- --epochs 1": "--epochs 1 is for the script",
     "lockstep verify train.py --layouts 1,2 --strategies ddp,fsdp": "compare strategies as well",
 }
-#: What may follow after `--layouts` and one layout; a script does not look like that.
+#: Pattern of a further layout after `--layouts LAYOUT`; no script has such a name.
 _LAYOUT = re.compile(r"\d+([,>@].*)?|[a-z]+@\d+(,.*)?")
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep verify` to its parser."""
     add = parser.add_argument
     add(
         "--layouts",
@@ -61,7 +61,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def one_layout_each(words: Sequence[str]) -> list[str]:
-    """Give each layout an option of its own: an option that takes several words would take SCRIPT too."""
+    """Rewrite `--layouts A B` as `--layouts A --layouts B`: otherwise argparse would take SCRIPT too."""
     done: list[str] = []
     follows = False
     for word in words:
@@ -74,7 +74,7 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Verify what `options` say; return the exit code."""
+    """Run the script on all layouts and compare; return the exit code."""
     from lockstep.tools.verify.comparison import judge
     from lockstep.tools.verify.layouts import parse
     from lockstep.tools.verify.running import RunSpec, outcomes

@@ -23,7 +23,7 @@ EXAMPLES = {
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of this verb."""
+    """Add the flags of `lockstep watch` to its parser."""
     add = parser.add_argument
     add(
         "run_dir",
@@ -42,7 +42,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Show the run that `options` name; return the exit code."""
+    """Show the progress of a run until it ends; return the exit code."""
     if options.every is not None and not 0.05 <= options.every <= 3600:
         raise UsageError(f"--every is {options.every:g}; expected seconds from 0.05 to 3600")
     if options.rank < 0:

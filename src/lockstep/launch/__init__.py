@@ -1,7 +1,6 @@
-"""The launcher: plan a launch, start its ranks, supervise them, report failures.
+"""The launcher: plan a launch, start its ranks, monitor and restart them, report failures.
 
-The package can be called: `lockstep.launch(main, n=2)` is `lockstep.launch.functions.launch`. The
-name of the call and the name of the part of the house are the same word.
+The package is callable: `lockstep.launch(main, n=2)` calls `lockstep.launch.functions.launch`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a function on several ranks: see `lockstep.launch.functions.launch`."""
+        """Call `lockstep.launch.functions.launch`, which runs a function on several ranks."""
         from lockstep.launch.functions import launch
 
         return launch(*args, **kwargs)

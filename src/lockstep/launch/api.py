@@ -1,4 +1,4 @@
-"""Launch a script or a module, as `lockstep run` does."""
+"""`run`: launch a script or module, as `lockstep run` does."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lockstep.errors import PREEMPTED
 from lockstep.launch import dry_run, earlier_runs
 from lockstep.launch.agent import worker
 from lockstep.launch.agent.interrupts import Interrupted, listening
-from lockstep.launch.agent.supervise import private_directory, supervise
+from lockstep.launch.agent.supervise import supervise
 from lockstep.launch.devices import machine, openmp
 from lockstep.launch.devices.placement import asked
 from lockstep.launch.functions import launch
 from lockstep.launch.nodes.membership import Membership, NotNeeded
 from lockstep.launch.output import say
 from lockstep.launch.plan import Generation, Launch, make_plan, resolve, threads_of_workers
-from lockstep.launch.run_directory import RunDirectory, expected
+from lockstep.launch.run_directory import RunDirectory, expected, private_directory
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target import imports, old_scripts
 from lockstep.launch.target.imports import Sources
 from lockstep.launch.target.preload import likely, preload
-from lockstep.launch.target.target import check
+from lockstep.launch.target.source import check
 
 __all__ = ["launch", "run", "show_plan"]
 
 
 def run(spec: LaunchSpec) -> int:
-    """Launch `spec` and wait for its end; return the exit code.
+    """Run a launch until it ends; return the exit code.
 
-    A failure's verdict is printed to standard error.
+    The message about a failure is printed to standard error.
 
     Raises:
         LockstepError: if the launch cannot start.
@@ -45,7 +45,7 @@ def run(spec: LaunchSpec) -> int:
     with listening(spec.save_signals(os.environ)) as interrupts:
         sources = imports.read(spec)
         spec = _prepare(spec, sources)
-        # All of it is checked before a directory appears for a launch that cannot be.
+        # Check everything before a directory is made.
         launch = _resolve(spec, sources)
         if launch.ranks > 1 and (warning := old_scripts.warning(spec)) is not None:
             say(warning)
@@ -70,7 +70,7 @@ def run(spec: LaunchSpec) -> int:
 
 
 def show_plan(spec: LaunchSpec) -> int:
-    """Print the plan that `run` would start, and start nothing."""
+    """Print the commands that `run` would start, without starting them; return the exit code."""
     check(spec.kind, spec.target)
     spec = earlier_runs.resumed(_adapted(spec), spec.name)
     launch = _resolve(spec, imports.read(spec))
@@ -78,7 +78,7 @@ def show_plan(spec: LaunchSpec) -> int:
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
     generation = _expected_generation(launch)
     plan = make_plan(launch, generation, run_dir=run_dir, log_dir=log_dir, error_dir=private)
-    dry_run.show(plan)
+    print("\n".join(dry_run.lines(plan)))  # noqa: T201 - this is what --dry-run is for
     return 0
 
 
@@ -88,7 +88,7 @@ def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
 
 
 def _expected_generation(launch: Launch) -> Generation:
-    """Return the first generation if all nodes start as many ranks as this one."""
+    """Return the expected rendezvous of the workers, if all nodes start as many ranks as this one."""
     if (nodes := launch.nodes) is None:
         return Generation(port=launch.spec.nodes.main_port or 0)
     return Generation(
@@ -104,7 +104,7 @@ def _expected_generation(launch: Launch) -> Generation:
 
 
 def _adapted(spec: LaunchSpec) -> LaunchSpec:
-    """Return `spec` with the local rank's option of an old script; print a note about it."""
+    """Add the `--local_rank` option of an old script to `spec`; print a message about it."""
     spec, note = old_scripts.adapt(spec)
     if note is not None:
         say(note)
@@ -112,7 +112,7 @@ def _adapted(spec: LaunchSpec) -> LaunchSpec:
 
 
 def _prepare(spec: LaunchSpec, sources: Sources) -> LaunchSpec:
-    """Import modules that forked workers share; return `spec`, with start `spawn` if forks are unsafe."""
+    """Import torch for forked workers; return `spec`, with start method `spawn` if forks are unsafe."""
     if spec.start != "fork":
         return spec
     with openmp.loaded_unbound(threads_of_workers(spec)):

@@ -1,4 +1,4 @@
-"""`lockstep run` as a process of its own: for verbs that start a script many times."""
+"""`RunCommand`: start `lockstep run` as a child process, for commands that launch a script many times."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lockstep.errors import UsageError
 from lockstep.registry import STRATEGIES, WITH_SERVERS
 from lockstep.settings import OF_SERVERS, TABLE
 
-#: Variables that would change what a launch is.
+#: Variables of the caller's environment that must not reach a child launch.
 _OURS = ("LOCKSTEP_FAULTS", *(one.variable for one in TABLE.values() if one.of_one_launch))
-#: Variables that a strategy without servers would refuse.
+#: Variables that are an error for a strategy without parameter servers.
 _OF_SERVERS = tuple(TABLE[name].variable for name in OF_SERVERS)
 
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """`lockstep run` with the script and the options of every launch.
+    """`lockstep run` with a script and the options of every launch.
 
     Attributes:
-        of_servers: those that only a strategy with servers takes.
+        of_servers: options for strategies with parameter servers only.
     """
 
     script: Sequence[str]
@@ -31,7 +31,7 @@ class RunCommand:
     of_servers: Sequence[str]
 
     def words(self, strategy: str | None, environ: Mapping[str, str]) -> list[str]:
-        """Return the options of `lockstep run` with a strategy; servers without a number are 1."""
+        """Return the options of `lockstep run` for a strategy; `ps` has one server unless given more."""
         if strategy is None:
             return [*self.options, *self.of_servers]
         words = [*self.options, "--strategy", strategy]
@@ -41,7 +41,7 @@ class RunCommand:
         return [*words, *self.of_servers, *(() if is_given else ("--servers", "1"))]
 
     def environ(self, strategy: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that a launch keeps: `PET_*` variables are another launch's."""
+        """Return `environ` without the variables that would change a child launch, such as `PET_*`."""
         others = _OURS if strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
         return {
             name: value
@@ -52,7 +52,7 @@ class RunCommand:
     def start(
         self, words: Sequence[str], environ: Mapping[str, str], output: Path, errors: Path
     ) -> subprocess.Popen[bytes]:
-        """Start `lockstep run` with options `words`; append its output and errors to files."""
+        """Start `lockstep run` with options `words`; append standard output and error to two files."""
         with output.open("ab") as out, errors.open("ab") as err:
             return subprocess.Popen(
                 [sys.executable, "-m", "lockstep", "run", *words, *self.script],
@@ -64,17 +64,17 @@ class RunCommand:
 
 
 def verdict_in(errors: Path) -> str:
-    """Return the launcher's verdict: the last lines of its standard error."""
+    """Return the launcher's failure message from a file with its standard error."""
     lines = errors.read_text(errors="replace").rstrip().splitlines()
     marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Return the strategies in a word such as `ddp,fsdp`.
+    """Parse a list of strategies such as `ddp,fsdp`.
 
     Raises:
-        UsageError: for a name that no strategy has.
+        UsageError: for an unknown strategy.
     """
     return parse_names(
         "--strategies", text, STRATEGIES.names(), "for example --strategies ddp,fsdp"
@@ -82,7 +82,7 @@ def parse_strategies(text: str) -> list[str]:
 
 
 def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> list[str]:
-    """Return the names in a flag's list with commas; raise `UsageError` for one that is not `known`."""
+    """Parse the comma-separated names in a flag's value; raise `UsageError` for an unknown name."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -95,12 +95,12 @@ def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> lis
 def choose_strategies(
     one: str | None, several: str | None, of_servers: Sequence[str]
 ) -> Sequence[str | None]:
-    """Return the strategies of each layout from `--strategy` and `--strategies`; `None` for the script's.
+    """Return the strategies to run, from `--strategy` and `--strategies`; `None` is the script's own.
 
-    `of_servers` are the flags that only a strategy with servers takes, as they were given.
+    `of_servers` are the given flags that require a strategy with parameter servers.
 
     Raises:
-        UsageError: if they don't go together, or one has a name that no strategy has.
+        UsageError: if the flags contradict each other, or a strategy is unknown.
     """
     if one is not None and several is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`--dry-run`: print the plan of a launch."""
+"""Text of a launch's plan for `--dry-run`: commands, environment variables and devices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from collections.abc import Mapping
 from lockstep.launch.plan import Plan, WorkerPlan
 
 
-def show(plan: Plan) -> None:
-    """Print `plan` to standard output."""
-    print("\n".join(lines(plan)))  # noqa: T201 - this is what --dry-run is for
-
-
 def lines(plan: Plan) -> list[str]:
-    """Return the lines that describe `plan`: what all ranks share, then each rank."""
+    """Return the text of `plan` as lines: variables of all ranks, then each rank."""
     first, *others = (worker.env for worker in plan.workers)
     shared = {
         name: value
@@ -41,12 +36,12 @@ def lines(plan: Plan) -> list[str]:
 
 
 def _device(worker: WorkerPlan) -> str:
-    """Return a rank's own name of its device, and which GPU that is."""
+    """Return a rank's device, such as `cuda:0`, and the GPU's id if known."""
     return worker.device if worker.gpu is None else f"{worker.device} = {worker.gpu}"
 
 
 def placement(plan: Plan) -> list[str]:
-    """Return a line for each rank whose GPU is known."""
+    """Return a message for each rank whose GPU is known."""
     return [
         f"lockstep: rank {worker.rank}: {_device(worker)}"
         for worker in plan.workers
@@ -54,7 +49,7 @@ def placement(plan: Plan) -> list[str]:
     ]
 
 
-#: Variables that belong to one rank, even where there is only one.
+#: Variables listed with each rank, even if there is only one rank.
 _OWN = (
     "RANK",
     "LOCAL_RANK",

@@ -1,4 +1,4 @@
-"""`FlagSettings`: the settings that a launch has from flags."""
+"""`FlagSettings`: settings given by command-line flags, with the environment as fallback."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lockstep.settings import TABLE, write
 
 
 class FlagSettings(dict[str, Any]):
-    """The settings that a launch has from flags, by their names; `None` counts as not given.
+    """Settings given by command-line flags, by name; a value `None` counts as not given.
 
     Raises:
-        UsageError: for a value that cannot work.
+        UsageError: for an invalid value.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -21,28 +21,28 @@ class FlagSettings(dict[str, Any]):
             TABLE[name].require(value, TABLE[name].option)
 
     def value(self, name: str, environ: Mapping[str, str]) -> Any:
-        """Return the value of the flag, or else of the variable; `None` where neither is given.
+        """Return a setting's value from its flag or environment variable; `None` if neither is given.
 
         Raises:
-            UsageError: if the variable cannot be read, or its value cannot work.
+            UsageError: if the variable's value is invalid.
         """
         return self.get(name) if name in self else TABLE[name].read(environ)
 
     def value_or_default(self, name: str, environ: Mapping[str, str]) -> Any:
-        """Return the value of the flag, of the variable, or the default.
+        """Return a setting's value from its flag, its environment variable, or the default.
 
         Raises:
-            UsageError: if the variable cannot be read, or its value cannot work.
+            UsageError: if the variable's value is invalid.
         """
         value = self.value(name, environ)
         return TABLE[name].default if value is None else value
 
     def origin(self, name: str) -> str:
-        """Return the flag or the variable that the value of a setting comes from."""
+        """Return the name of the flag or environment variable that gives a setting's value."""
         return TABLE[name].option if name in self else TABLE[name].variable
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that forward the flags to ranks; others stay as in the user's shell."""
+        """Return environment variables that pass the settings from flags on to the ranks."""
         return {
             TABLE[name].variable: write(value)
             for name, value in self.items()

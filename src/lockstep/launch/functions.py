@@ -1,6 +1,6 @@
-"""`lockstep.launch(main, n=2)`: launch a function from Python.
+"""`lockstep.launch(main, n=2)`: run a function on several ranks from Python.
 
-The function's value on each rank comes back through a file in a directory of this launch alone.
+Each rank pickles its return value to a file in a temporary directory of the launch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from lockstep.launch.agent import processes, worker
 from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.agent.forkserver import ForkRequest, Job
 from lockstep.launch.agent.interrupts import Interrupted, listening
-from lockstep.launch.agent.supervise import private_directory, supervise
+from lockstep.launch.agent.supervise import supervise
 from lockstep.launch.devices import machine
 from lockstep.launch.devices.placement import asked
 from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.output import say
 from lockstep.launch.plan import BOOTSTRAP, interpreter, resolve
-from lockstep.launch.run_directory import RunDirectory
+from lockstep.launch.run_directory import RunDirectory, private_directory
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
 from lockstep.launch.target import seeding
 from lockstep.launch.target.imports import Sources
 from lockstep.world import detect
 
-#: Data of `multiprocessing` that a fresh interpreter of ours needs too: the main module, and paths.
+#: Keys of `multiprocessing`'s preparation data for a spawned interpreter: the main module and paths.
 _MAIN_MODULE = ("init_main_from_name", "init_main_from_path")
 _PREPARATION = (*_MAIN_MODULE, "sys_path", "sys_argv", "orig_dir", "dir")
 
-#: `omp_pause_hard` of the OpenMP 5.0 specification, section 3.2.44: give all resources back.
+#: `omp_pause_hard` of the OpenMP 5.0 specification, section 3.2.44: release all resources.
 _PAUSE_HARD = 2
 
 
@@ -61,11 +61,11 @@ def launch(
 ) -> list[Any]:
     """Run `main(*args)` on `n` ranks; return a list of its return values, by rank.
 
-    Workers are forked where this process allows it, so that `main` may be defined in a notebook, and
-    spawned otherwise, after a line that says why.
+    Workers are forked if this process can be forked, so that `main` may be defined in a notebook.
+    Otherwise they are spawned, and a message gives the reason.
 
     Args:
-        main: the function that every rank runs; its return value can be pickled.
+        main: the function that every rank runs; its return value must be picklable.
         n: number of ranks, or `cpu`, `gpu` or `auto`.
         args: arguments of `main`, the same on every rank.
         replicas: replicas of the run; by default those of `lockstep.Run`, or the number of ranks.
@@ -77,8 +77,8 @@ def launch(
         timeout: seconds after which all ranks are ended; `None` for no limit.
 
     Raises:
-        RunError: if a rank fails, or at the timeout. It has the verdict; no process is left.
-        UsageError: if an argument is invalid, or it is called in a worker.
+        RunError: if a rank fails, or at the timeout; its message names the rank that failed first.
+        UsageError: if an argument is invalid, or the caller is itself a worker.
     """
     if detect().environment == "lockstep":
         raise UsageError(
@@ -105,7 +105,7 @@ def launch(
 
 
 def run_spawned(payload: Path) -> int:
-    """Run the function in `payload` in this fresh interpreter; return the exit code."""
+    """Run the pickled function in the file `payload`, in a spawned interpreter; return the exit code."""
     work = pickle.loads(payload.read_bytes())  # noqa: S301 - written by our parent, readable by this user alone
 
     def body() -> None:
@@ -118,7 +118,7 @@ def run_spawned(payload: Path) -> int:
 
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
-    """Run a launch to its end; return the number of ranks."""
+    """Run a launch until it ends; return its number of ranks."""
     for line in variables.warnings(os.environ):
         say(line)
     spec = earlier_runs.resumed(spec, name)
@@ -130,7 +130,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
         with listening(spec.save_signals(os.environ)) as interrupts, place:
             verdict = supervise(resolved, job, place, private, interrupts, deadline)
     except Interrupted as stop:
-        # The signal does what it would have done without the launch, now that its processes are gone.
+        # All workers have ended: send the signal to this process again, with its default handler.
         os.kill(os.getpid(), stop.signum)
         raise KeyboardInterrupt from None
     except TimeoutError:
@@ -148,7 +148,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
 
 
 def failed(verdict: Verdict) -> RunError:
-    """Return the error for a launch that failed: the verdict, with its traceback as a note."""
+    """Return the error for a failed launch, with the traceback of the failed rank as a note."""
     error = RunError(verdict.text)
     if verdict.traceback:
         error.add_note(f"\non {verdict.name}:\n{verdict.traceback}")
@@ -170,15 +170,15 @@ def _start_method(start: str) -> StartMethod:
 
 
 def _reason_against_fork() -> str | None:
-    """Return why this process cannot be forked into workers, or `None` if it can.
+    """Return the reason why workers cannot be forked from this process; `None` if they can.
 
-    A forked child has one thread and a copy of every lock and pool. Harmless are threads that were there
-    right after importing torch (OpenBLAS, which handles forks). Not harmless:
+    A forked child has a single thread, and copies of every lock and thread pool. OpenBLAS handles this
+    itself. Reasons against a fork are:
 
     - CUDA: a context does not survive a fork.
     - a process group: its threads and connections belong to the parent.
-    - libgomp's pool: a child believes in threads that it does not have and waits for them for ever.
-      libgomp can be told to end the pool (`omp_pause_resource_all`); it makes a new one when needed.
+    - libgomp's thread pool, if `omp_pause_resource_all` cannot end it: the child would wait forever for
+      threads that exist only in the parent.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -263,7 +263,7 @@ def _value_file(private: Path, rank: int) -> Path:
 
 
 def _drop_parent_state() -> None:
-    """Drop state of the interpreter this process was forked from, as multiprocessing does."""
+    """Reset Python state inherited from the forked parent, as `multiprocessing` does in its children."""
     processes.renew_streams()
     sys.excepthook = sys.__excepthook__
     atexit._clear()
@@ -274,7 +274,7 @@ def _drop_parent_state() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End without tearing down modules: they are copies of the caller's."""
+    """Exit this forked process without module teardown: the modules are copies of the parent's."""
     worker.limit_end(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

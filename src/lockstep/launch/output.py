@@ -1,8 +1,8 @@
-"""Output of workers: a log file for each rank, and the terminal for selected ranks.
+"""`Output`: copies workers' output to a log file for each rank, and to the terminal for selected ranks.
 
-A rank that is not shown writes straight to its log file. A rank that is shown writes to a pipe, or to
-a pseudo-terminal where the launcher's own stream is a terminal (so that progress bars work); one
-thread copies what arrives to the terminal and to the log.
+A rank that is not shown writes directly to its log file. A rank that is shown writes to a pipe, or to a
+pseudo-terminal if the launcher's stream is a terminal (so that progress bars work); a thread copies the
+data to the terminal and to the log file.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Protocol, TextIO
 from lockstep.errors import RunDirectoryError
 
 _CHUNK = 1 << 16
-#: Seconds that a terminal may take for the last output before it is given up.
+#: Seconds that the terminal has to accept the last output.
 _PATIENCE = 30.0
 
 
 class Sink(Protocol):
-    """A destination of bytes that never fails."""
+    """Destination of bytes whose `write` never raises."""
 
     def write(self, data: bytes) -> None:
-        """Write `data`, or lose it."""
+        """Write `data`; drop it after an error."""
 
 
 @dataclass(slots=True)
 class TextSink:
-    """A stream of text that is not a file: a notebook's, or a test's."""
+    """Sink that writes to a Python text stream without a descriptor, as in a notebook."""
 
     stream: TextIO
 
     def write(self, data: bytes) -> None:
-        """Write `data` as text."""
+        """Write `data`, decoded as text; drop it after an error."""
         with contextlib.suppress(OSError, ValueError):
             self.stream.write(data.decode(errors="replace"))
             self.stream.flush()
@@ -49,7 +49,7 @@ class TextSink:
 
 @dataclass(slots=True)
 class _Sink:
-    """A descriptor that is written to until it fails once: a closed terminal, a full disk."""
+    """Sink that writes to a file descriptor, until its first error: a closed terminal, a full disk."""
 
     descriptor: int | None
 
@@ -57,13 +57,13 @@ class _Sink:
         while data and self.descriptor is not None:
             try:
                 data = data[os.write(self.descriptor, data) :]
-            except BlockingIOError:  # another process that has this pipe made it so
+            except BlockingIOError:  # another process made the pipe non-blocking
                 _wait(self.descriptor, events=select.POLLOUT)
             except OSError:
                 self.descriptor = None
 
     def duplicate(self) -> int:
-        """Return a new descriptor of the same file, or of the null device after a failure."""
+        """Return a duplicate of the descriptor, or of the null device after an error."""
         if self.descriptor is None:
             return os.open(os.devnull, os.O_WRONLY)
         return os.dup(self.descriptor)
@@ -71,7 +71,7 @@ class _Sink:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Whether the terminal's cursor stands in a line, as after a progress bar."""
+    """Whether the last output on the terminal lacks a newline, as after a progress bar."""
 
     in_line: bool = False
 
@@ -81,7 +81,7 @@ _CURSOR = _Cursor()
 
 @dataclass(slots=True)
 class _Source:
-    """One readable end: its terminal, its log, and the prefix of each line on the terminal."""
+    """Destinations of one worker stream: terminal, log file, and prefix of lines on the terminal."""
 
     shown: Sink
     log: Sink
@@ -102,7 +102,7 @@ class _Source:
             self._show(bytes(whole))
 
     def finish(self) -> None:
-        """Show a last line without a newline."""
+        """Write the last line, which has no newline, to the terminal."""
         if self.rest:
             self._show(bytes(self.rest))
             self.rest.clear()
@@ -112,15 +112,15 @@ class _Source:
 
 
 def say(text: str) -> None:
-    """Print a message of the launcher to standard error, below a progress bar that a rank has left."""
+    """Print a message of the launcher to standard error, on a new line after a rank's progress bar."""
     begin = "\n" * (_CURSOR.in_line and sys.stderr.isatty())
     _CURSOR.in_line = False
-    # In one write: ranks' lines could come between two.
+    # A single write, so that no output of ranks comes in between.
     _standard(sys.stderr).write(f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
 class Output:
-    """The output of all workers of one launch."""
+    """Copies the output of all workers of a launch, in a thread."""
 
     def __init__(self) -> None:
         self._terminal = (_standard(sys.stdout), _standard(sys.stderr))
@@ -136,8 +136,8 @@ class Output:
         """Return descriptors for a worker's standard output and error; the caller closes them.
 
         Args:
-            log: the file that receives both.
-            prefixes: of the lines of each on the terminal; `None` for one that is not shown.
+            log: log file for both streams.
+            prefixes: prefix of lines on the terminal for each stream; `None` for a hidden stream.
 
         Raises:
             RunDirectoryError: if the log file cannot be written.
@@ -169,11 +169,11 @@ class Output:
         return descriptors[0], descriptors[1]
 
     def close(self) -> None:
-        """Copy what is still in the pipes, then stop; the workers must have ended."""
+        """Copy the remaining output, end the thread, close the log files; all workers must have ended."""
         self._finishing = True
         self._poke()
         self._thread.join(_PATIENCE)
-        if self._thread.is_alive():  # a terminal takes nothing; the thread ends with the process
+        if self._thread.is_alive():  # the terminal is blocked; the thread ends with the process
             return
         for sink in self._logs.values():
             if sink.descriptor is not None:
@@ -207,7 +207,7 @@ class Output:
             self._drop(reader)
 
     def _copy(self, reader: int) -> bool:
-        """Copy once from `reader`; return whether there was anything."""
+        """Copy available data from the descriptor `reader`; return whether there was any."""
         try:
             data = os.read(reader, _CHUNK)
         except BlockingIOError:
@@ -237,7 +237,7 @@ def _wait(
 
 
 def _standard(stream: TextIO) -> Sink:
-    """Return the sink of a standard stream: its descriptor, unless another object replaces the stream."""
+    """Return the sink for `sys.stdout` or `sys.stderr`, which other objects may have replaced."""
     is_own = stream in (sys.__stdout__, sys.__stderr__)
     return _Sink(stream.fileno()) if is_own else TextSink(stream)
 
@@ -247,7 +247,7 @@ def _is_terminal(sink: Sink) -> bool:
 
 
 def _open_terminal(like: int) -> tuple[int, int]:
-    """Open a pseudo-terminal with the window size of `like`; it passes bytes on unchanged."""
+    """Open a raw pseudo-terminal with the window size of the terminal `like`; return both descriptors."""
     reader, writer = pty.openpty()
     mode = termios.tcgetattr(writer)
     mode[1] &= ~termios.OPOST

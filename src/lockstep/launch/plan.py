@@ -1,4 +1,4 @@
-"""`Plan`: commands, environments, devices and log files of a launch. Pure, starts nothing."""
+"""`Plan`: commands, environment variables, devices and log files of a launch; starts no process."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.lockstep import MARK, TOKEN
 from lockstep.world.network import INTERFACES
 
-#: What a fresh interpreter runs, and its flag for scripts whose generators start alike on all ranks.
+#: Entry module of a spawned worker, and its flag for scripts whose random generators are seeded.
 BOOTSTRAP, SEEDED = "lockstep.launch.agent.bootstrap", "--seeded"
-#: More ranks on one core than this are a slip of the finger, not a plan.
+#: Maximum number of ranks per core; a larger `-n` is taken as a typing error.
 MAX_RANKS_PER_CORE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A launch as asked for, resolved on this machine; made by `resolve`.
+    """A requested launch with the facts of this machine; made by `resolve`.
 
     Attributes:
-        environ: the launcher's environment, which the workers' variables are added to.
-        nodes: how this launcher and others find each other; `None` for one that is alone.
+        ranks: number of ranks that this launcher starts.
+        nodes: rendezvous of several launchers; `None` for a single launcher.
     """
 
     spec: LaunchSpec
@@ -59,17 +59,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Rendezvous and number of the workers of one generation.
+    """Rendezvous of one generation: the set of workers between two restarts.
 
     Attributes:
-        membership: the ranks of each launcher; `None` where this launcher starts them all.
-        port: of the store; 0 while it is not known, as in a dry run.
-        run_id: name of the launch among its nodes.
-        listens: whether a launcher hosts a store at the port; otherwise rank 0 does, if the script asks
-            for one.
-        store: the file that is the store of this generation, where this launcher starts all ranks.
-        token: the secret by which workers and servers of the launch know each other.
-        replicas: replicas of a run that names no number; `None` leaves its number of ranks.
+        number: number of restarts before.
+        membership: the launchers with their ranks; `None` for a single launcher.
+        port: port of the workers' store; 0 if unknown, as in a dry run.
+        run_id: name of the launch, the same on all nodes.
+        listens: whether a launcher hosts a store at `port`; otherwise rank 0 does, if the script needs it.
+        store: file of the workers' `FileStore`, if a single launcher starts all ranks.
+        token: secret with which workers and parameter servers of the launch identify themselves.
+        replicas: default number of replicas; `None` means the number of ranks.
     """
 
     number: int = 0
@@ -85,15 +85,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker or server: its command, its rank and its files.
+    """Command, rank, environment and files of one worker or parameter server.
 
     Attributes:
-        rank: its rank; server 0 has -1, server 1 has -2 and so on.
-        command: its command line; for `fork` the one that would do the same.
-        env: variables added to the launcher's own.
-        device: its device, by its own name for it.
-        log: file that receives its output.
-        error_file: file in which it describes its exception.
+        rank: rank of the worker; parameter server K has -1 - K.
+        command: command line; with start method `fork`, an equivalent one for display.
+        env: environment variables to add to the launcher's.
+        device: device as the worker names it, such as `cuda:0`.
+        error_file: file for the report of the process's exception.
     """
 
     rank: int
@@ -107,13 +106,13 @@ class WorkerPlan:
 
     @property
     def name(self) -> str:
-        """`rank 3`, or `server 0`."""
+        """Name in messages: `rank 3`, or `server 0`."""
         return f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All workers of this node for one generation, and the servers that it has."""
+    """All workers and parameter servers that this launcher starts at once; `size` counts all ranks."""
 
     spec: LaunchSpec
     size: int
@@ -124,11 +123,11 @@ class Plan:
 def resolve(
     spec: LaunchSpec, sources: Sources, machine: Machine, environ: Mapping[str, str]
 ) -> Launch:
-    """Return the launch of `spec` on `machine`, once it is known that its processes can be planned.
+    """Check the requested launch `spec` against the cores and GPUs of `machine`; return the launch.
 
     Raises:
         DeviceError: if the machine lacks the devices.
-        UsageError: if the flags and variables cannot work together.
+        UsageError: if flags or variables contradict each other.
     """
     work = (spec.target, *spec.args)
     launch = Launch(
@@ -138,11 +137,11 @@ def resolve(
         environ=dict(environ),
         ranks=count_ranks(spec, machine, environ),
         servers=server_processes.count(spec, environ),
-        # A function is launched for its values, which other launchers would not get.
+        # Functions run with a single launcher, which gets the return values.
         nodes=None if spec.kind == "function" else rendezvous_config(spec.nodes, work, environ),
     )
     mesh = spec.settings.value("mesh", environ)
-    # Whether it has as many ranks as all launchers start is known after their rendezvous.
+    # The number of ranks of all launchers is known only after their rendezvous.
     size = launch.ranks if launch.nodes is None or mesh is None else meshes.parse(mesh, "mesh").size
     check_replicas(launch, size)
     first, members = Generation(), Membership.alone(launch.ranks)
@@ -159,14 +158,13 @@ def make_plan(
     log_dir: Path | None = None,
     error_dir: Path,
 ) -> Plan:
-    """Return the processes of one generation that this launcher starts.
+    """Return the plan of the processes that this launcher starts for one generation.
 
-    The workers' output is in `log_dir`, by default `logs/` in the run's directory. `error_dir` is private
-    to this launch.
+    Log files are in `log_dir`, by default `logs/` in `run_dir`; error files in `error_dir`.
 
     Raises:
         DeviceError: if the machine lacks the devices.
-        UsageError: if the flags and variables cannot work together.
+        UsageError: if flags or variables contradict each other.
     """
     generation = generation or Generation()
     members = generation.membership or Membership.alone(launch.ranks)
@@ -174,7 +172,7 @@ def make_plan(
     log_dir = log_dir or run_dir / "logs"
     shared = _shared_environment(launch, generation, members)
     shared |= {"LOCKSTEP_RUN_DIR": str(run_dir), "LOCKSTEP_LOG_DIR": str(log_dir)}
-    # Servers are with the first rank, where the store is: on the node that all others reach.
+    # Servers run on the node of rank 0, which all other nodes can reach.
     own = 0 if members.first_rank else launch.servers
     errors = error_dir / f"{generation.number}.json"
     return Plan(
@@ -239,10 +237,10 @@ def _server(
 
 
 def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> int:
-    """Return the number of ranks of `spec` on `machine`.
+    """Return the number of ranks that `-n` and `--devices` request on this machine.
 
     Raises:
-        DeviceError: if the machine has too few devices for them.
+        DeviceError: if the machine has too few devices.
     """
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
@@ -266,7 +264,7 @@ def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) 
 def share_of_threads(
     spec: LaunchSpec, environ: Mapping[str, str], cores: int, n: int
 ) -> str | None:
-    """Return the workers' `OMP_NUM_THREADS`, or `None` where the user's own value stays."""
+    """Return the workers' `OMP_NUM_THREADS`; `None` if the user's own value stays."""
     threads = spec.settings.value("threads", environ)
     if threads is not None:
         return str(threads)
@@ -274,7 +272,7 @@ def share_of_threads(
 
 
 def threads_of_workers(spec: LaunchSpec) -> str | None:
-    """Return the workers' `OMP_NUM_THREADS` as far as it is known before devices are looked at."""
+    """Return the workers' `OMP_NUM_THREADS` before GPUs are counted; `None` if it depends on GPUs."""
     cores = usable_cores()
     n = ranks_without_looking(spec, os.environ, cores)
     return None if n is None else share_of_threads(spec, os.environ, cores, n)
@@ -298,14 +296,14 @@ def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:
 
 
 def check_replicas(launch: Launch, size: int) -> None:
-    """Refuse fewer replicas than models.
+    """Check that `size` ranks fit the mesh and the number of replicas.
 
     Raises:
-        UsageError: if `size` ranks hold more models than there are replicas, or don't fit the mesh.
+        UsageError: if there are fewer replicas than copies of the model, or the mesh has another size.
     """
     settings, environ = launch.spec.settings, launch.environ
     strategy, asked = settings.value("strategy", environ), settings.value("mesh", environ)
-    if strategy is None:  # the script may say one, which spreads models if there is a mesh
+    if strategy is None:  # the script may choose one; with a mesh, one that splits models
         strategy = "auto" if asked is None else meshes.SPREAD[0]
     mesh = meshes.choose(asked, strategy, size)
     if mesh.model > 1:
@@ -332,7 +330,7 @@ def _shared_environment(
         "ROLE_NAME": spec.role,
         "MASTER_ADDR": members.address,
         "MASTER_PORT": str(generation.port),
-        # A rank that is alone may start ranks of its own, whose rendezvous has another store.
+        # A single rank may start further ranks itself, which need a store of their own.
         "TORCHELASTIC_USE_AGENT_STORE": str(generation.listens and (size != "1" or has_servers)),
         "TORCHELASTIC_RUN_ID": spec.nodes.id or generation.run_id,
         "LOCKSTEP_LAUNCH": generation.run_id,
@@ -340,13 +338,13 @@ def _shared_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(generation.max_restarts),
         MARK: __version__,
     }
-    # Empty where there is none: a launch inside of another one must not take over the outer one's.
+    # Set to empty if unused, so that a nested launch does not inherit the outer values.
     has_store = generation.store is not None and (size != "1" or has_servers)
     variables[TOKEN] = generation.token if has_servers else ""
     variables[STORE] = str(generation.store) if has_store else ""
     if generation.replicas is not None:
         variables[TABLE["default_replicas"].variable] = str(generation.replicas)
-    if "LOCKSTEP_ENVIRONMENT" in environ:  # what it says of the launcher is not true of its workers
+    if "LOCKSTEP_ENVIRONMENT" in environ:  # it is about the launcher, not its workers
         variables["LOCKSTEP_ENVIRONMENT"] = "lockstep"
     variables |= spec.settings.variables()
     sharing = launch.ranks if members.own_cores else members.local_size
@@ -362,14 +360,14 @@ def _shared_environment(
 
 
 def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
-    """Return the arguments of the script on `local_rank`."""
+    """Return the script's arguments for the worker with this local rank."""
     option = spec.local_rank_option
     given = (f"{option}={local_rank}",) if option.startswith("--") else ()
     return (*given, *spec.args)
 
 
 def command(launch: Launch, local_rank: int) -> tuple[str, ...]:
-    """Return the command line of a worker; for `fork` and functions, one that does the same."""
+    """Return the command line of a worker; for forked workers, an equivalent one for display."""
     spec = launch.spec
     words = (spec.target, *arguments(spec, local_rank))
     if spec.start == "spawn":
@@ -381,6 +379,6 @@ def command(launch: Launch, local_rank: int) -> tuple[str, ...]:
 
 
 def interpreter() -> tuple[str, ...]:
-    """Return this interpreter's command with its own -O, -W, -X and the like."""
+    """Return the command of this Python interpreter with its flags, such as `-O`, `-W` and `-X`."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return (sys.executable, *flags)

@@ -1,11 +1,13 @@
-"""Run directory of a launch: records and log files."""
+"""Directories that a launcher makes: of a run and its log files, and a temporary one of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -14,24 +16,27 @@ from lockstep.launch.plan import Launch
 from lockstep.launch.spec import LaunchSpec
 from lockstep.state.files import directory, lock
 from lockstep.state.files.directory import short
+from lockstep.world import host
 
-#: In a launcher's private directory: a link to its temporary logs.
-LINK = "logs"
+#: Name of a link to temporary log files, in the launcher's private directory.
+_LINK = "logs"
+#: Prefix of a launcher's private directory, and name of the lock file in it.
+_PREFIX, LOCK = "lockstep-", "launcher.lock"
 
 
 class RunDirectory:
-    """The directories of a launch, made after the rendezvous of the launchers.
+    """The run directory and the directory of log files of a launch.
 
-    A script that does not import Lockstep, nor does a module of its own, gets no run directory unless a
-    flag names one. Its logs are in a temporary directory, which stays where a rank has failed. If it
-    makes a Run after all, through an installed package, that makes the directory, and the logs come there
-    at the end.
+    A script that does not import Lockstep, in itself or the user's modules, gets no run directory unless a
+    flag names one. Its log files are in a temporary directory, which is kept only if a rank fails. If the
+    script makes a `Run` through an installed package, `Run` makes the run directory, and the log files are
+    moved there at the end.
     """
 
     def __init__(self, launch: Launch, name: str) -> None:
         self._spec, self.name = launch.spec, name
         self._has_none = _has_no_directory(launch)
-        #: Whether the logs stay, if they are temporary.
+        #: Whether to keep temporary log files.
         self.keeps = False
         self.path: Path | None = None
         self._logs: Path | None = None
@@ -58,12 +63,12 @@ class RunDirectory:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def make(self, stamp: str | None, private: Path) -> Path:
-        """Make the directories; `stamp` names the run's on launcher 0, for the others.
+        """Make the directories; return the run directory, named `stamp` if launcher 0 chose a name.
 
-        The next launcher removes `private`, and with it temporary logs, if this one is killed.
+        Temporary logs get a link in `private`; if this launcher is killed, the next one removes both.
 
         Raises:
-            RunDirectoryError: if one cannot be made or written.
+            RunDirectoryError: if a directory cannot be made or written.
         """
         if self._has_none:
             self.path = directory.name_new(self.name, stamp=stamp)
@@ -74,34 +79,26 @@ class RunDirectory:
         elif self._has_none:
             self._temporary = self._logs = Path(tempfile.mkdtemp(prefix=f"{self.name}-logs-"))
             with contextlib.suppress(OSError):  # without links, a killed launcher leaves its logs
-                (private / LINK).symlink_to(self._logs)
+                (private / _LINK).symlink_to(self._logs)
         else:
             self._logs = self.path / "logs"
         return self.path
 
     @property
     def logs(self) -> Path:
-        """The directory of the logs."""
+        """Directory of the log files."""
         assert self._logs is not None, "made by `make`"
         return self._logs
 
     @property
     def where(self) -> str:
-        """The place of the logs as the end of a message; empty where none will stay."""
+        """End of a message that names the directory of log files; empty if they will be removed."""
         stays = self._logs is not None and (self._temporary is None or self.keeps)
         return f"; logs: {short(self.logs)}" if stays else ""
 
 
-def remove_left(private: Path) -> None:
-    """Remove the private directory of a launcher that is gone, and its temporary logs."""
-    logs = private / LINK
-    if logs.is_dir() and logs.stat().st_uid == os.getuid():
-        shutil.rmtree(logs.resolve())
-    shutil.rmtree(private)
-
-
 def expected(launch: Launch) -> tuple[Path, Path]:
-    """Return the directories of a run and of its logs, as far as they are known before a launch."""
+    """Return the run directory and log directory that a launch would use, for `--dry-run`."""
     spec = launch.spec
     run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
     if spec.log_dir is not None:
@@ -119,3 +116,42 @@ def _has_no_directory(launch: Launch) -> bool:
     spec = launch.spec
     asked = spec.run_dir is not None or (spec.log_dir is None and spec.streams.asks_for_files)
     return not asked and spec.kind != "function" and not launch.sources.uses_lockstep
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """Make a temporary directory for this user alone, and remove it at the end.
+
+    Directories of killed launchers are removed, too: a running launcher keeps its directory locked.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{LOCK}"):
+        _remove_left(left)
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, host.identity().encode())
+            (path / "new").rename(path / LOCK)
+        yield path
+    finally:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left(file: Path) -> None:
+    """Remove the temporary directory and logs of a launcher that no longer runs, by its lock `file`."""
+    with contextlib.suppress(OSError):  # another user's, or locked by a running launcher
+        if file.parent.is_symlink() or file.parent.stat().st_uid != os.getuid():
+            return
+        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # On a file system shared by nodes, locks may be local to a node: compare the host too.
+            if os.pread(lock, 4096, 0) == host.identity().encode():
+                logs = file.parent / _LINK
+                if logs.is_dir() and logs.stat().st_uid == os.getuid():
+                    shutil.rmtree(logs.resolve())
+                shutil.rmtree(file.parent)
+        finally:
+            os.close(lock)

@@ -1,4 +1,4 @@
-"""`LaunchSpec`: a launch as asked for, with all values checked."""
+"""`LaunchSpec`: the requested launch: script, number of ranks, start method and other options."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ TargetKind = Literal["script", "module", "function", "program"]
 LocalRankOption = Literal["auto", "none", "--local-rank", "--local_rank"]
 Ranks = int | Literal["cpu", "gpu", "auto"]
 
-#: What `n` may be besides a number.
+#: Values of `-n` besides a number.
 _WORDS = ("cpu", "gpu", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """One launch as asked for, before anything is known about the machine.
+    """A requested launch, independent of the machine.
 
     Attributes:
         target: path of a script, name of a module, qualified name of a function, or a program.
         args: arguments of the script, module or program.
-        n: number of ranks of this launcher; `None` for one, or for as many as `devices` names.
-        settings: those from flags; for others the variables of the environment count, and then the script.
-        signals: names of signals that end the launch as SIGTERM does, and are passed on to the ranks of
-            scripts that have opened no run.
-        log_dir: directory of the logs; `None` leaves the run's directory.
-        role: scripts read it as `ROLE_NAME`.
-        local_rank_option: option by which old scripts get their local rank: `auto` until the script's
-            source was read for it, then one of two spellings or `none`.
-        command: the command line without the flags that choose a run directory; empty for a function.
+        n: number of ranks of this launcher; `None` for one rank, or one for each device in `devices`.
+        settings: settings given by flags.
+        signals: names of signals that end the launch as SIGTERM does; ranks that have not opened a run get
+            the same signal.
+        log_dir: directory of log files; `None` for `logs/` in the run directory.
+        role: value of `ROLE_NAME` in the workers' environment.
+        local_rank_option: option with which an old script takes its local rank; `auto` before the script's
+            source was read.
+        command: command line without the flags that choose a run directory; empty for a function.
 
     Raises:
-        UsageError: if a value cannot work on any machine.
+        UsageError: if a value is invalid on every machine.
     """
 
     target: str
@@ -85,16 +85,16 @@ class LaunchSpec:
 
     @property
     def run_dir(self) -> Path | None:
-        """The directory of the run; `None` for a new one."""
+        """Directory of the run; `None` for a new one in `runs/`."""
         return self.settings.get("run_dir")
 
     @property
     def signals_passed_on(self) -> frozenset[signal.Signals]:
-        """The signals that ranks get as they come."""
+        """Signals that the launcher passes on to the ranks unchanged."""
         return frozenset(signal_of(name, "--signals-to-handle") for name in self.signals)
 
     def save_signals(self, environ: Mapping[str, str]) -> frozenset[signal.Signals]:
-        """Return the signals besides SIGTERM on which a run saves its state first."""
+        """Return the signals besides SIGTERM on which a run saves its state before it ends."""
         name, origin = (
             self.settings.value("preempt_signal", environ),
             self.settings.origin("preempt_signal"),
@@ -103,7 +103,7 @@ class LaunchSpec:
 
     @property
     def name(self) -> str:
-        """Name of the run in `runs/`: the stem of script or program, the module, the function."""
+        """Name of the run in `runs/`: stem of the script or program, or name of the module or function."""
         is_file = self.kind in ("script", "program")
         return Path(self.target).stem if is_file else self.target.rpartition(".")[2]
 
@@ -114,10 +114,10 @@ class LaunchSpec:
 
 
 def parse_ranks(text: str) -> Ranks:
-    """Return the value of `-n` that `text` spells.
+    """Parse a value of `-n`, the number of ranks.
 
     Raises:
-        UsageError: if it is neither an integer nor `cpu`, `gpu` or `auto`.
+        UsageError: if `text` is neither an integer nor `cpu`, `gpu` or `auto`.
     """
     if text in _WORDS:
         return cast("Ranks", text)

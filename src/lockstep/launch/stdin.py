@@ -1,4 +1,4 @@
-"""Standard input of the launcher: for its only rank, or for rank 0 if it is a terminal."""
+"""Standard input of ranks: the only rank gets the launcher's, rank 0 of several only a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 
 def descriptor(rank: int, size: int, kind: str) -> int:
-    """Return a descriptor of the standard input of a rank; the caller closes it.
+    """Return a descriptor for the standard input of a rank; the caller closes it.
 
-    Several ranks cannot share what a pipe or a file holds. A function's parent reads its input itself.
+    Rank 0 gets the launcher's terminal. The only rank of a script also gets a pipe or file, whose data
+    several ranks could not share. In all other cases the descriptor is the null device.
     """
-    if rank == 0 and sys.__stdin__ is not None:  # closed, its number belongs to another file
+    if rank == 0 and sys.__stdin__ is not None:  # otherwise descriptor 0 is another file
         is_only = size == 1 and kind != "function"
         if _is_foreground() if os.isatty(0) else is_only:
             return os.dup(0)
@@ -23,7 +24,7 @@ def descriptor(rank: int, size: int, kind: str) -> int:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Leave the terminal as it was: a debugger that is killed leaves it without echo."""
+    """Context manager: restore the terminal's settings, which a killed debugger leaves without echo."""
     is_foreground = sys.__stdin__ is not None and os.isatty(0) and _is_foreground()
     before = termios.tcgetattr(0) if is_foreground else None
     try:
@@ -35,9 +36,9 @@ def restored() -> Iterator[None]:
 
 
 def _is_foreground() -> bool:
-    """Whether this launcher may read the terminal that its standard input is.
+    """Whether this launcher is in the foreground of the terminal on its standard input.
 
-    One in the background may not, but its ranks have sessions of their own: the kernel would let them.
+    The kernel would not stop the ranks of a background launcher: they are in sessions of their own.
     """
     try:
         return os.tcgetpgrp(0) == os.getpgrp()

@@ -1,6 +1,6 @@
-"""Streams of ranks on the terminal: `--redirects`, `--tee`, `--local-ranks-filter`. Pure.
+"""`Streams`: which output of ranks the terminal shows: `--redirects`, `--tee`, `--local-ranks-filter`.
 
-A log file receives both streams of its rank, whatever the terminal shows.
+The log file of a rank always receives its standard output and standard error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import UsageError
 
-#: One bit for standard output, one for standard error: of all local ranks, or of each.
+#: Bit 1 is standard output, bit 2 standard error; one value for all local ranks, or one for each.
 Bits = int | Mapping[int, int]
 
 _BOTH = 3
@@ -19,14 +19,12 @@ _HINT = "1 is standard output, 2 standard error, 3 both: --tee 3 shows all ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """Streams of ranks on the terminal; the values have torchrun's meaning.
+    """Which output of ranks the terminal shows; by default that of rank 0. Values are those of torchrun.
 
     Attributes:
         redirects: streams that go to the log file alone.
         tee: streams that go to the log file and, each line prefixed, to the terminal.
         only: local ranks whose streams are shown; `None` for all.
-
-    With none of the three given, the terminal shows rank 0.
     """
 
     redirects: Bits | None = None
@@ -35,19 +33,19 @@ class Streams:
 
     @property
     def is_default(self) -> bool:
-        """Whether none of the three is given."""
+        """Whether no option was given."""
         return self == Streams()
 
     @property
     def asks_for_files(self) -> bool:
-        """Whether a stream of any rank is to go to a file."""
+        """Whether `redirects` or `tee` names a stream of any rank."""
         return any(
             any(bits.values()) if isinstance(bits, Mapping) else bits
             for bits in (self.redirects, self.tee)
         )
 
     def prefixes(self, rank: int, local_rank: int, name: str) -> tuple[str | None, str | None]:
-        """Return the prefixes of both streams' lines on the terminal; `None` for one that is not shown.
+        """Return the prefixes of lines of stdout and stderr on the terminal; `None` for a hidden stream.
 
         A parameter server has a negative rank.
         """
@@ -67,10 +65,10 @@ class Streams:
 
 
 def parse_bits(flag: str, text: str) -> Bits:
-    """Parse a value of `--tee` or `--redirects`: 0 to 3, or such a number for each of some local ranks.
+    """Parse a value of `--tee` or `--redirects`: 0 to 3, or a list such as `0:3,1:2` by local rank.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if `text` is neither.
     """
     try:
         if ":" not in text:
@@ -85,10 +83,10 @@ def parse_bits(flag: str, text: str) -> Bits:
 
 
 def parse_ranks_filter(text: str) -> frozenset[int] | None:
-    """Parse a list of local ranks; an empty one means all, `None`.
+    """Parse a list of local ranks; return `None` (all ranks) for an empty one.
 
     Raises:
-        UsageError: if it is no list of numbers.
+        UsageError: if `text` is not a list of numbers.
     """
     try:
         return frozenset(map(_number, text.split(","))) if text else None

@@ -1,9 +1,9 @@
-"""Translation of torchrun's own flags to a launch of Lockstep."""
+"""Translate the flags that only torchrun has to values of a `LaunchSpec`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -17,9 +17,9 @@ _RENDEZVOUS_HINT = (
     "--rdzv-endpoint HOST or --rdzv-endpoint file:///SHARED/DIRECTORY needs no other service"
 )
 _START: Mapping[str, StartMethod] = {"spawn": "spawn", "fork": "fork", "forkserver": "fork"}
-#: Signals that a launcher always handles.
+#: Signals that the launcher handles without a flag.
 _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP")
-#: Settings of torchrun's rendezvous that Lockstep has, and those that it has no use for.
+#: Keys of `--rdzv-conf` with their field of `Nodes`; then keys that are accepted without effect.
 _CONF = {
     "timeout": "join_timeout",
     "join_timeout": "join_timeout",
@@ -32,12 +32,12 @@ _CONF_WITHOUT_EFFECT = frozenset(
         *("is_host", "rank", "store_type", "use_libuv"),
     }
 )
-#: Flags without effect, and why.
+#: Flags without effect, with the reason.
 _WITHOUT_EFFECT = {
     "monitor_interval": "the launcher learns at once that a rank has ended",
     "event_log_handler": "run.json and events/ in the run's directory have the events of a run",
 }
-#: Flags that are refused, and what to use.
+#: Flags that raise an error, with a hint.
 _REFUSED = {
     "logs_specs": "--log-dir, --redirects and --tee say where output goes",
     "duplicate_stdout_filters": "grep finds the lines in the log files of --log-dir",
@@ -48,10 +48,10 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Flags that only torchrun has, as given; `None` or `False` where not.
+    """Values of the flags that only torchrun has; `None` or `False` if not given.
 
     Raises:
-        UsageError: for a flag or a value that is refused; the hint says what to use.
+        UsageError: for a flag or value that Lockstep does not support.
     """
 
     standalone: bool = False
@@ -82,7 +82,7 @@ class Asked:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user about flags that have no effect."""
+        """Messages about given flags that have no effect."""
         given = [name for name in _WITHOUT_EFFECT if getattr(self, name) not in (None, "null")]
         notes = [f"{_flag(name)} has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
         idle = sorted(_CONF_WITHOUT_EFFECT & _pairs(self.rdzv_conf).keys())
@@ -94,15 +94,15 @@ class Asked:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Signals that the launcher handles besides those that it always handles."""
+        """Signals in `--signals-to-handle` that the launcher does not handle by default."""
         words = (self.signals_to_handle or "").upper().split(",")
         return tuple(word.strip() for word in words if word.strip() not in ("", *_HANDLED))
 
     def kind(self, *, module: bool) -> TargetKind:
-        """Return the kind of target.
+        """Return the kind of target: `module`, `program` or `script`.
 
         Raises:
-            UsageError: if it would have to be two kinds.
+            UsageError: if `-m` and `--no-python` are both given.
         """
         if module and self._is_program:
             raise UsageError("-m and --no-python contradict each other; expected one of them")
@@ -118,7 +118,7 @@ class Asked:
         """Return the start method; `own` is the value of `--start`.
 
         Raises:
-            UsageError: if it is unknown, or contradicts another flag.
+            UsageError: if the method is unknown, or contradicts another flag.
         """
         if self._is_program:
             return own or "exec"
@@ -136,10 +136,10 @@ class Asked:
 
 
 def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str, ...]]:
-    """Return the settings of several nodes, and notes for the user about them.
+    """Return the settings of a launch on several nodes, and messages about flags without effect.
 
     Raises:
-        UsageError: if they cannot work together.
+        UsageError: if flags contradict each other.
     """
     given = {**_conf(asked.rdzv_conf), **{k: v for k, v in nodes.items() if v is not None}}
     notes: list[str] = []
@@ -157,12 +157,13 @@ def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, 
     if "endpoint" in given:
         notes += _at_endpoint(given, asked.rdzv_backend)
     if "count" not in given:
-        # One node, as in torchrun, if the place is on this machine.
+        # As in torchrun, an address of this machine means one node.
         place = given.get("main_address")
         if "endpoint" in given:
             place, _ = endpoint_place(str(given["endpoint"]))
-        if isinstance(place, str) and _is_here(place):
-            given["count"] = 1
+        with contextlib.suppress(UnreachableError):
+            if isinstance(place, str) and network.is_here(place):
+                given["count"] = 1
     if asked.local_addr and given.get("count", 1) == 1:
         notes.append("--local-addr has no effect: ranks of one node use the loopback interface")
     elif asked.local_addr and "interface" not in given:
@@ -171,9 +172,10 @@ def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, 
 
 
 def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
-    """Remove settings that the endpoint overrules; return notes for the user.
+    """Remove settings from `given` that `--rdzv-endpoint` replaces; return messages about them.
 
-    torchrun's static nodes have ranks and use the endpoint; others are numbered as they join.
+    Nodes with a `--node-rank`, as of torchrun's static backend, use the endpoint's host as main address;
+    other nodes are numbered as they join.
     """
     address, port = endpoint_place(str(given["endpoint"]))
     idle = [name for name in ("main_address", "main_port") if given.pop(name, None) is not None]
@@ -186,20 +188,8 @@ def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
     return [f"{names[name]} has no effect beside --rdzv-endpoint" for name in idle]
 
 
-def _is_here(address: str) -> bool:
-    """Whether an address or a host's name means this machine."""
-    if network.is_loopback(address) or address == socket.gethostname():
-        return True
-    try:
-        found = network.addresses_of(address)
-    except UnreachableError:
-        return False
-    own = {one.address for one in network.interfaces()}
-    return any(one in own or network.is_loopback(one) for one in found)
-
-
 def _interface_of(address: str) -> str:
-    """Return the network interface that has an address of this machine."""
+    """Return the name of this machine's network interface with the given address."""
     found = network.addresses_of(address)
     own = network.interfaces()
     for one in own:
@@ -210,7 +200,7 @@ def _interface_of(address: str) -> str:
 
 
 def _conf(text: str | None) -> dict[str, object]:
-    """Return the settings in `--rdzv-conf` that Lockstep has, by the names of `Nodes`."""
+    """Parse a value of `--rdzv-conf`; return the supported settings by field of `Nodes`."""
     settings: dict[str, object] = {}
     for key, value in _pairs(text).items():
         if key in _CONF:
@@ -243,6 +233,6 @@ def _flag(name: str) -> str:
 
 
 def asked_of(options: Mapping[str, object]) -> Asked:
-    """Return torchrun's flags among parsed options."""
+    """Return the torchrun flags among the parsed command-line options."""
     names = [field.name for field in dataclasses.fields(Asked)]
     return Asked(**cast("dict[str, str]", {name: options[name] for name in names}))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Run a function on several ranks in a test, and compare layouts."""
+"""Functions for tests: run a function on several ranks, and compare results of several world sizes."""
 
 from lockstep.testing.ranks import RankError, RankTimeoutError, assert_same, run_ranks
 

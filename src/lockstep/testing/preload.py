@@ -1,4 +1,4 @@
-"""Modules that every rank needs, imported once in the process that ranks are forked from."""
+"""Imports of the server process from which test ranks are forked, so that ranks start fast."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Main function of a test rank: environment, call of the function, report."""
+"""Main function of a test rank's process: call the function, and send its result to the test."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The report of a rank at its end."""
+    """Result or error of a test rank."""
 
     value: Any = None
     error: str | None = None
     trace: str = ""
-    time: float = 0.0  # when it ended, by the monotonic clock
+    time: float = 0.0  # moment of the end, by `time.monotonic`
     consequence: bool = False  # whether the error follows from the end of another rank
 
 
@@ -32,7 +32,7 @@ def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Run `function` as one rank, and send its report to the parent."""
+    """Call `function(*args)` in a rank's environment, and send a `RankReport` to the parent process."""
     # A rank must not outlive the test, however the test's process ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environ)

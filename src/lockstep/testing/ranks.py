@@ -23,7 +23,7 @@ class RankError(LockstepError):
     """A rank raised an exception or died.
 
     Attributes:
-        rank: the rank that failed first.
+        rank: number of the rank that failed first.
     """
 
     def __init__(self, rank: int, what: str, trace: str = "") -> None:
@@ -52,9 +52,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on `n` ranks of this machine; return a list of its return values, by rank.
 
-    Every rank is a process with the variables of `env://`; this process hosts the store, on a free
-    port. Ranks are forked from a server that has imported torch and nothing else: they start fast,
-    and have no state of this process.
+    Every rank is a process with the variables of `env://`; this process hosts the store, on a free port.
+    Ranks are forked from a server process that has imported torch and Lockstep: they start fast, and
+    share no state with this process.
 
     Args:
         function: a function that can be imported; it is pickled by name.
@@ -64,8 +64,8 @@ def run_ranks(
         environ: further environment variables.
 
     Raises:
-        RankError: if a rank raised an exception or was killed: the first one, with its traceback.
-        RankTimeoutError: at the timeout.
+        RankError: if a rank raised an exception or was killed; it has the traceback of the first failure.
+        RankTimeoutError: if ranks still run at the timeout.
     """
     store = _host_store()
     ranks = [
@@ -123,11 +123,11 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], environ: dict[st
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
-    """Receive the reports of all ranks.
+    """Wait until all ranks have ended, and receive their results.
 
     Raises:
-        RankError: if a rank failed: the first one.
-        RankTimeoutError: if a rank had not ended at the timeout.
+        RankError: if a rank failed; it has the traceback of the first failure.
+        RankTimeoutError: if a rank still runs at the timeout.
     """
     deadline = time.monotonic() + timeout
     failed = False
@@ -176,7 +176,7 @@ def assert_same(
     replicas: int,
     timeout: float = 60.0,
 ) -> Any:
-    """Run `function(*args)` on every number of ranks in `layouts`; return the value that all ranks return.
+    """Run `function(*args)` on each number of ranks in `layouts`; check that all return the same value.
 
     Args:
         function: a function that can be imported, trains, and returns `run.digest()`, say.

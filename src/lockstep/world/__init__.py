@@ -1,4 +1,4 @@
-"""Rank and world of this process: detection, rendezvous, process group, devices."""
+"""Determine rank and world size of this process, join the other ranks, choose device and threads."""
 
 from lockstep.world.detect import detect
 from lockstep.world.model import World

@@ -1,7 +1,7 @@
-"""Limits of a process's cgroups: processor time, memory, and kills for lack of memory.
+"""Limits of a process's Linux control groups (cgroups): CPU time, memory, and out-of-memory kills.
 
-A limit may be set on any group between the process and the root, so the smallest of them counts.
-Groups above a container's own are out of its sight; so are their limits.
+Every group between the process and the root may set a limit; the smallest limit applies. Groups above a
+container's own are invisible inside the container, with their limits.
 
 https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),
 https://docs.kernel.org/scheduler/sched-bwc.html (version 1: cpu.cfs_quota_us),
@@ -14,26 +14,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-#: The process that is asked about, by its directory in `/proc`; by default this one.
+#: Directory of this process in `/proc`.
 _SELF = Path("/proc/self")
 
 
 def cpu_quota(process: Path = _SELF) -> float | None:
-    """Return how many processors' time the process may use, or `None` where nothing limits it."""
+    """Return the number of CPUs whose time the process may use; `None` if unlimited."""
     limits = [limit for group in _groups(process, "cpu") if (limit := _limit(group)) is not None]
     return min(limits, default=None)
 
 
 def memory_left(process: Path = _SELF) -> int | None:
-    """Return how many more bytes the process may use, or `None` where nothing limits it."""
+    """Return how many more bytes of memory the process may use; `None` if unlimited."""
     left = [left for group in _groups(process, "memory") if (left := _left(group)) is not None]
     return min(left, default=None)
 
 
 def oom_kills(process: Path = _SELF) -> int | None:
-    """Return how often the kernel killed a process of a group for memory; `None` where it doesn't say.
+    """Return the number of out-of-memory kills in the process's cgroup; `None` if there is no count.
 
-    A group without the controller is counted in the next above it.
+    If the group has no memory controller, the count of the next group above is returned.
     """
     for group in _groups(process, "memory"):
         for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
@@ -43,7 +43,7 @@ def oom_kills(process: Path = _SELF) -> int | None:
 
 
 def _groups(process: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of the groups that the process is in, from its own to the root."""
+    """Yield the directories of the process's cgroups, from its own group up to the root."""
     try:
         memberships = (process / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
@@ -58,7 +58,7 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
 
 
 def _has(controller: str, mount: list[str], controllers: str) -> bool:
-    """Return whether the mount is the hierarchy that `controllers` of /proc/self/cgroup mean."""
+    """Return whether a line of `mountinfo` mounts the cgroup hierarchy of these controllers."""
     kind, _, options = mount[mount.index("-") + 1 :][:3]
     if kind == "cgroup2":
         return controllers == ""

@@ -1,4 +1,4 @@
-"""Process group of a run, made after the rendezvous."""
+"""`connect`: make the process group of a run after its rendezvous, or use the script's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Connection:
     """Store and process group of a run.
 
     Attributes:
-        group: `None` for a single rank.
-        owned: whether the group was made here, and is to be destroyed at the end.
+        group: process group of all ranks; `None` for a single rank.
+        owned: whether Lockstep made the group, and destroys it at the end of the run.
     """
 
     store: dist.Store
@@ -32,11 +32,10 @@ class Connection:
 def connect(
     rendezvous: RankRendezvous, device: torch.device, *, always: bool = False
 ) -> Connection:
-    """Return the process group of the ranks of a rendezvous.
+    """Return the store and the process group of all ranks.
 
-    A process group that the script has already made is taken as it is, if it moves tensors in the
-    processor's memory as well as on the device; else a group of the same ranks that does is made beside it.
-    With `always`, a single rank has a process group, too.
+    If the script has made a process group with backends for the CPU and the device, that group is used;
+    otherwise a new one is made. With `always`, a single rank gets a process group, too.
 
     Raises:
         DeviceError: if two ranks would share a GPU.
@@ -61,9 +60,9 @@ def connect(
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
-    """Return the script's group, or a new one of its ranks where it has no CPU backend, as NCCL's.
+    """Return the script's process group, or a new one if it lacks a backend for CPU tensors.
 
-    Ranks compare their steps, and sum metrics, in the processor's memory.
+    A group of NCCL alone does; ranks compare steps and sum metrics in CPU tensors.
     """
     group = dist.group.WORLD
     assert group is not None, "the script has made it"
@@ -76,11 +75,11 @@ def _adopt(device: torch.device) -> dist.ProcessGroup:
 
 
 def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:
-    """Refuse one GPU for two ranks: each would wait for the other inside NCCL."""
+    """Raise an error if two ranks use the same GPU, since NCCL would hang."""
     own = device_identity(device)
     if own is None:
         return
-    claims = dist.PrefixStore(own, store)  # no two GPUs have the same name, on however many nodes
+    claims = dist.PrefixStore(own, store)  # GPU ids are unique over all nodes
     if claims.add("claims", 1) == 1:
         claims.set("first", str(rank))
         return

@@ -1,7 +1,7 @@
-"""Cores that a process may use: affinity and cgroup quota.
+"""Physical CPU cores that a process may use, by its affinity and its cgroup quota.
 
-A core is a physical one. Two hardware threads of a core share its arithmetic units, which are what
-training needs; a second intra-op thread there waits for the first.
+Two hardware threads of a core share its arithmetic units, so that a second intra-op thread on the same core
+does not make training faster.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ if TYPE_CHECKING:
 
 _SYSTEM = Path("/sys/devices/system")
 
-#: The processors of one core, its hardware threads; the cores of one NUMA node; the nodes.
+#: `Core`: CPU numbers of a core's hardware threads. `Topology`: cores by NUMA node.
 Core = tuple[int, ...]
 Topology = tuple[tuple[Core, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Cores and processor time that one process may use."""
+    """CPU cores and CPU time that one process may use."""
 
-    #: Each core by the smallest number among its processors.
+    #: Smallest CPU number of each core.
     cores: tuple[int, ...]
-    #: How many cores' time the cgroups allow; `None` for no limit.
+    #: Number of CPUs whose time the cgroups allow; `None` for no limit.
     quota: float | None = None
 
     @staticmethod
     def here() -> Share:
-        """Return the share of this process."""
+        """Return the cores and CPU time that this process may use."""
         cores = {_siblings(cpu)[0] for cpu in os.sched_getaffinity(0)}
         return Share(cores=tuple(sorted(cores)), quota=cpu_quota())
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use: by its affinity, and by its cgroups' quota.
+    """Return the number of cores that this process may use, by its affinity and its cgroup quota.
 
-    A quota is rounded down: a thread more than it pays for makes all of them stop, in every period of
-    the scheduler, and they wait for each other.
+    A fractional quota is rounded down: with one thread too many, the scheduler stops all threads in every
+    period.
     """
     return count((Share.here(),))
 
 
 def count(shares: Iterable[Share]) -> int:
-    """Return how many cores the processes of one host may use together.
+    """Return the number of cores that several processes of one host may use together.
 
-    Launchers may give each process cores of its own, or all of them the same.
+    A scheduler may give each process its own cores, or all processes the same cores.
     """
     shares = tuple(shares)
     cores = len({core for share in shares for core in share.cores})
@@ -63,13 +63,13 @@ def count(shares: Iterable[Share]) -> int:
 
 
 def shared_cores(rendezvous: RankRendezvous) -> int:
-    """Return how many cores the ranks on the main rank's node may use together; all ranks call it.
+    """Return the number of cores that the ranks on rank 0's node may use together; all ranks call this.
 
-    Unlike `usable_cores()`, it doesn't depend on whether the launcher bound each rank to a part of them, as
+    Unlike `usable_cores()`, the result is the same if the launcher binds each rank to some of the cores, as
     `mpiexec` and Slurm do.
 
     Raises:
-        PeerError: if a rank cannot continue.
+        PeerError: if another rank has failed.
     """
     world, store = rendezvous.world, rendezvous.store
     store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(Share.here())))
@@ -83,9 +83,9 @@ def shared_cores(rendezvous: RankRendezvous) -> int:
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:
-    """Return the cores of the allowed processors, by NUMA node, all in order of their numbers.
+    """Return the cores of the CPUs `allowed`, grouped by NUMA node, in the order of their numbers.
 
-    By default these are the processors that this process may run on.
+    By default, all CPUs on which this process may run are allowed.
     """
     nodes: dict[int, dict[int, list[int]]] = {}
     for cpu in sorted(os.sched_getaffinity(0) if allowed is None else allowed):
@@ -96,7 +96,7 @@ def topology(allowed: Iterable[int] | None = None) -> Topology:
 
 
 def _siblings(cpu: int) -> list[int]:
-    """Return the processors of the core that `cpu` belongs to; itself, where the system does not say."""
+    """Return the CPU numbers of the core that `cpu` belongs to; only `cpu` itself if unknown."""
     directory = _SYSTEM / "cpu" / f"cpu{cpu}" / "topology"
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second on kernels before 5.5
         try:
@@ -107,7 +107,7 @@ def _siblings(cpu: int) -> list[int]:
 
 
 def parse_list(text: str) -> list[int]:
-    """Return the numbers of a list such as `0-3,8`, as the kernel writes sets of processors."""
+    """Parse a list of CPU numbers such as `0-3,8`, as the Linux kernel writes it."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -116,7 +116,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def show_list(cpus: Iterable[int]) -> str:
-    """Return the list that `parse_list` reads, as short as it can be written."""
+    """Return the shortest text for which `parse_list` returns these CPU numbers."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and cpu == parts[-1][-1] + 1:

@@ -12,18 +12,15 @@ from lockstep.world.model import World
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World:
-    """Return the world that `environ` describes.
+    """Return rank, world size and rendezvous from the variables in `environ`, by default `os.environ`.
 
-    `LOCKSTEP_ENVIRONMENT` names an environment and overrules the precedence; `LOCKSTEP_INIT_METHOD`
-    has the rendezvous address.
-
-    Args:
-        environ: variables to read; the process's own by default.
+    `LOCKSTEP_ENVIRONMENT` selects a launcher's environment; by default the first one whose variables are
+    set is used. `LOCKSTEP_INIT_METHOD` sets the rendezvous address.
 
     Raises:
         WorldError: if the variables of the environment contradict each other.
-        UsageError: if `LOCKSTEP_ENVIRONMENT` names none, or one whose variables are absent, or if
-            `LOCKSTEP_INIT_METHOD` is no init method.
+        UsageError: if `LOCKSTEP_ENVIRONMENT` is unknown or its variables are not set, or if
+            `LOCKSTEP_INIT_METHOD` is invalid.
     """
     environ = init_method.apply(os.environ if environ is None else environ)
     world = next(filter(None, (read(entry, environ) for entry in candidates(environ))), None)
@@ -51,14 +48,14 @@ def given(
     has_store: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Return the world that a script describes by the arguments of `init_process_group`.
+    """Return rank, world size and rendezvous from arguments as for `init_process_group`.
 
-    `LOCKSTEP_INIT_METHOD` wins over `init_method_url`. Rank and world size are given together, or come from
-    the environment. With `has_store`, the script has a store of its own for the rendezvous.
+    `LOCKSTEP_INIT_METHOD` takes precedence over `init_method_url`. Without `rank` and `world_size`, the
+    environment gives both. With `has_store`, the script passes its own store for the rendezvous.
 
     Raises:
         UsageError: if only one of `rank` and `world_size` is given.
-        WorldError: if they contradict each other.
+        WorldError: if `rank` and `world_size` contradict each other.
     """
     if (rank is None) != (world_size is None):
         raise UsageError(
@@ -71,12 +68,12 @@ def given(
     if rank is None:
         return detect(environ)
     numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    if not numbers.items() <= environ.items():  # the launcher counts other processes
+    if not numbers.items() <= environ.items():  # the launcher's other variables do not apply
         environ = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN} | numbers
     return torchrun.read(environ, environment="given", reason="the script gave rank and world_size")
 
 
-#: Variables of a launcher that mean nothing where the script gives other ranks.
+#: Variables of a launcher that are ignored if the script gives another rank and world size.
 _LAUNCHERS_OWN = (
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",

@@ -1,9 +1,9 @@
 """Parser of `--devices`: a word, or a list of indices and ids.
 
-auto                     a GPU for every rank where there are any, else the processor
-cpu, gpu                 the one or the other
-2,3                      by index, counted among what CUDA_VISIBLE_DEVICES leaves visible
-GPU-8f5c1a2b,MIG-41b3…   by id: a GPU's may be cut short, a MIG device's is written out
+auto                     a GPU for every rank if there are GPUs, otherwise the CPU
+cpu, gpu                 the CPU, or a GPU for every rank
+2,3                      GPUs by index, among those that CUDA_VISIBLE_DEVICES leaves visible
+GPU-8f5c1a2b,MIG-41b3…   devices by id: a GPU's may be shortened, a MIG device's may not
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from lockstep.errors import UsageError
 Word = Literal["auto", "cpu", "gpu"]
 Ids = tuple[str, ...]
 
-#: Variables of a worker by which `lockstep run` passes on its choices: what this rank's GPU is called in
-#: its process, what was made visible to it, and how many cores the ranks of a node had together before
-#: each was bound to its own.
+#: Environment variables that `lockstep run` sets for a worker: its device, such as `cuda:0`; the value of
+#: `CUDA_VISIBLE_DEVICES`; and the number of cores of all ranks of the node, before ranks were bound to
+#: cores.
 CHOSEN, SHOWN, CORES = "LOCKSTEP_DEVICE", "LOCKSTEP_VISIBLE_DEVICES", "LOCKSTEP_CORES"
 
-#: A UUID or its beginning; older drivers write a MIG device as MIG-GPU-<UUID>/<instance>/<instance>.
+#: A complete or shortened UUID; older drivers write MIG devices as MIG-GPU-<UUID>/<instance>/<instance>.
 _GPU = re.compile(r"GPU-[0-9a-fA-F][0-9a-fA-F-]*")
 _MIG = re.compile(r"MIG-(GPU-)?[0-9a-fA-F][0-9a-fA-F-]*(/\d+/\d+)?")
 
 
 def parse(text: str, origin: str) -> Word | Ids:
-    """Return the word or the ids in the text of a flag, variable or setting, which is the `origin`.
+    """Parse a value of `--devices`; `origin` is the name of the flag or variable, for messages.
 
     Raises:
-        UsageError: if it is neither a word nor a list of ids.
+        UsageError: if `text` is neither a known word nor a list of indices and ids.
     """
     match text:
         case "auto" | "cpu" | "gpu":
@@ -44,7 +44,7 @@ def _id(part: str, text: str, origin: str) -> str:
         return str(int(part))
     if _GPU.fullmatch(part) or _MIG.fullmatch(part):
         return part
-    # Naming the part helps in a list; a single word says all by itself.
+    # Name the invalid part of a list.
     where = f"; {part!r} is no id" if "," in text else ""
     raise UsageError(
         f"{origin} is {text!r}{where}; expected auto, cpu, gpu, or a list of indices and ids",

@@ -1,14 +1,13 @@
-"""Destruction of process groups at the end of the process, when no thread can hang on them.
+"""Keep references to process groups until the process ends, to avoid deadlocks in their destruction.
 
-Gloo's threads drop the references of a collective after it is done, and a collective of a backward pass
-refers to the context of Python, so that they need the interpreter's lock for it. A thread that comes late
-hits two faults of torch (both seen with 2.13, mostly where a rank's threads share one core):
+Gloo's threads drop the references of a collective after it is done. For a collective of a backward pass,
+they need Python's global interpreter lock (GIL). Two faults of torch (seen with 2.13) follow:
 
-- the thread that drops the last reference to a group joins its threads. `DistributedDataParallel`'s reducer
-  does so with the lock in hand, and where it outlives `destroy_process_group`, neither ever continues;
-- an interpreter that is being torn down ends the thread in the middle of a destructor, which aborts.
+- Dropping the last reference to a group joins its threads. `DistributedDataParallel`'s reducer does so
+  while it has the GIL; if the reducer outlives `destroy_process_group`, both threads wait forever.
+- If the interpreter shuts down while a thread is inside a destructor, the process aborts.
 
-A group whose last reference is Python's own is safe: it gives the lock away while it joins.
+A group whose last reference belongs to Python is safe, since Python releases the GIL during the join.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Lockstep's groups, for as long as something can use them.
+#: Process groups made by Lockstep.
 _kept: list[ProcessGroup | None] = []
-#: Groups that the script has destroyed, the newest last.
+#: Process groups that the script has destroyed, the newest last.
 _destroyed: dict[ProcessGroup, None] = {}
-#: How many of the earlier ones are kept: each has sockets, and a script may destroy groups for ever.
+#: Maximum number of destroyed groups that are kept: each has open sockets.
 _MOST_DESTROYED = 16
-#: Seconds in which a thread of a group that a model still refers to gets the interpreter's lock.
+#: Seconds that threads of a group have to get the GIL, if a model still refers to the group.
 _TURN = 0.1
 
 
 def keep(group: ProcessGroup | None) -> None:
-    """Keep a process group until the process ends."""
+    """Keep a reference to a process group until the process ends."""
     _kept.append(group)
     _release_at_exit()
 
 
 def keep_destroyed() -> None:
-    """Patch `torch.distributed.destroy_process_group`: a script's groups stay until the process ends.
+    """Patch `torch.distributed.destroy_process_group` to keep references to the destroyed groups.
 
-    Only forked workers need it, in which torch is imported before the script; elsewhere it does nothing.
+    This has an effect in forked workers only, where torch is imported before the script runs.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
@@ -65,7 +64,7 @@ def keep_destroyed() -> None:
 
 
 def _inherit() -> None:
-    """Leak the parent's groups in a fork: their threads are not here to be joined."""
+    """Leak the parent's groups in a forked child, which has no threads of the groups to join."""
     for group in (*_kept, *_destroyed):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _kept.clear()
@@ -81,9 +80,10 @@ def _release_at_exit() -> None:
 
 
 def _release() -> None:
-    """Drop all groups while the interpreter is whole.
+    """Drop all references to groups at exit, before the interpreter shuts down.
 
-    Threads of groups that something else refers to, such as a model in a global variable, get a turn.
+    If something else still refers to a group, such as a model in a global variable, wait a moment for its
+    threads.
     """
     groups = [weakref.ref(group) for group in (*_kept, *_destroyed) if group is not None]
     _kept.clear()

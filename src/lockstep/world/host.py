@@ -1,4 +1,4 @@
-"""Identity of a host: its processes share memory and local sockets."""
+"""Identity and name of this host, processes on it, and versions of installed libraries."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _CREDENTIALS = struct.Struct("iII")  # process, user, group: unix(7), SO_PEERCRE
 
 
 def identity() -> str:
-    """Return a name that processes share if, and only if, they are on one host.
+    """Return an id that is equal for two processes exactly if both are on the same host.
 
-    A boot of the kernel and a network namespace: two containers on one machine are two hosts.
+    The id names a boot of the kernel and a network namespace, so that two containers on one machine count
+    as two hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116 - not a file but a link's target
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of a process from the third of proc(5) on, its state; none where it is gone."""
+    """Return the fields of `/proc/PID/stat` from the process state on; empty if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -32,10 +33,10 @@ def process_fields(pid: int) -> list[str]:
 
 
 def peer(end: socket.socket) -> tuple[int, int]:
-    """Return process and user at the other end of a socket of this host.
+    """Return process id and user id of the process at the other end of a Unix socket.
 
     Raises:
-        OSError: if there is none.
+        OSError: if the socket is not connected.
     """
     credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
@@ -43,12 +44,12 @@ def peer(end: socket.socket) -> tuple[int, int]:
 
 
 def name() -> str:
-    """Return the host's name, without asking a resolver."""
+    """Return the name of this host, without a DNS lookup."""
     return socket.gethostname()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the bits of a result depend on."""
+    """Return the versions of the packages that may change the bits of a result."""
     import numpy as np
     import torch
 

@@ -18,18 +18,17 @@ class World:
         local_size: number of processes on this node.
         node_rank: rank of this node.
         node_count: number of nodes.
-        placed: whether local and node ranks are known; if not, they are those of a single node, until
-            the rendezvous.
-        address: host of the rendezvous store: rank 0's, unless the launcher hosts it.
-        port: port of that store; if `None`, the ranks agree on one under `key`.
-        key: a name that the processes of this job share, and no other process on their nodes.
-        file: a rendezvous store in a file, in a directory that all nodes share.
-        launch_file: a rendezvous store of the launcher, in a file that no other user can open.
-        by_mpi: whether the rendezvous address is exchanged over MPI.
+        placed: whether local and node ranks are known; otherwise the rendezvous sets both.
+        address: host of the rendezvous store: the host of rank 0, or of the launcher.
+        port: port of that store; `None` if the ranks find it by port discovery under `key`.
+        key: name of the job, unique among the jobs on its nodes.
+        file: path of a `FileStore` for the rendezvous, in a directory that all nodes share.
+        launch_file: path of the launcher's `FileStore` for the rendezvous.
+        by_mpi: whether the ranks exchange the rendezvous address over MPI.
         generation: number of restarts before these processes.
-        agent_store: whether the launcher hosts the store, so that every rank is a client of it.
-        environment: name of the detected environment.
-        reason: why it was chosen.
+        agent_store: whether the launcher hosts the store, so that all ranks are clients.
+        environment: name of the detected launcher environment, such as `torchrun` or `slurm`.
+        reason: reason for the choice of `environment`.
 
     Raises:
         WorldError: if the numbers contradict each other.
@@ -81,5 +80,5 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
+        """Whether this process is rank 0, which prints messages and writes files."""
         return self.rank == 0

@@ -1,7 +1,7 @@
-"""MPI: initialised once, and ended so that no other rank hangs.
+"""Initialize MPI with mpi4py, and finalize or abort it at the end of the process.
 
-`MPI_Finalize` waits for all ranks. One that has failed must not call it, since the others may wait for
-this one in a collective; where a process ends without it, `mpiexec` ends the others.
+`MPI_Finalize` waits for all ranks. A failed rank must not call it, since other ranks may wait for this
+rank in a collective. If a process exits without `MPI_Finalize`, `mpiexec` kills the other ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lockstep.errors import WorldError
 from lockstep.world import network
 from lockstep.world.model import World
 
-#: Bytes of the broadcast of rank 0: a name, and the addresses of its interfaces.
+#: Size in bytes of rank 0's broadcast of a job name and the addresses of its interfaces.
 _BROADCAST = 1 << 14
 
-#: Types of mpi4py, which has none where it is not installed.
+#: Types of mpi4py, which may not be installed.
 Library = Any
 Communicator = Any
 Request = Any
@@ -31,21 +31,21 @@ _failed = threading.Event()
 
 
 def fail() -> None:
-    """Note that a run of this process has failed: it will not wait for other ranks at its end."""
+    """Record that a run of this process has failed, so that MPI is aborted at exit."""
     _failed.set()
 
 
 def has_failed() -> bool:
-    """Return whether a run of this process has failed, or its script has ended by an exception."""
+    """Return whether a run of this process has failed, or its script has raised an exception."""
     return _failed.is_set() or getattr(sys, "last_value", None) is not None
 
 
 @functools.cache
 def library() -> Library:
-    """Return mpi4py's module `MPI`, with MPI begun.
+    """Return the module `mpi4py.MPI`, with MPI initialized.
 
     Raises:
-        WorldError: if mpi4py or the MPI library are not there.
+        WorldError: if mpi4py or an MPI library is not installed.
     """
     ours = "mpi4py.MPI" not in sys.modules
     try:
@@ -70,7 +70,7 @@ def library() -> Library:
 
 
 def _finish(mpi: Library, process: int, *, ours: bool) -> None:
-    """End MPI at the interpreter's exit: finalize what was begun here, abort if this rank has failed."""
+    """At exit, finalize MPI if it was initialized here; abort MPI if this rank has failed."""
     if os.getpid() != process or mpi.Is_finalized():
         return
     everyone = mpi.COMM_WORLD
@@ -78,7 +78,7 @@ def _finish(mpi: Library, process: int, *, ours: bool) -> None:
         if ours:
             mpi.Finalize()
     elif not ours:
-        # mpi4py would call MPI_Finalize next, which waits for ranks that wait for this one.
+        # Otherwise mpi4py calls MPI_Finalize, which would wait for ranks that wait for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         everyone.Abort(1)
@@ -86,10 +86,10 @@ def _finish(mpi: Library, process: int, *, ours: bool) -> None:
 
 @functools.cache
 def communicator(rank: int, size: int) -> Communicator:
-    """Return a communicator of Lockstep's own, in which this process has the run's rank.
+    """Return an MPI communicator for Lockstep alone, in which this process has rank `rank`.
 
     Raises:
-        WorldError: if MPI is not there, or counts other processes than the run.
+        WorldError: if MPI is not installed, or has another number of processes.
     """
     mpi = library()
     if mpi.COMM_WORLD.size != size:
@@ -99,15 +99,15 @@ def communicator(rank: int, size: int) -> Communicator:
             f"(mpi4py speaks {' '.join(version.split())})",
             hint=f"start the script by `mpiexec -n {size} python …` of that MPI",
         )
-    # Not the launcher's order if the variables of another one win: the run's ranks count.
+    # Order by the run's ranks, which may differ from MPI's.
     return mpi.COMM_WORLD.Split(0, rank)
 
 
 def agree(world: World) -> tuple[str, tuple[str, ...]]:
-    """Agree on a name that only this job has, and on the addresses at which rank 0 may be.
+    """Broadcast from rank 0 a unique job name and the addresses of rank 0; return both on all ranks.
 
     Raises:
-        WorldError: if MPI is not there.
+        WorldError: if MPI is not installed.
     """
     try:
         everyone = communicator(world.rank, world.size)

@@ -1,7 +1,7 @@
-"""The network interfaces of this host, and the addresses of other hosts.
+"""Network interfaces of this host, addresses of other hosts, and listening sockets.
 
-A name is asked of the system's resolver first. Clusters without one often carry the address in the
-name (`SH-IDC1-10-5-36-65` is 10.5.36.65), or Slurm knows it.
+Host names are looked up in DNS first. On clusters without DNS, the name often contains the address
+(`SH-IDC1-10-5-36-65` is 10.5.36.65), or Slurm has it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from lockstep.errors import UnreachableError, UsageError, WorldError
 
-#: Without a network, the resolver may take half a minute to say that there is none.
+#: Maximum seconds of a DNS lookup, which can take half a minute without a network.
 _RESOLVER_SECONDS = 3.0
 _CARRIED = re.compile(r"(?:^|\D)(\d{1,3})[-_](\d{1,3})[-_](\d{1,3})[-_](\d{1,3})$")
-#: Any port will do where a socket only asks the routing table.
+#: Port for a UDP socket that sends nothing, and only queries the routing table.
 _NO_PORT = 9
 LOOPBACK = "127.0.0.1"
-#: Gloo's, NCCL's and TensorPipe's: each would otherwise choose by the host's name, or what looks good.
+#: Environment variables that set the network interface of Gloo, NCCL and TensorPipe.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _UNREACHED = {
     errno.EINVAL: "no route",  # what a blackhole in the routing table gives
@@ -37,7 +37,7 @@ _UNREACHED = {
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An interface of this host that is up, and one of its addresses: IPv4, or IPv6 of global scope."""
+    """A network interface of this host that is up, with one of its addresses (IPv4 or global IPv6)."""
 
     name: str
     address: str
@@ -45,7 +45,7 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Return the interfaces that are up, in the system's order, IPv4 addresses of each first."""
+    """Return the interfaces that are up, in the system's order; IPv4 addresses first for each."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -60,10 +60,10 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def named(name: str) -> Interface:
-    """Return the interface called `name`, with the address that Gloo and NCCL take: its first.
+    """Return the interface `name` with its first address, which Gloo and NCCL use.
 
     Raises:
-        UsageError: if there is none of that name which is up and has an address.
+        UsageError: if the interface does not exist, is down or has no address.
     """
     first: dict[str, Interface] = {}
     for interface in interfaces():
@@ -83,9 +83,9 @@ def named(name: str) -> Interface:
 
 
 def interface_towards(address: str, among: Sequence[Interface] | None = None) -> Interface | None:
-    """Return the interface by which packets leave for `address`, an IP address; no packet is sent.
+    """Return the interface on the route to an IP address, without sending a packet.
 
-    `None` where there is no route, or where it starts at an address that is not `among` the interfaces.
+    Returns `None` if there is no route, or if the interface is not `among` the given ones.
     """
     known = interfaces() if among is None else among
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
@@ -99,12 +99,13 @@ def interface_towards(address: str, among: Sequence[Interface] | None = None) ->
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the addresses of `host`: a literal, or those of the first source that knows the name.
+    """Return the IP addresses of `host`, a name or an address.
 
-    The sources: the system's resolver, bounded to a few seconds; an address that the name carries; Slurm.
+    A name is looked up in DNS, for a few seconds at most; then its own text is searched for an address;
+    then Slurm is asked.
 
     Raises:
-        UnreachableError: if none of them knows the name; the message has the answer of each.
+        UnreachableError: if the name has no address; the message has the three results.
     """
     with contextlib.suppress(ValueError):
         return (str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))),)
@@ -129,7 +130,7 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
 
 def carried_address(host: str) -> str | None:
-    """Return the IPv4 address that a host name ends with, if it does: `ip-10-0-3-7` is 10.0.3.7."""
+    """Return the IPv4 address at the end of a host name, as in `ip-10-0-3-7`; `None` if there is none."""
     found = _CARRIED.search(host.partition(".")[0])
     text = ".".join(str(int(part)) for part in found.groups()) if found else ""
     if not _is_literal(text):
@@ -148,7 +149,7 @@ def _is_literal(text: str) -> bool:
 
 
 def _resolve(host: str) -> tuple[str, ...] | str:
-    """Return the addresses that the resolver knows, or why there are none."""
+    """Return the addresses of a host name from DNS, or a text that says why there are none."""
     answers: list[tuple[str, ...] | str] = []
 
     def ask() -> None:
@@ -162,7 +163,7 @@ def _resolve(host: str) -> tuple[str, ...] | str:
         known = tuple(address for address in addresses if "%" not in address)
         answers.append(known or "knows no address of it")
 
-    # A thread, since the call cannot be broken off; as a daemon it does not keep the process.
+    # In a daemon thread, since the call cannot be interrupted.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_RESOLVER_SECONDS)
@@ -170,10 +171,11 @@ def _resolve(host: str) -> tuple[str, ...] | str:
 
 
 def listen(port: int, *, loopback: bool) -> socket.socket:
-    """Return a socket that listens at `port`, of this host alone or of all its interfaces.
+    """Return a socket that listens at `port`, on the loopback interface or on all interfaces.
 
     Raises:
-        WorldError: if no file descriptor is left for it.
+        OSError: if the port is not free.
+        WorldError: if the limit of open files is reached.
     """
     try:
         if loopback:
@@ -193,26 +195,39 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
 
 
 def listens_locally(address: str | None) -> bool:
-    """Return whether clients of `address` find what listens on this host's 127.0.0.1 alone."""
+    """Return whether clients of `address` connect to 127.0.0.1, so that a server can listen there only."""
     return address in ("localhost", LOOPBACK)
 
 
 def is_loopback(address: str | None) -> bool:
-    """Return whether an address or a host's name means this host alone."""
+    """Return whether an address or host name is a loopback address."""
     address = address or ""
     return address == "localhost" or (
         _is_literal(address) and ipaddress.ip_address(address).is_loopback
     )
 
 
+def is_here(address: str) -> bool:
+    """Return whether an address or host name belongs to this host.
+
+    Raises:
+        UnreachableError: if a host name has no address.
+    """
+    if is_loopback(address) or address == socket.gethostname():
+        return True
+    own = {interface.address for interface in interfaces()}
+    # Some systems let a host's own name mean an address of the loopback interface.
+    return any(found in own or is_loopback(found) for found in addresses_of(address))
+
+
 def reason(error: OSError) -> str:
-    """Return why a call of the system failed, in its words."""
+    """Return the system's message for an `OSError`, in lower case."""
     if isinstance(error, TimeoutError):
         return "timed out"
     return (error.strerror or str(error)).lower()
 
 
 def why_unreached(error: OSError) -> str:
-    """Return why a host was not reached, in words."""
+    """Return a message that says why a connection to a host failed."""
     code = error.errno or 0
     return _UNREACHED.get(code) or (os.strerror(code).lower() if code else reason(error))

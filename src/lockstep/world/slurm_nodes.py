@@ -1,4 +1,4 @@
-"""Slurm's node lists: expansion, and addresses that Slurm knows."""
+"""Expand Slurm's node lists, and get addresses of nodes from Slurm."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 
 from lockstep.errors import WorldError
 
-#: scontrol retries for a minute where its configuration has gone; an answer takes milliseconds.
+#: Maximum seconds of a call of `scontrol`, which usually takes milliseconds.
 _SCONTROL_SECONDS = 5.0
-#: More than any cluster has: a longer range is a garbled one.
+#: Maximum length of a range of nodes; a longer one is a typing error.
 _MOST_NODES = 1 << 16
-#: What Slurm writes lists with. ClusterShell knows more: groups, unions, wildcards, steps.
+#: Characters in a node list of Slurm. ClusterShell also accepts groups, unions, wildcards and steps.
 _LIST = re.compile(r"[A-Za-z0-9_.,\[\]-]+")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[\]]*\])")
@@ -21,10 +21,10 @@ _FIRST_BRACKETS = re.compile(r"([^\[\]]*\[)([^\[\]]+)\](.*)")
 
 
 def expand(node_list: str) -> tuple[str, ...]:
-    """Return the names that a list such as `n[1-2,7],m03` stands for, in its order.
+    """Return the names of the nodes in a list such as `n[1-2,7],m03`, in order.
 
     Raises:
-        WorldError: if it cannot be parsed.
+        WorldError: if the list cannot be parsed.
     """
     from ClusterShell.NodeSet import NodeSetException
 
@@ -39,7 +39,7 @@ def expand(node_list: str) -> tuple[str, ...]:
 
 
 def address(host: str) -> str | None:
-    """Return the address under which Slurm reaches node `host`, `None` if it knows none but the name."""
+    """Return the address of node `host` in Slurm's configuration; `None` if there is only a name."""
     program = shutil.which("scontrol")
     if program is None or not _NAME.fullmatch(host):
         return None
@@ -60,7 +60,7 @@ def address(host: str) -> str | None:
 
 
 def _groups(node_list: str) -> list[str]:
-    """Return the parts of a list between commas that are in no brackets."""
+    """Split a node list at the commas outside of brackets."""
     if not _LIST.fullmatch(node_list):
         raise ValueError("names, ranges in brackets and commas are allowed")
     groups = _TOP_LEVEL_COMMA.split(node_list)
@@ -70,7 +70,7 @@ def _groups(node_list: str) -> list[str]:
 
 
 def _expand_group(group: str) -> list[str]:
-    """Expand one name with any number of brackets, the first of which counts slowest."""
+    """Expand one name with any number of bracketed ranges; the last range varies fastest."""
     brackets = _FIRST_BRACKETS.fullmatch(group)
     if brackets is None:
         return _names(group)
@@ -82,7 +82,7 @@ def _expand_group(group: str) -> list[str]:
 
 
 def _checked(part: str) -> str:
-    """Return a range as it is, unless it is none, or longer than any machine."""
+    """Return a range such as `1-7` unchanged; raise `ValueError` if it is invalid or too long."""
     found = _RANGE.fullmatch(part)
     if found is None or int(found[2] or found[1]) - int(found[1]) > _MOST_NODES:
         raise ValueError(f"{part!r} is no range of nodes")

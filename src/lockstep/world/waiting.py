@@ -1,6 +1,6 @@
-"""Waiting for keys of a store, interruptible and without torch's printed stacks.
+"""`await_any`: wait for keys of a store by polling, so that signals are handled during the wait.
 
-A store's own `wait` keeps signals from being handled, and prints a stack where it gives up.
+A store's own `wait` blocks signal handlers, and prints a C++ stack at its timeout.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Called while something is waited for; raises when that has become pointless.
+#: Function that is called repeatedly during a wait, and may raise to end the wait.
 Check = Callable[[], None]
 
 _PAUSES = (0.002, 0.05)
 
 
 def go_on() -> None:
-    """Continue waiting."""
+    """Do nothing: a `Check` that never ends a wait."""
 
 
 def await_any(
     store: dist.Store, wanted: Sequence[Sequence[str]], seconds: float, check: Check = go_on
 ) -> int | None:
-    """Wait until all keys of one of several groups exist; return its index, `None` after `seconds`.
+    """Wait until all keys of at least one group exist; return the index of the first such group.
 
-    If several groups do, the first of them counts. `check` is called between two looks.
+    Returns `None` after `seconds`. `check` is called between two polls.
 
     Raises:
-        RuntimeError: torch's own, if the store is gone.
+        RuntimeError: if the connection to the store is lost.
     """
     deadline, pause = time.monotonic() + seconds, _PAUSES[0]
     while True:

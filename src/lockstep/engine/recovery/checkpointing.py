@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ from lockstep.engine.recovery.coordination import (
 )
 from lockstep.engine.recovery.evaluations import Agreement, Evaluations
 from lockstep.engine.recovery.preemption import Preempted
-from lockstep.engine.recovery.resume import Search
 from lockstep.engine.recovery.state import ANSWERS, State
-from lockstep.engine.training.carried_variables import CarriedVariables
 from lockstep.engine.training.checksums import Checksums
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.divergence import check_states
@@ -31,7 +29,7 @@ from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.metrics import Metrics
 from lockstep.registry import STRATEGIES
 from lockstep.state.checkpoint import state_codec
-from lockstep.state.checkpoint.catalog import DIRECTORY
+from lockstep.state.checkpoint.catalog import Catalog
 from lockstep.state.checkpoint.manager import CheckpointManager
 from lockstep.state.checkpoint.position import Counters, LoopEvent, Position
 from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
@@ -273,32 +271,29 @@ class StateSaver(PointListener):
         self._checkpoints.close(patience)
 
 
-def begin(
-    context: Context, state: State, loop: Loop, variables: CarriedVariables, metrics: Metrics
+def make_saver(
+    context: Context,
+    state: State,
+    loop: Loop,
+    metrics: Metrics,
+    catalog: Catalog,
+    variables: Callable[[], str],
 ) -> StateSaver:
-    """Begin the run, or resume it from its newest state; return what saves it from there on.
-
-    Raises:
-        RunDirectoryError: if the directory has a checkpoint of another run.
-        CheckpointError: if the disk cannot be read.
-    """
-    settings, world, record = context.settings, context.world, context.record
+    """Return the `StateSaver` of a run, once its newest state has been found; see there for arguments."""
+    settings, world = context.settings, context.world
     checkpoints = CheckpointManager(
-        record.directory / DIRECTORY,
-        asdict(context.identity),
+        catalog,
         rank=world.rank,
         size=world.size,
         store=_store_of(context, "checkpoints"),
         keep=settings.keep,
-        warn=record.warn,
-        written=record.checkpoint,
+        written=context.record.checkpoint,
     )
     memory = context.memory
     # All ranks are of one launcher, and so take snapshots at the same points.
     aligned = memory is not None and memory.snapshots.parts == world.size
     # Of a model whose tensors are cut over all ranks each launcher has parts.
     apart = STRATEGIES.find(settings.strategy).shards and not aligned
-    variables.resumed = _go_on(context, state, loop, checkpoints)
     # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None
     has_room = memory is not None and not memory.snapshots.is_of_later_run and takes_snapshots
@@ -313,34 +308,13 @@ def begin(
         checkpoints,
         aligned=aligned,
         apart=apart,
-        variables=variables.saved,
+        variables=variables,
     )
     store = dist.PrefixStore("evaluations", context.rendezvous.store)
     agreement = None if world.size == 1 else Agreement(store, world.rank, world.size)
     leave = checkpointing.leave_evaluation
     loop.evaluations = Evaluations(state, coordination, agreement, leave)
     return checkpointing
-
-
-def _go_on(context: Context, state: State, loop: Loop, checkpoints: CheckpointManager) -> str:
-    """Begin, or resume from the newest state that any rank finds; return its variables' fingerprints."""
-    memory = context.memory
-    snapshots = None if memory is None else memory.snapshots
-    is_new = context.resume_info.is_new and context.world.generation == 0
-    saved = None
-    if not is_new:
-        saved = Search(context.rendezvous, context.group, snapshots, checkpoints).find()
-    has_memory = snapshots is not None and snapshots.found is not None
-    if snapshots is not None:
-        snapshots.found = None
-    if saved is None:
-        context.record.begin(0, None)
-        return ""
-    loop.resume(saved, state)
-    context.record.begin(loop.resumed, saved.source)
-    if memory is not None and has_memory:
-        memory.schedule.go_on(loop.resumed)
-    return saved.variables
 
 
 def _coordination(context: Context, *, aligned: bool) -> Coordination:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from lockstep.engine.recovery.state import ANSWERS, State
 from lockstep.errors import CheckpointError
 from lockstep.settings import Settings
-from lockstep.state.checkpoint import catalog as checkpoints
 from lockstep.state.checkpoint import dcp, state_codec
-from lockstep.state.checkpoint.manager import CheckpointManager
+from lockstep.state.checkpoint.catalog import Catalog, Found, look
 from lockstep.state.checkpoint.parts import Stored
 from lockstep.state.checkpoint.position import Position
 from lockstep.state.checkpoint.snapshot import Snapshots
@@ -170,7 +169,7 @@ class Search:
         rendezvous: RankRendezvous,
         group: dist.ProcessGroup | None,
         snapshots: Snapshots | None,
-        disk: CheckpointManager,
+        disk: Catalog,
     ) -> None:
         self._rendezvous, self._group, self._disk = rendezvous, group, disk
         self._rank, self._size = rendezvous.world.rank, rendezvous.world.size
@@ -181,7 +180,7 @@ class Search:
         )
         if found is not None and is_usable:
             self._memory = Saved(found.text, found.stored(), "memory", not found.is_whole)
-        self._found: checkpoints.Found | None = None
+        self._found: Found | None = None
 
     def find(self) -> Saved | None:
         """Return the newest state, the same on all ranks; `None` where the run begins.
@@ -200,10 +199,10 @@ class Search:
             own = None if self._found is None else _read(self._found)
             if own is None:  # on a node that does not see the main rank's disk there is nothing
                 with contextlib.suppress(CheckpointError):
-                    own = _read(checkpoints.look(Path(path)))
+                    own = _read(look(Path(path)))
         return self._spread(own)
 
-    def _on_disk(self, *, beyond: int) -> checkpoints.Found | None:
+    def _on_disk(self, *, beyond: int) -> Found | None:
         """Return the newest checkpoint, if its position is beyond so many points."""
         there = self._disk.newest_text()
         if there is not None and _points_of(there) <= beyond:
@@ -265,7 +264,7 @@ def _first_with_state(have: list[str]) -> str:
     return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
 
 
-def _read(found: checkpoints.Found) -> Saved:
+def _read(found: Found) -> Saved:
     tensors = dcp.stored(found.path, found.manifest)
     return Saved(found.manifest.text, tensors, str(found.path))
 

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -15,9 +16,10 @@ from torch.nn.utils import prune
 from lockstep import unknown_variables
 from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
-from lockstep.engine.recovery import checkpointing
+from lockstep.engine.recovery.checkpointing import make_saver
 from lockstep.engine.recovery.preemption import Preempted, Signals
 from lockstep.engine.recovery.recomputed import Recomputed
+from lockstep.engine.recovery.resume import Search
 from lockstep.engine.recovery.state import State, footprint
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training import fingerprint
@@ -42,6 +44,7 @@ from lockstep.engine.training.rank_statistics import RankStatistics
 from lockstep.errors import LockstepError, ModelError, PeerError, RunError, StepError
 from lockstep.setting_checks import audit_steps
 from lockstep.settings import Settings
+from lockstep.state.checkpoint.catalog import DIRECTORY, Catalog
 from lockstep.world import World, mpi
 from lockstep.world.rendezvous.rank_rendezvous import leave
 
@@ -108,12 +111,44 @@ class Session:
                 RankStatistics(loop, world, observe, lambda: backward.passes, record.warn)
             )
         with context.rendezvous.reporting_failure():
-            self._checkpointing = checkpointing.begin(context, state, loop, variables, self.metrics)
+            catalog = self._resume()
+            self._checkpointing = make_saver(
+                context, state, loop, self.metrics, catalog, variables.saved
+            )
         if faults is not None and loop.is_replaying:
             faults.resume(loop.resumed)
         # Faults first: a signal at a point is to be heeded there.
         listeners += [faults, self._checkpointing]
         loop.listen(listener for listener in listeners if listener is not None)
+
+    def _resume(self) -> Catalog:
+        """Resume from the newest state that any rank finds in memory or on disk, or begin the run.
+
+        Returns:
+            The checkpoints in the run's directory.
+
+        Raises:
+            RunDirectoryError: if the directory has a checkpoint of another run.
+            CheckpointError: if the disk cannot be read.
+        """
+        context, record, memory = self.context, self.context.record, self.context.memory
+        catalog = Catalog(record.directory / DIRECTORY, asdict(context.identity), record.warn)
+        snapshots = None if memory is None else memory.snapshots
+        saved = None
+        if not context.resume_info.is_new or context.world.generation > 0:
+            saved = Search(context.rendezvous, context.group, snapshots, catalog).find()
+        has_memory = snapshots is not None and snapshots.found is not None
+        if snapshots is not None:
+            snapshots.found = None
+        if saved is None:
+            record.begin(0, None)
+            return catalog
+        self._variables.resumed = saved.variables
+        self.loop.resume(saved, self.state)
+        record.begin(self.loop.resumed, saved.source)
+        if memory is not None and has_memory:
+            memory.schedule.go_on(self.loop.resumed)
+        return catalog
 
     def open(self) -> None:
         """Print what runs, on the main rank, and handle signals from here on."""

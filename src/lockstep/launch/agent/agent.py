@@ -1,4 +1,4 @@
-"""`Agent`: starts, watches and ends the workers of each generation."""
+"""`Agent`: the part of the launcher that starts, monitors, restarts and stops the workers of one node."""
 
 from __future__ import annotations
 
@@ -22,38 +22,40 @@ from lockstep.launch.agent.rendezvous import GenerationRendezvous
 from lockstep.launch.agent.restarts import RankProgress, Restarts
 from lockstep.launch.agent.workers import LAST_GRACE, Workers
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
-from lockstep.launch.nodes.messages import Decision, FailureReport
+from lockstep.launch.nodes.coordinator import Decision, FailureReport
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Generation, Plan, WorkerPlan
 from lockstep.settings import TABLE
 from lockstep.state.record import events
 
-#: Seconds between two looks at the workers while nothing happens to them.
+#: Seconds between two polls of the workers.
 _INTERVAL = 0.02
-#: After a first failure, seconds in which others may report theirs before the rest is stopped.
+#: Seconds after the first failure in which other workers may fail too, before all are stopped.
 _SETTLE = 0.3
-#: The same while all failures that are known are consequences: the cause may be slower to end.
+#: The same, while every known failure is a consequence of another: the cause may end later.
 _SETTLE_CONSEQUENCE = 1.5
 
 Planner = Callable[[Generation], Plan]
 
 
 class _State(enum.Enum):
-    """State of the workers of a generation."""
+    """State of this launcher's workers."""
 
     RUNNING = enum.auto()
-    #: They end, and another generation begins.
+    #: The workers are to be stopped and started again.
     RESTART = enum.auto()
     FAILED = enum.auto()
     DONE = enum.auto()
 
 
 class Agent:
-    """Runs generation after generation of workers, which come from the fork server.
+    """Runs workers through a fork server, and starts them again after failures.
+
+    A generation is the set of worker processes between two restarts.
 
     Args:
-        planner: gives the plan of a generation, once the rendezvous of its workers is known.
-        deadline: moment of `time.monotonic` at which the launch is over; `None` for none.
+        planner: returns the plan of a generation's workers, after the launchers' rendezvous.
+        deadline: `time.monotonic` value at which the launch times out; `None` for no limit.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Agent:
         self._restarts = restarts
         self._leaving = False
         self._preempted: set[int] = set()  # process ids of ranks that have been sent SIGTERM
-        #: The verdict, if the launch did not end well.
+        #: Message about the failure or preemption of the launch; `None` after success.
         self.verdict: Verdict | None = None
 
     def run(self) -> None:
-        """Run the workers to their end; report to the other launchers how it went."""
+        """Run the workers until they end, with restarts; report the result to the other launchers."""
         try:
             try:
                 self._run_generations()
@@ -109,7 +111,7 @@ class Agent:
         self._start_workers()
         while (state := self._look()) is not _State.DONE:
             if state is _State.RESTART:
-                # Without grace: their state is in the snapshot, and time is what a restart costs.
+                # SIGKILL at once: the state is in the snapshot, and a restart should be fast.
                 self._processes.kill()
                 self._stop_workers()
                 self._start_workers()
@@ -149,7 +151,7 @@ class Agent:
     # --- state of the workers ----------------------------------------------------------------
 
     def _look(self) -> _State:
-        """Wait for an event of the workers, a moment at most; return their state."""
+        """Poll the workers, the hang detector and the coordinator; return the workers' state."""
         self._server.wait(_INTERVAL)
         self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -157,14 +159,14 @@ class Agent:
         self._processes.look()
         if self._failed():
             self._settle()
-            # A rank that ended by the signal that was passed on had no run left to save.
+            # A rank that the passed-on SIGTERM ended had no run to save: end the launch.
             exits = self._processes.exits.values()
             if any(e.pid in self._preempted and e.code == -signal.SIGTERM for e in exits):
                 self._stop()
             return self._report(self._failure())
         if (hang := self._hang()) is not None:
             state = self._report(hang)
-            self._processes.kill()  # a worker that hangs has nothing to report
+            self._processes.kill()  # workers that hang cannot report anything
             return state
         if self._coordinator is not None and self._coordinator.decision is not None:
             return self._apply(self._coordinator.decision)
@@ -172,23 +174,23 @@ class Agent:
             return _State.RUNNING
         if self._coordinator is None:
             return self._succeed()
-        # Until all launchers are done: one of them hosts the store that the others' workers use.
+        # Wait until all launchers are done: launcher 0 hosts the store that all workers use.
         self._coordinator.done()
         return _State.RUNNING
 
     def _training(self) -> bool:
-        """Whether any worker runs: servers end when the launcher tells them that all workers have."""
+        """Whether any worker runs; parameter servers don't count, as they end after the workers."""
         return any(worker.rank not in self._processes.exits for worker in self._workers)
 
     def _failed(self) -> dict[int, Exit]:
-        """Return the exits of workers that failed; a run that is preempted, saves and exits has not."""
+        """Return the exits of workers that failed; a preempted run that saved its state did not fail."""
         fine = {0, PREEMPTED} if self._progress.opened else {0}
         return {rank: e for rank, e in self._processes.exits.items() if e.code not in fine}
 
     def _failures(self) -> list[Failure]:
         found = failure.collect((*self._workers, *self._servers), self._failed())
         if found and all(one.consequence for one in found):
-            # The others may have waited for a rank that ended inside of its run, with exit code 0.
+            # A rank may have exited with code 0 inside its run, while the other ranks waited for it.
             inside = [w for index, w in enumerate(self._workers) if self._progress.is_inside(index)]
             exits = self._processes.exits
             ended = {w.rank: exits[w.rank] for w in inside if w.rank in exits}
@@ -197,12 +199,12 @@ class Agent:
         return found
 
     def _settle(self) -> None:
-        """Give the others a moment to fail by themselves: the cause may be among them."""
+        """After a first failure, wait a moment for other workers to fail: one of them may be the cause."""
         began = time.monotonic()
         while self._training():
             cause = failure.first(self._failures())
             if cause.report is None and cause.exit is not None and cause.exit.code < 0:
-                return  # a signal follows from no other rank's failure
+                return  # a rank killed by a signal is a cause: no wait is needed
             patience = _SETTLE_CONSEQUENCE if cause.consequence else _SETTLE
             if time.monotonic() - began > patience or self._interrupts.first:
                 return
@@ -212,7 +214,7 @@ class Agent:
     # --- decisions ---------------------------------------------------------------------------
 
     def _failure(self) -> FailureReport:
-        """Return this launcher's failures as a report to the coordinator."""
+        """Return the report of this launcher's first failure, for the coordinator."""
         failures, size = self._failures(), self._rendezvous.membership.size
         cause = failure.first(failures)
         return FailureReport(
@@ -222,7 +224,7 @@ class Agent:
         )
 
     def _hang(self) -> FailureReport | None:
-        """Return the report to the coordinator if no rank moves any more."""
+        """Return a report for the coordinator if the ranks hang; otherwise `None`."""
         size = self._rendezvous.membership.size
         hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
         if hang is None:
@@ -231,7 +233,7 @@ class Agent:
         return FailureReport(verdict=hang.verdict, consequence=True, time=hang.progress)
 
     def _report(self, report: FailureReport) -> _State:
-        """Let the coordinator decide on a failure, or the restart policy where there is none; apply it."""
+        """Get a decision on a failure from the coordinator, or from the restart policy, and apply it."""
         verdict, number = report.verdict, self._rendezvous.generation
         self._record("failure", generation=number, name=verdict.name, text=verdict.brief)
         decision: Decision | None = None
@@ -251,7 +253,7 @@ class Agent:
         return decision
 
     def _apply(self, decision: Decision) -> _State:
-        """Apply what is decided for all launchers."""
+        """Apply a decision that holds for all launchers; return the workers' next state."""
         if decision.kind == "round" and self._interrupts.first is not None:
             self._leaving = True
             self._interrupts.check()
@@ -282,7 +284,7 @@ class Agent:
         return self.verdict.exit_code if self.verdict else 0
 
     def _record(self, kind: str, **fields: Any) -> None:
-        """Append an event of a run; where the disk fails, the ranks report it."""
+        """Append an event to this launcher's event file; ignore disk errors, which the ranks report."""
         if self.plan is None or not self._restarts.is_run:
             return
         run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
@@ -293,9 +295,9 @@ class Agent:
     # --- signals -----------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raise `Interrupted` if a signal has stopped the launcher; report it to the others first.
+        """Raise `Interrupted` if the launcher got a signal; report to the other launchers first.
 
-        A run that is preempted gets the time to save itself, or the ranks that have opened it do.
+        A signal that preempts a run raises nothing: the ranks get SIGTERM, save the run and exit.
         """
         coordinator = self._coordinator
         if coordinator is not None and coordinator.saves:
@@ -308,7 +310,7 @@ class Agent:
             self._preempt_ranks()
 
     def _preempt_ranks(self) -> None:
-        """Send SIGTERM to the ranks that have opened a run: they save it and exit."""
+        """Send SIGTERM to the ranks that have opened a run: each saves the run's state and exits."""
         ranks = self._progress.pids - self._preempted
         if ranks:
             self._server.signal(signal.SIGTERM, only=ranks)
@@ -321,7 +323,7 @@ class Agent:
         self._interrupts.check()
 
     def _leave(self, text: str, exit_code: int) -> None:
-        """Report to the other launchers, if any, what ends this one; some can continue without it."""
+        """Report to the other launchers why this launcher ends; an elastic launch continues without it."""
         if self._coordinator is None:
             return
         if self._rendezvous.may_leave:
@@ -334,7 +336,7 @@ class Agent:
         self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
 
     def _await_signal(self) -> None:
-        """Wait for a signal: Slurm sends it to all processes of a step, the fork server among them."""
+        """Wait briefly for a signal: Slurm may have sent the same signal to the lost fork server."""
         deadline = time.monotonic() + _SETTLE
         while time.monotonic() < deadline:
             self._check()
@@ -344,23 +346,23 @@ class Agent:
 
     def _stop_workers(self) -> None:
         if self._progress.opened:
-            # SIGTERM asks a run to save itself, and ranks to agree when: some of them are gone.
+            # No SIGTERM: a run would save its state, for which ranks are missing.
             self._processes.end(signal.SIGKILL, LAST_GRACE)
         self._shutdown()
 
     def _shutdown(self) -> None:
-        """Send the workers' sessions SIGTERM, or the signal that ended the launcher, and later SIGKILL."""
+        """Send all workers SIGTERM, or the signal that ended the launcher; after a timeout, SIGKILL."""
         if self.plan is None:
             return
         signum, spec = signal.SIGTERM, self.plan.spec
         if self._interrupts.first in spec.signals_passed_on:
             signum = self._interrupts.first
         grace = spec.settings.value_or_default("shutdown_timeout", os.environ)
-        # A launcher that leaves keeps the others waiting, although they have all the state of its workers.
+        # If this launcher leaves, do not keep the others waiting: they have the state of its workers.
         if not self._leaving and self._processes.end(signum, grace):
             return
         seconds = TABLE["shutdown_timeout"].default
         if not self._processes.end(signal.SIGKILL, seconds):
-            # One that hangs in a driver does not keep the launcher.
+            # Do not wait for a process that hangs in a driver.
             self._processes.name_living(seconds, "the system ends them when it can")
             self._processes.forget_living()

@@ -1,4 +1,4 @@
-"""A worker in a fresh interpreter: `-m lockstep.launch.agent.bootstrap [--seeded] KIND TARGET ARGS`."""
+"""Entry point of a spawned worker: `-m lockstep.launch.agent.bootstrap [--seeded] KIND TARGET ARGS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the target that the command line names, with Lockstep's reporting around it."""
+    """Run the script, module or function of the command line; report its exception to the launcher."""
     from lockstep.launch import functions
     from lockstep.launch.agent import worker
     from lockstep.launch.plan import SEEDED

@@ -1,7 +1,7 @@
-"""Run a function in a child process with a timeout, so that a hang or crash is one finding.
+"""Run a function in a child process with a timeout, so that a hang or crash leaves the parent running.
 
-A file server that does not answer, a driver that hangs and a processor that lacks an instruction end the
-child and not its parent. Children are forked before the parent starts a thread, and before it touches CUDA.
+Examples are a file server that does not answer, a driver that hangs, an unknown instruction.
+Children are forked before the parent starts a thread or initializes CUDA.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lockstep.launch.agent import processes
 
 
 class LostError(Exception):
-    """The result did not come; the text has the reason."""
+    """A function returned no result: it timed out, raised or crashed; the text has the reason."""
 
 
 class Child:
     """A forked process that waits for an argument, calls a function with it, and sends the result.
 
     Args:
-        work: takes and returns values of JSON's types.
+        work: function of one argument; argument and result are JSON values.
     """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
@@ -42,16 +42,16 @@ class Child:
         end.close()
 
     def give(self, argument: Any) -> Child:
-        """Send the argument; return this child."""
+        """Send the function's argument to the child process; return this object."""
         with contextlib.suppress(OSError):  # it has crashed: `result` says so
             self._line.send_bytes(json.dumps(argument).encode())
         return self
 
     def result(self, seconds: float) -> Any:
-        """Return the function's value; the process is gone afterwards.
+        """Return the function's result, and end the child process.
 
         Raises:
-            LostError: if it did not within `seconds`, raised, or crashed.
+            LostError: if the function took longer than `seconds`, raised or crashed.
         """
         text = b""
         try:
@@ -74,7 +74,7 @@ class Child:
         return answer["value"]
 
     def close(self) -> None:
-        """Kill it, and all that it has started."""
+        """Kill the child process, and every process that it started."""
         self._line.close()
         if self._ended is None:
             self._ended = processes.end(self.pid)
@@ -96,12 +96,12 @@ def _serve(parent: int, line: Connection, work: Callable[[Any], Any]) -> NoRetur
 
 
 def bounded(work: Callable[[], Any], seconds: float) -> Any:
-    """Call `work` in a thread and return its value; abandon the thread after `seconds`.
+    """Call `work` in a thread and return its result; abandon the thread after `seconds`.
 
-    A store of torch whose host is out of reach keeps its caller for as long as TCP does.
+    For calls without a timeout of their own, such as those of a `TCPStore` whose host is unreachable.
 
     Raises:
-        LostError: if it does not return in time.
+        LostError: if `work` does not return in time.
     """
     result: Future[Any] = Future()
 

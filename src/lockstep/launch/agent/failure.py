@@ -1,4 +1,4 @@
-"""One verdict for a failed launch: the rank that failed first, why, and where to read more."""
+"""`Verdict`: the one message about a failed launch: the rank that failed first, the cause, its log."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _CAUSES: dict[int, str] = {
 
 
 class Kind(StrEnum):
-    """Origin of a failure."""
+    """Kind of a failure, which decides whether the workers start again."""
 
     SIGNAL = "signal"
-    PEER = "peer"  # another rank's end, whose own cause is not known
+    PEER = "peer"  # the end of another rank, whose own failure was not reported
     HANG = "hang"
-    LOST = "lost"  # a node
-    ENVIRONMENT = "environment"
-    SCRIPT = "script"
-    REFUSED = "refused"  # by Lockstep itself, which would refuse again
+    LOST = "lost"  # a launcher, or its node
+    ENVIRONMENT = "environment"  # disk, network, memory: may not happen again
+    SCRIPT = "script"  # an exception that would happen again
+    REFUSED = "refused"  # an error of Lockstep, which would happen again
 
 
 def _names(kind: type[BaseException]) -> Iterator[str]:
@@ -60,8 +60,8 @@ def _names(kind: type[BaseException]) -> Iterator[str]:
         yield from _names(one)
 
 
-#: Errors of a disk, a file server, a network or a limit that need not come again. All other errors of the
-#: system are about a path or a call, and would come again.
+#: `errno` values of a disk, a file server, a network or a limit, which may not happen again. Other values
+#: are about a path or a call, and would happen again.
 _TRANSIENT = frozenset(
     {
         # a device, or a file server that restarts or fails over
@@ -75,15 +75,16 @@ _TRANSIENT = frozenset(
         *(errno.ENOTCONN, errno.ESHUTDOWN),
     }
 )
-#: Errors of the system, which may come without its number.
+#: Names of operating-system exceptions, which may lack an `errno`.
 _SYSTEM = {*_names(ConnectionError), "BlockingIOError", "InterruptedError", "TimeoutError"}
-#: Of torch (memory, devices, stores and process groups) and of the standard library.
+#: Names of exceptions of torch (memory, devices, process groups) and the standard library that may not
+#: happen again.
 _ENVIRONMENT = {
     *("MemoryError", "OutOfMemoryError", "AcceleratorError"),
     *("DistBackendError", "DistNetworkError", "DistStoreError"),
     *("HTTPError", "IncompleteRead", "SSLError", "URLError"),
 }
-#: Texts of torch's plain `RuntimeError`, when it is the machine that failed.
+#: Messages of `RuntimeError` that torch raises for a failure of the machine.
 _PHRASES = re.compile(
     r"DataLoader worker .*(killed|exited)|can't allocate memory|cannot allocate memory"
     r"|too many open files|no space left on device|unable to (open|mmap|write).*shared memory"
@@ -93,9 +94,9 @@ _PHRASES = re.compile(
 
 
 def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
-    """Return the kind of a failure; `code` is an exit code, or minus the signal that ended the rank."""
+    """Return the kind of a rank's failure; `code` is its exit code, or minus the signal that ended it."""
     if report is not None and report.exception == errors.EarlyExitError.__name__:
-        return Kind.REFUSED  # a consequence of what the script does, and would do again
+        return Kind.REFUSED  # the script would do the same again
     if consequence:
         return Kind.PEER
     if report is None:
@@ -107,24 +108,25 @@ def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
 
 
 def _is_transient(report: Report) -> bool:
-    """Whether an exception comes from the machine, and need not come again."""
+    """Whether an exception was caused by the machine (disk, network, memory) and may not happen again."""
     if report.exception in set(_names(errors.UsageError)):
         return False
     if _TRANSIENT.intersection(report.errnos) or report.exception in _ENVIRONMENT:
         return True
     if report.exception in _SYSTEM:
         return not report.errnos
-    # A plain OSError without a number is a library's, which read a damaged file, and would do so again.
+    # An OSError without a number comes from a library, for example for a damaged file: not transient.
     return report.exception == "RuntimeError" and bool(_PHRASES.search(report.message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rank's exception, or the end of its process.
+    """Failure of one worker: its exception, or the exit of its process.
 
     Attributes:
-        time: when it failed, by this machine's `time.monotonic`.
-        report: its exception, where it could describe it.
+        time: moment of the failure, by this machine's `time.monotonic`.
+        report: the worker's report of its exception; `None` if it wrote none.
+        exit: exit of the process; `None` while it runs.
     """
 
     worker: WorkerPlan
@@ -134,27 +136,27 @@ class Failure:
 
     @property
     def consequence(self) -> bool:
-        """Whether another rank's failure explains this one."""
+        """Whether this failure only follows from another rank's, such as a closed connection."""
         if self.report is not None:
             return self.report.consequence
-        # A script started by exec describes nothing; its last lines of output show as much.
+        # A script started by exec writes no report; search its last lines of output.
         return self.code > 0 and error_report.blames_peer("\n".join(last_lines(self.worker.log)))
 
     @property
     def code(self) -> int:
-        """Exit code of its process, or minus the signal that ended it; 1 while it lives."""
+        """Exit code of the process, or minus the signal that ended it; 1 while the process runs."""
         return 1 if self.exit is None else self.exit.code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The message about a failed launch.
+    """The message about a failed launch, with the launcher's exit code.
 
     Attributes:
-        text: the lines for the user.
-        name: of the rank or server that failed first; `None` where it was neither.
-        traceback: its Python traceback, where there was one.
-        brief: one line, for a failure that is not the end; by default the first of `text`.
+        text: the lines printed for the user.
+        name: name of the rank or parameter server that failed first, such as `rank 1`; `None` if unknown.
+        traceback: Python traceback of that process, if it raised an exception.
+        brief: one line, printed when the workers start again; by default the first line of `text`.
     """
 
     text: str
@@ -171,7 +173,7 @@ class Verdict:
 
 
 def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:
-    """Return the failures known so far: workers in `exits`, and those that described an exception."""
+    """Return the failures of workers that are in `exits` or have written an error file."""
     failures = []
     for worker in workers:
         left, report = exits.get(worker.rank), error_report.read(worker.error_file)
@@ -182,17 +184,17 @@ def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Fa
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that explains the others: the earliest that is not a consequence."""
+    """Return the earliest failure that does not follow from another one: the likely cause."""
     return min(failures, key=lambda failure: (failure.consequence, failure.time))
 
 
 def verdict(
     failures: list[Failure], size: int, *, killed_for_memory: bool | None = None
 ) -> Verdict:
-    """Return the verdict over failures in a launch of `size` ranks.
+    """Return the message about the failures in a launch of `size` ranks.
 
-    `killed_for_memory` is whether the kernel killed a process of this group for memory meanwhile; `None`
-    where it doesn't say.
+    `killed_for_memory` is whether the kernel's out-of-memory killer ended a process of this control group;
+    `None` if unknown.
     """
     cause = first(failures)
     name = cause.worker.name
@@ -213,14 +215,14 @@ def verdict(
 
 
 def wall(moment: float) -> float:
-    """Return the time of day at a moment of `time.monotonic`: other machines have their own."""
+    """Convert a `time.monotonic` value of this machine to Unix time, which machines can compare."""
     return time.time() - (time.monotonic() - moment)
 
 
 def preempted(step: int, run_dir: Path, command: Sequence[str]) -> Verdict:
-    """Return the verdict over a run that has saved its state and left: the command that continues it.
+    """Return the message about a preempted run, with the command that resumes it.
 
-    `command` is what started it, without its directory; empty for a function.
+    `command` is the command line of the launch, without the run directory; empty for a function.
     """
     place = str(short(run_dir))
     how = shlex.join(["lockstep", "run", "--run-dir", place, *command])
@@ -231,13 +233,13 @@ def preempted(step: int, run_dir: Path, command: Sequence[str]) -> Verdict:
 
 
 class MemoryKills:
-    """How often the kernel kills a process of this control group for memory."""
+    """Detects kills by the kernel's out-of-memory killer in this process's control group."""
 
     def __init__(self) -> None:
         self._before = oom_kills()
 
     def grew(self) -> bool | None:
-        """Return whether it has since the last call; `None` where the kernel doesn't count."""
+        """Return whether there was a kill since the last call; `None` if the kernel keeps no count."""
         before, self._before = self._before, oom_kills()
         return None if before is None or self._before is None else self._before > before
 
@@ -259,7 +261,7 @@ def _what(failure: Failure, killed_for_memory: bool | None) -> str:
 
 
 def _briefly(failure: Failure, what: str, killed_for_memory: bool | None) -> str:
-    """Return the end of a rank in a few words; `what` is the long form."""
+    """Return the failure of a rank in a few words; `what` is the long description."""
     report, code = failure.report, failure.code
     if report is not None:
         place = f" ({short(Path(report.file))}:{report.line})" if report.file else ""
@@ -293,7 +295,7 @@ def _details(failure: Failure) -> list[str]:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log file."""
+    """Return the last non-empty lines of a log file; an empty list if it is unreadable."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - _LAST_BYTES))

@@ -1,8 +1,8 @@
-"""The fork server: a single-threaded child that forks, watches and ends the workers.
+"""`ForkServer`: a single-threaded child process of the launcher that forks, monitors and ends the workers.
 
-It is forked before the launcher starts any thread or store, so that its own forks can never copy a
-lock of another thread. Launcher and server exchange small JSON messages over one socket. Its end of
-file shows the server that the launcher is gone, for whatever reason.
+The server is forked before the launcher starts any thread or store, so that its own forks never copy a
+locked lock of another thread. Launcher and server exchange small JSON messages over one socket. The server
+kills the workers and exits when the launcher closes the socket or dies.
 
     launcher ── socket ── server ── fork ── worker (session of its own)
 """
@@ -25,13 +25,13 @@ from lockstep.errors import RunError
 from lockstep.launch.agent import processes
 from lockstep.launch.devices.binding import PROCESSORS
 
-#: Upper bound of one message; environment additions and a few numbers.
+#: Upper bound of one message in bytes.
 _MESSAGE = 1 << 17
-#: Servers that are tried with imports, each without a package that the one before it could not share.
+#: Maximum number of servers started with shared imports; each leaves out the package that failed before.
 _TRIES = 4
-#: How long killed workers may take to end when the server does.
+#: Seconds that killed workers have to end when the server ends.
 _KILL_SECONDS = 5.0
-#: How often the launcher looks for signals meanwhile.
+#: Seconds between two calls of `check` while the server imports packages.
 _CHECK_SECONDS = 0.1
 
 
@@ -49,8 +49,8 @@ class Exit:
     """Exit of one worker process.
 
     Attributes:
-        code: exit code, or minus the signal that killed it.
-        time: when it was reaped, by `time.monotonic`.
+        code: exit code, or minus the signal that killed the process.
+        time: moment of the exit, by `time.monotonic`.
     """
 
     rank: int
@@ -59,20 +59,20 @@ class Exit:
     time: float
 
 
-#: Runs in the worker's clean process and never returns.
+#: Function that runs in a freshly forked worker process and never returns.
 Job = Callable[[ForkRequest], NoReturn]
-#: Imports what workers share, without some packages; returns one that cannot be shared.
+#: Function that imports packages for all workers, except the given ones; returns one that breaks `fork`.
 Preload = Callable[[Collection[str]], str | None]
 
 
 class ForkServer:
-    """The launcher's side of the fork server: starts workers, receives their ends, and ends them.
+    """The launcher's side of the fork server: starts workers, receives their exits, and signals them.
 
     Args:
-        job: runs in each worker; the server keeps it in memory, so it need not be importable.
-        ignored: signals that are meant for launcher and workers alone, whichever process gets them.
-        preload: runs in the server before it forks workers.
-        check: called while it does; where it raises, the server is ended.
+        job: function that runs in each worker; it need not be importable.
+        ignored: signals that the server ignores besides SIGINT and SIGHUP.
+        preload: function that runs in the server before it forks workers.
+        check: called repeatedly during `preload`; if it raises, the server is killed.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class ForkServer:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._exits: list[Exit] = []
-        # Which import does not go with forks is known when it has been done.
+        # Only an actual import shows whether a package makes forks unsafe.
         skipped: list[str] = []
         while preload is not None and len(skipped) < _TRIES:
             self._start_server(job, ignored, partial(preload, skipped))
             try:
                 problem = self._preload_result(check)["problem"]
-            except RunError:  # an import has ended the server: workers import by themselves
+            except RunError:  # an import has ended the server: import nothing before the forks
                 self.close()
                 break
             if problem is None:
@@ -109,17 +109,17 @@ class ForkServer:
         self._pid = processes.fork()
         if self._pid == 0:
             self._socket.close()
-            # A handler that does nothing, not SIG_IGN: that would pass through `exec` into the workers.
+            # An empty handler instead of SIG_IGN, which workers would keep after `exec`.
             for number in {signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, *ignored}:
                 signal.signal(number, lambda *_: None)
             _serve_and_exit(theirs, job, launcher, preload)
         theirs.close()
 
     def start(self, request: ForkRequest, streams: Sequence[int]) -> int:
-        """Start a worker with these descriptors of its standard streams; return its process id.
+        """Fork a worker whose standard streams are the descriptors `streams`; return its process id.
 
         Raises:
-            RunError: if the server is gone or could not fork.
+            RunError: if the server has ended or could not fork.
         """
         try:
             socket.send_fds(self._socket, [json.dumps(asdict(request)).encode()], streams)
@@ -134,7 +134,7 @@ class ForkServer:
             self._exits.append(Exit(**answer))
 
     def poll(self) -> list[Exit]:
-        """Return the workers that ended since the last call, without waiting."""
+        """Return the exits of workers that ended since the last call, without waiting."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._exits.append(Exit(**self._receive(socket.MSG_DONTWAIT)))
@@ -142,25 +142,25 @@ class ForkServer:
         return exits
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is something to poll, `seconds` at most."""
+        """Wait until a worker ends, `seconds` at most."""
         if not self._exits:
             self._has_message(seconds)
 
     def signal(self, signum: int, only: Collection[int] | None = None) -> None:
-        """Send `signum` to the sessions of all living workers, or `only` to the workers with these ids."""
+        """Send `signum` to the sessions of all running workers, or to the processes `only`."""
         message = {"signal": int(signum), "only": None if only is None else sorted(only)}
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Kill the workers that are left and wait for the server's end, as long as that can take."""
+        """Kill the remaining workers and wait until the server has ended, or kill the server too."""
         self._socket.close()
         with contextlib.suppress(ChildProcessError):  # closed before
             if processes.reap(self._pid, 2 * _KILL_SECONDS) is None:
                 processes.end(self._pid)
 
     def _preload_result(self, check: Callable[[], None]) -> dict[str, Any]:
-        """Return the server's message after its imports; it does not listen meanwhile."""
+        """Wait until the server has run `preload`; return its message with the result."""
         try:
             while not self._has_message(_CHECK_SECONDS):
                 check()
@@ -199,10 +199,10 @@ def _serve_and_exit(
     launcher: int,
     preload: Callable[[], str | None] | None,
 ) -> NoReturn:
-    """Run the server until the launcher closes the socket or dies."""
+    """Run the fork server in this process until the launcher closes the socket or dies."""
     try:
         os.setsid()
-        # Not SIGKILL: the server outlives its launcher by the moment it takes to kill whole sessions.
+        # Not SIGKILL: the server first kills the sessions of the workers.
         processes.die_with_parent(launcher, signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there are workers to end
         if preload is not None:
@@ -232,7 +232,7 @@ class _Server:
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, *_: object) -> None:
-        # Slurm signals every process of a step: as long as the launcher lives, it ends this server.
+        # Ignore Slurm's signal to all processes of a step: while the launcher runs, it ends this server.
         self._ending = os.getppid() != self._launcher
 
     def serve(self) -> None:
@@ -250,11 +250,11 @@ class _Server:
                 break
         self._signal_all(signal.SIGKILL)
         deadline = time.monotonic() + _KILL_SECONDS
-        for pid in self._ranks:  # one that hangs in a driver is left: the launcher has named it
+        for pid in self._ranks:  # do not wait longer for a process that hangs in a driver
             processes.reap(pid, deadline - time.monotonic())
 
     def _handle(self) -> bool:
-        """Handle one message; return whether the launcher is still there."""
+        """Handle one message; return `False` if the launcher has closed the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 3)
         except ConnectionError:
@@ -267,7 +267,7 @@ class _Server:
         elif message["only"] is None:
             self._signal_all(message["signal"])
         else:
-            # Those are not reaped, so each id is still the worker's.
+            # These workers are not reaped, so no other process has their ids.
             for pid in self._ranks.keys() & message["only"]:
                 os.kill(pid, message["signal"])
         return True
@@ -302,9 +302,9 @@ class _Server:
         os._exit(127)
 
     def _reap(self) -> None:
-        """Report the workers that have ended; kill what a failed one has left in its session."""
+        """Report the exits of workers to the launcher; kill the child processes of a failed worker."""
         for pid in list(self._ranks):
-            # Seen but not reaped yet: the process id, which names the session, is still ours.
+            # The process is not reaped yet, so its id still names its session.
             seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if seen is None:
                 continue

@@ -1,8 +1,8 @@
-"""Hang detection: if no rank makes progress, find the rank that others wait for, and its line.
+"""Hang detection: if no rank makes progress, find the rank that others wait for, and its source line.
 
-A rank writes a number that grows with everything that happens on it (`checkpoint.shared_memory.Slot`). A
-rank that waits while others move is early, no more. Where no rank moves for the hang timeout, none will:
-then every rank writes its Python stacks, and the rank with the fewest collective calls is behind.
+Each rank counts its calls in memory that it shares with the launcher (`checkpoint.shared_memory.Slot`).
+If no count changes for the hang timeout, the ranks hang: then every rank writes its Python stacks, and the
+rank that has entered the fewest collective calls is reported as the cause.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from lockstep.state.record import stacks
 from lockstep.state.record.stacks import Frame
 from lockstep.world import host
 
-#: The longest time between two looks that counts: a launcher that was stopped has seen nothing meanwhile.
+#: Maximum time between two polls that counts as hanging: the launcher itself may have been stopped.
 _LONGEST_LOOK = 5.0
-#: Looks per timeout, so that it is kept well enough, and at most one in so many seconds.
+#: Polls per hang timeout, and the maximum number of seconds between two polls.
 _LOOKS, _LOOK_SECONDS = 10, 1.0
 _START = "the start of the run"
-#: Seconds that ranks have to write their stacks.
+#: Seconds that ranks have to write their Python stacks.
 _DUMP_SECONDS = 2.0
-#: How much longer a launcher waits if all of its ranks wait for another's, which knows more.
+#: Additional seconds for a launcher whose ranks all wait for a rank of another launcher.
 _OTHERS_SECONDS = 5.0
-#: The most ranks that a verdict lists one by one: it fits on a screen.
+#: Maximum number of ranks in the message about a hang.
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Position of one rank while no rank moves.
+    """Position of one rank in the script during a hang.
 
     Attributes:
-        entered: number of collective calls that it has entered.
-        waiting: index in `COLLECTIVES` of the call that it is in; 0 for none.
-        frames: its main thread's stack, innermost first; empty where it wrote none.
+        entered: number of collective calls that the rank has entered.
+        waiting: index in `COLLECTIVES` of the call that the rank is in; 0 for none.
+        frames: stack of the rank's main thread, innermost frame first; empty if unknown.
+        stacks: file with the stacks of all threads, if the rank wrote one.
     """
 
     worker: WorkerPlan
@@ -58,29 +59,29 @@ class Position:
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """Sort key: the rank that the others wait for comes first."""
+        """Sort key that puts the likely cause of the hang first: stopped ranks, then the least progress."""
         return not self.stopped, self.progress, self.worker.rank
 
     @property
     def progress(self) -> float:
-        """Its progress: a rank inside a collective call is further than one before it."""
+        """Number of collective calls, plus 0.5 inside a call; -1 before the rank has opened a run."""
         if not self.opened:
             return -1.0
         return self.entered + (0.5 if self.waiting else 0.0)
 
     @property
     def place(self) -> str:
-        """Its line in the user's code."""
+        """The rank's current file and line in the user's code, for messages; may be empty."""
         frame = stacks.users(list(self.frames))
         return f" at {frame}" if frame is not None else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """A hang: no rank of this launcher moves.
+    """A hang of this launcher's ranks.
 
     Attributes:
-        progress: of the rank that is behind: less is a likelier cause, over all launchers.
+        progress: `Position.progress` of the likely cause; over all launchers, the lowest is reported.
     """
 
     verdict: Verdict
@@ -88,10 +89,11 @@ class Hang:
 
 
 class HangWatch:
-    """Watches whether the ranks of this launcher move.
+    """Detects a hang of this launcher's ranks: no rank makes progress for a number of seconds.
 
     Args:
-        timeout: seconds without a sign of life from any of them; 0 for never.
+        slots: progress of each rank, in shared memory.
+        timeout: seconds without progress of any rank that count as a hang; 0 disables the detection.
     """
 
     def __init__(self, slots: Sequence[Slot], timeout: float) -> None:
@@ -109,13 +111,13 @@ class HangWatch:
         size: int,
         servers: Sequence[WorkerPlan] = (),
     ) -> Hang | None:
-        """Return the hang, if there is one; to be called often.
+        """Return a hang if the ranks have made no progress for the timeout; call it several times a second.
 
         Args:
             workers: all workers of this launcher, in the order of their slots.
-            pids: process ids of those, and of servers, that have not ended, by rank.
+            pids: process ids of the workers and servers that have not ended, by rank.
             size: number of ranks in the launch.
-            servers: its parameter servers, which have no slots: they wait for workers.
+            servers: parameter servers of this launcher; they have no slots.
         """
         now = time.monotonic()
         passed = now - self._looked
@@ -154,7 +156,7 @@ class HangWatch:
         dump([(worker, pid) for worker, _, pid in living])
         if self._beats != self._read():
             self._still = 0.0
-            return None  # it continued at the last moment
+            return None  # a rank made progress meanwhile
         positions = [_position(worker, slot, pid) for worker, slot, pid in living]
         behind = min(positions, key=lambda position: position.order)
         return Hang(
@@ -165,7 +167,7 @@ class HangWatch:
 
 
 def verdict(positions: Sequence[Position], size: int, timeout: float) -> Verdict:
-    """Return the verdict over ranks that stand still."""
+    """Return the failure message about ranks that hang, the likely cause first."""
     cause, *others = sorted(positions, key=lambda position: position.order)
     rank = cause.worker.rank
     what = "is stopped (SIGSTOP)" if cause.stopped else "hangs"
@@ -186,7 +188,7 @@ def verdict(positions: Sequence[Position], size: int, timeout: float) -> Verdict
 
 
 def _server_verdict(server: WorkerPlan, timeout: float) -> Verdict:
-    """Return the verdict over ranks that wait for a server that is stopped."""
+    """Return the failure message about a stopped parameter server."""
     what = f"{server.name} is stopped (SIGSTOP)"
     line = f"lockstep: {what} on {socket.gethostname()}: no rank has moved for {timeout:g} s"
     return _hang_verdict([line, f"  log: {short(server.log)}"], server.name, what)
@@ -219,7 +221,7 @@ def _hint(cause: Position) -> str:
 
 
 def dump(workers: Sequence[tuple[WorkerPlan, int]]) -> None:
-    """Let workers, given with their process ids, write their stacks; copy them beside their logs."""
+    """Make workers write their Python stacks, and copy the stacks into the directory of the logs."""
     writing = []
     for worker, pid in workers:
         if not is_stopped(pid) and _handles_signal(pid):
@@ -230,12 +232,12 @@ def dump(workers: Sequence[tuple[WorkerPlan, int]]) -> None:
     while not all(map(_frames, writing)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for worker in writing:
-        with contextlib.suppress(OSError):  # a full disk: the verdict has the lines that matter
+        with contextlib.suppress(OSError):  # the failure message has the important lines
             shutil.copyfile(stacks.beside(worker.error_file), worker.log.with_suffix(".stacks"))
 
 
 def _frames(worker: WorkerPlan) -> list[Frame]:
-    """Return the stack of a worker's main thread, innermost first; empty where it wrote none."""
+    """Return the stack of a worker's main thread, innermost frame first; empty if not written."""
     with contextlib.suppress(OSError):
         return stacks.main_thread(stacks.beside(worker.error_file).read_text(errors="replace"))
     return []
@@ -257,12 +259,12 @@ def _position(worker: WorkerPlan, slot: Slot, pid: int) -> Position:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger."""
+    """Whether a process is stopped by a signal or a debugger."""
     return host.process_fields(pid)[:1] in (["T"], ["t"])
 
 
 def _handles_signal(pid: int) -> bool:
-    """Whether a process handles the signal, which would end it otherwise."""
+    """Whether a process has a handler for the stack-dump signal, which would kill it otherwise."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")

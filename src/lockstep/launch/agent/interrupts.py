@@ -1,4 +1,4 @@
-"""Signals to the launcher, recorded as flags: no exception at an arbitrary line."""
+"""Signal handlers of the launcher: record signals as flags, which the launcher polls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal has stopped the launcher."""
+    """The launcher got a signal and is to exit."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(signum)
@@ -26,19 +26,20 @@ class Interrupted(BaseException):
 
 @dataclass(slots=True)
 class Interrupts:
-    """Signals received so far.
+    """Signals that the launcher has received.
 
     Attributes:
-        preempting: signals on which a run saves its state first.
+        preempting: signals on which a run saves its state before it ends.
+        first: the first signal; `None` before any.
     """
 
     preempting: frozenset[signal.Signals] = frozenset({signal.SIGTERM})
     first: signal.Signals | None = None
     count: int = 0
-    _until: float = 0.0  # when a repetition begins to count
+    _until: float = 0.0  # before this moment, a repeated signal is ignored
 
     def receive(self, signum: int, frame: FrameType | None = None) -> None:
-        """Handle a signal: record it."""
+        """Signal handler: record the signal."""
         if self.is_preemption and signum in self.preempting and time.monotonic() < self._until:
             return
         self.first = self.first or signal.Signals(signum)
@@ -47,34 +48,34 @@ class Interrupts:
             self._until = time.monotonic() + _SAME_REQUEST
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal has come."""
+        """Raise `Interrupted` if the launcher has received a signal."""
         if self.first is not None:
             raise Interrupted(self.first)
 
     @property
     def is_preemption(self) -> bool:
-        """Whether one signal has come, on which a run saves its state first."""
+        """Whether exactly one signal was received, and it asks the run to save its state and end."""
         return self.first in self.preempting and self.count == 1
 
     @property
     def is_repeated(self) -> bool:
-        """Whether a second signal has come: no more waiting."""
+        """Whether a second signal was received, so that the launcher must not wait any longer."""
         return self.count > 1
 
 
 @contextmanager
 def listening(more: Collection[signal.Signals] = ()) -> Iterator[Interrupts]:
-    """Handle signals as flags while the block runs; outside the main thread there are none.
+    """Context manager: record SIGINT, SIGTERM and SIGHUP instead of handling them; main thread only.
 
     Args:
-        more: signals on which a run saves its state first, as on SIGTERM.
+        more: further signals to record, on which a run saves its state as on SIGTERM.
     """
     interrupts = Interrupts(preempting=frozenset({signal.SIGTERM, *more}))
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    # A signal that was ignored before, as SIGHUP is under nohup, stays ignored. `None` is a handler
-    # that was not installed from Python, and could not be put back.
+    # Ignored signals stay ignored, such as SIGHUP under nohup. `None` means a handler that was not
+    # installed from Python, which could not be restored.
     wanted = [n for n in {*_SIGNALS, *more} if signal.getsignal(n) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, interrupts.receive) for number in wanted}
     try:

@@ -1,7 +1,7 @@
-"""Calls of Linux for processes: death signals, clean children, affinity, threads.
+"""Functions for Linux processes: fork, signal, wait, and reset the state that a forked child inherits.
 
-Everything here is for Linux. A child made by `fork` keeps its parent's signal handlers, random state
-and streams; `make_clean` gives it those of a process of its own.
+A child made by `fork` has its parent's signal handlers, random state and streams; `make_clean` resets
+them to those of a new process.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from collections.abc import Sequence
 from lockstep.world.cores import parse_list
 
 _PR_SET_PDEATHSIG = 1
-#: How long a killed process may take to end before it is left, and how often that is looked at.
+#: Seconds to wait for the end of a killed process, and seconds between two polls.
 _END_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 
 
 def signal_session(pid: int, signum: int) -> None:
-    """Send a signal to a child and to all that it has started in its session."""
+    """Send a signal to a child process and to all processes of its session."""
     try:
         os.killpg(pid, signum)
-    except ProcessLookupError:  # so young that it has no session of its own yet
+    except ProcessLookupError:  # the child has not called setsid yet
         os.kill(pid, signum)
 
 
 def reap(pid: int, seconds: float) -> int | None:
-    """Wait for a child, `seconds` at most; return its exit code, or minus the signal that ended it.
+    """Wait for a child's end; return its exit code, minus its signal, or `None` after `seconds`.
 
     Raises:
-        ChildProcessError: if it has been waited for.
+        ChildProcessError: if the child has been waited for before.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -50,24 +50,24 @@ def reap(pid: int, seconds: float) -> int | None:
 
 
 def end(pid: int) -> int | None:
-    """Kill a child and all in its session; return how it ended, or `None` where it cannot end now.
+    """Kill a child and all processes of its session; return its exit code as `reap` does.
 
-    The kernel ends a process that is inside a driver, or waits for a file server, when that call returns.
-    Nothing that is waited for here may depend on that.
+    Returns `None` if the child does not end within a second: it is inside a system call of a driver or file
+    server, and ends when the call returns.
 
     Raises:
-        ChildProcessError: if it has been waited for.
+        ChildProcessError: if the child has been waited for before.
     """
     signal_session(pid, signal.SIGKILL)
     return reap(pid, _END_SECONDS)
 
 
 def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
-    """Run a program; return its exit code and what it has written to standard output and error.
+    """Run a program; return its exit code, standard output and standard error.
 
     Raises:
-        TimeoutError: if it has not ended within so many seconds.
-        OSError: if it cannot be run.
+        TimeoutError: if the program runs longer than `seconds`.
+        OSError: if the program cannot be started.
     """
     with subprocess.Popen(
         words,
@@ -81,14 +81,14 @@ def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            # With an exit code the end of the block does not wait for it.
+            # With an exit code, `Popen.__exit__` does not wait for the process.
             process.returncode = end(process.pid) or -signal.SIGKILL
             raise TimeoutError from None
     return process.returncode, out, err
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Let the kernel send `signum` to this process when its parent, which may be dead already, dies."""
+    """Make the kernel send `signum` to this process when its parent dies; send it now if it is dead."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -97,7 +97,7 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 
 def fork() -> int:
-    """Fork without Python 3.12's warning about threads: callers have checked that there are none."""
+    """Call `os.fork` without Python 3.12's warning about threads; the caller must have no other thread."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -106,9 +106,9 @@ def fork() -> int:
 
 
 def make_clean(parent: int, streams: Sequence[int]) -> None:
-    """Turn a freshly forked child of `parent` into a worker of its own session.
+    """Reset the state that a freshly forked child inherits from `parent`, and start a new session.
 
-    The descriptors `streams` become standard input, output and error.
+    The child dies with `parent`; the descriptors `streams` become standard input, output and error.
     """
     die_with_parent(parent, signal.SIGKILL)
     os.setsid()
@@ -117,22 +117,22 @@ def make_clean(parent: int, streams: Sequence[int]) -> None:
         os.dup2(descriptor, number)
     for descriptor in set(streams):
         os.close(descriptor)
-    # A fresh interpreter seeds these from the system; children of one parent would all be equal.
+    # Seed from the system as a new interpreter does: otherwise all children have the same state.
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()  # not torch.seed(): that would reach for devices, too
+        torch.default_generator.seed()  # not torch.seed(), which also seeds devices
 
 
 def bind(cpus: str | None) -> None:
-    """Keep this process, which has one thread, and all that it starts to the processors of a list."""
+    """Bind this process, and the processes that it starts, to a list of CPUs such as `0-3,8`."""
     if cpus is not None:
         os.sched_setaffinity(0, parse_list(cpus))
 
 
 def reset_signals() -> None:
-    """Reset the signal handlers and the mask of the parent."""
+    """Reset the signal handlers and the signal mask inherited from the parent."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -142,7 +142,7 @@ def reset_signals() -> None:
 
 
 def renew_streams() -> None:
-    """Give Python's standard streams the buffers of this process; lines appear as they are written."""
+    """Open Python's standard streams anew on descriptors 0, 1 and 2; both outputs are line-buffered."""
     out, err = _encoding(sys.stdout), _encoding(sys.stderr)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = open(1, "w", buffering=1, encoding=out, closefd=False)  # noqa: SIM115
@@ -156,7 +156,7 @@ def _encoding(stream: object) -> str | None:
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process after `seconds` at most, whatever threads and `atexit` functions wait for."""
+    """Start a thread that ends this process after `seconds`, even if other threads still run."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -166,21 +166,20 @@ def end_within(seconds: float, code: int) -> None:
 
 
 def finalize(code: int) -> None:
-    """End this forked process as an interpreter ends: threads, `atexit`, flushes, module teardown.
+    """End this forked process as a Python interpreter ends: join threads, run `atexit`, flush files.
 
     The frames below belong to the launcher and must not be unwound here, so `sys.exit` will not do;
     `os._exit` would lose files that the script left open for the teardown to flush.
     """
-    # nanobind, with which some extensions of torch are made from 2.15 on, reports each of its objects that
-    # is left when Python has ended. Frozen ones are, although nothing has leaked. To collect them takes a
-    # quarter of a second.
+    # nanobind (used by extensions of torch from 2.15 on) prints a warning for each object that is left at
+    # exit, such as frozen ones. Unfreeze them then: their collection takes a quarter of a second.
     if any(str(name).startswith("__nb_internals") for name in extensions_state()):
         gc.unfreeze()
     ctypes.pythonapi.Py_Exit(code & 0xFF)
 
 
 def extensions_state() -> dict[object, object]:
-    """Return the interpreter's dictionary of extensions' state."""
+    """Return the dictionary in which CPython keeps per-interpreter state of extension modules."""
     interpreter = ctypes.pythonapi.PyInterpreterState_Get
     interpreter.restype = ctypes.c_void_p
     state = ctypes.pythonapi.PyInterpreterState_GetDict
@@ -191,5 +190,5 @@ def extensions_state() -> dict[object, object]:
 
 
 def freeze() -> None:
-    """Keep the collector off the objects made so far: touching them would copy pages shared by fork."""
+    """Exclude all current objects from garbage collection, so that memory pages stay shared after fork."""
     gc.freeze()

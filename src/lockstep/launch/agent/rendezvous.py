@@ -1,25 +1,30 @@
-"""Rendezvous of launchers: one on the loopback interface, or several over the network.
+"""Before each start of workers: rendezvous of all launchers, a new store, and the plan of the workers.
 
-Every generation has a store of its own, on a port that the system chooses. Workers of one generation
-never see keys of another, not even scripts that know nothing of generations: torchrun 2.13 keeps one
-store, and Gloo then hangs on addresses of the dead.
+A generation is the set of workers between two restarts. A rendezvous round is the time in which the same
+launchers take part. Each generation has a store of its own, so that workers never read keys of earlier
+workers: torchrun 2.13 keeps one store, and Gloo then hangs on addresses of dead processes.
 
-    round 1: generations 0, 1, 2   a launcher comes, or is gone   round 2: generation 3 …
+    round 1: generations 0, 1, 2   a launcher joins, or is lost   round 2: generation 3 …
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from lockstep.launch import earlier_runs
+from lockstep.launch.dry_run import placement
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
 from lockstep.launch.nodes.config import port_taken
 from lockstep.launch.nodes.coordinator import Policy
-from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.membership import Common, Membership
 from lockstep.launch.nodes.membership_rounds import Rounds
-from lockstep.launch.plan import Generation
+from lockstep.launch.output import say
+from lockstep.launch.plan import Generation, Launch, Plan, check_replicas, make_plan
+from lockstep.launch.run_directory import RunDirectory
 from lockstep.world import network
 from lockstep.world.rendezvous.store import host_store
 from lockstep.world.waiting import Check, go_on
@@ -30,12 +35,13 @@ _HOST_HINT = (
 
 
 class GenerationRendezvous:
-    """Brings this launcher, alone or with others, from one generation to the next.
+    """Waits for all launchers before each start of workers, and opens the workers' store.
 
     Args:
-        rounds: of the launchers' rendezvous; `None` for a single launcher.
-        port: where this launcher hosts each generation's store; 0 for a port that the system chooses.
-        policy: which failures are followed by new workers, if this launcher decides for several.
+        common: fields that are the same in every generation.
+        rounds: rendezvous rounds of several launchers; `None` for a single launcher.
+        port: port of the store if this launcher hosts it; 0 for any free port.
+        policy: restart policy that this launcher applies for all launchers if it is launcher 0.
     """
 
     def __init__(
@@ -51,32 +57,32 @@ class GenerationRendezvous:
         self._rounds = rounds
         self._alone = Membership.alone(ranks)
         self._policy = policy
-        #: Of this generation, where this launcher hosts it.
+        #: Store of the current workers, if this launcher hosts it.
         self._store: TCPStore | None = None
-        #: The other launchers, while a round continues; `None` for a launcher that is alone.
+        #: Connection to the coordinator of the launchers; `None` for a single launcher.
         self.coordinator: CoordinatorClient | None = None
-        #: Number of this generation; -1 before the first.
+        #: Number of starts of workers so far, minus one.
         self.generation = -1
 
     @property
     def membership(self) -> Membership:
-        """The launchers of this round."""
+        """The launchers that take part now, with their ranks and nodes."""
         return self._alone if self._rounds is None else self._rounds.membership
 
     @property
     def may_leave(self) -> bool:
-        """Whether the others continue without this launcher."""
+        """Whether the launch continues if this launcher leaves."""
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
     def next_generation(self, check: Check = go_on) -> Generation:
-        """Open the store of the next generation, with which the one before ends.
+        """Wait until all launchers have stopped their workers; return the next generation, with its store.
 
         Args:
-            check: called again and again while others are waited for.
+            check: called repeatedly during the wait; may raise to end it.
 
         Raises:
             RoundOverError: if the launch ends instead.
-            WorldError: if another rendezvous fails.
+            WorldError: if a rendezvous of launchers fails.
         """
         self._store = None
         if self._rounds is None:
@@ -93,7 +99,7 @@ class GenerationRendezvous:
         )
 
     def _open_store(self) -> int:
-        """Open a store; return its port, 0 if workers do not need one."""
+        """Host a `TCPStore` for the workers; return its port, 0 if workers do not need a store."""
         if not self._common.listens:
             return 0
         try:
@@ -105,7 +111,7 @@ class GenerationRendezvous:
         return int(self._store.port)
 
     def _enter(self, rounds: Rounds, check: Check) -> int:
-        """Begin a generation with the others; return the port of its store."""
+        """Begin a generation with the other launchers; return the port of its store."""
         while True:
             client = self.coordinator = self._client(rounds)
             self.generation = max(rounds.generation, self.generation + 1)
@@ -116,7 +122,7 @@ class GenerationRendezvous:
                     raise
 
     def _client(self, rounds: Rounds) -> CoordinatorClient:
-        """Return the coordinator's client, of the next round if this one is over."""
+        """Return the client of the coordinator; if this round is over, join the next one first."""
         client = self.coordinator
         if client is not None:
             decision, lost_coordinator = client.decision, client.has_lost_coordinator
@@ -140,11 +146,49 @@ class GenerationRendezvous:
             self.coordinator = None
 
     def finish(self) -> None:
-        """Leave the others in good order, and end the launch if it is over for all."""
+        """Close the connection to the coordinator; launcher 0 also records the end of the launch."""
         decision = None if self.coordinator is None else self.coordinator.decision
         self._close_round()
         self._store = None
         over = decision is not None and decision.kind in ("end", "done")
         if over and self._rounds is not None and self.membership.index == 0:
-            with contextlib.suppress(RuntimeError):  # the store is gone: the verdict stands
+            with contextlib.suppress(RuntimeError):  # the store is lost: keep the failure message
                 self._rounds.end()
+
+
+def plan_generation(
+    launch: Launch,
+    place: RunDirectory,
+    common: Common | None,
+    private: Path,
+    port: int,
+    files: Path | None,
+    generation: Generation,
+) -> Plan:
+    """Return the plan of the workers of `generation`; the first call also makes the run's directory.
+
+    A single rank may host a store at `port`, if its script wants one. The ranks of a single launcher share
+    a `FileStore` in the directory `files`, a new file after each restart; `files` is `None` on a file
+    system without locks, where they use the launcher's `TCPStore`.
+    """
+    members = generation.membership
+    assert members is not None, "known after the rendezvous"
+    if launch.nodes is None:
+        store = None if files is None else files / f"store-{generation.number}"
+        generation = replace(generation, store=store, port=generation.port or port)
+    elif members.size == 1 and not launch.servers:
+        generation = replace(generation, port=port)
+    run_dir = place.path
+    if run_dir is None:
+        check_replicas(launch, members.size)  # before anything is made
+        if common is not None:
+            earlier_runs.check(launch.spec, place.name, common)
+        line = None if members.index else earlier_runs.note(launch.spec, place.name)
+        if line is not None:
+            say(line)
+        run_dir = place.make(None if common is None else common.stamp, private)
+    plan = make_plan(launch, generation, run_dir=run_dir, log_dir=place.logs, error_dir=private)
+    if generation.number == 0:
+        for line in placement(plan):
+            say(line)
+    return plan

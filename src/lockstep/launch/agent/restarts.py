@@ -1,8 +1,8 @@
-"""Restart policy: which failures start a new generation, and how often; and the progress of ranks.
+"""Restart policy: after which failures, and how often, all workers start again; and the ranks' progress.
 
-A failure that came from outside the script (a signal, a lost node, a full disk) need not come again. An
-exception of the script's own would: the run is a function of its script, so the same step fails the same
-way. Failures are counted in a row, and begin at one again when the run has moved on meanwhile.
+A failure that came from outside the script (a signal, a lost node, a full disk) may not happen again. An
+exception of the script would: a run is deterministic, so the same step fails the same way. Failures are
+counted in a row; the count starts anew once the run has made progress after the last failure.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lockstep.state.checkpoint.shared_memory import (
 )
 from lockstep.state.files.lock import LAUNCHER_VARIABLE
 
-#: How many failures in a row without progress a run survives, unless the user gives a number.
+#: Default number of failures in a row without progress after which workers still start again.
 DEFAULT = 3
 
 
 class RankProgress:
-    """Progress of the runs of this launcher's ranks.
+    """Progress of this launcher's ranks, read from memory that the launcher shares with them.
 
     Args:
-        memory: made before the fork server, from which the workers inherit it.
+        memory: the shared memory; workers inherit it through the fork server.
     """
 
     def __init__(self, memory: Descriptors, ranks: int) -> None:
@@ -43,38 +43,38 @@ class RankProgress:
         self._opened = False
 
     def begin(self) -> None:
-        """Begin a generation, after the last worker of the one before has ended."""
+        """Clear the ranks' progress before the workers start again; all earlier workers have ended."""
         self._opened = self.opened
         self._page.clear()
 
     @property
     def pids(self) -> set[int]:
-        """Process ids of the ranks of this generation that have opened a run."""
+        """Process ids of the running ranks that have opened a `lockstep.Run`."""
         return {slot.pid for slot in self.slots} - {0}
 
     @property
     def opened(self) -> bool:
-        """Whether any rank of any generation has opened a run."""
+        """Whether any rank has opened a `lockstep.Run`, before or after the last restart."""
         return self._opened or bool(self.pids)
 
     def is_inside(self, index: int) -> bool:
-        """Whether the `index`-th rank of this launcher has opened a run, and not come to its end."""
+        """Whether the `index`-th rank of this launcher has opened a run that has not finished."""
         slot = self.slots[index] if index < len(self.slots) else None
         return slot is not None and slot.pid != 0 and slot.waiting != AFTER_RUN
 
     @property
     def step(self) -> int:
-        """Steps that the run has done."""
+        """Number of optimizer steps that the run has done."""
         return max(slot.step for slot in self.slots)
 
     @property
     def snapshot(self) -> tuple[bytes, int]:
-        """The newest snapshot: its run and its number."""
+        """Run tag and number of the newest snapshot in memory; number 0 if there is none."""
         return progress(self._memory)
 
     @property
     def origin(self) -> str:
-        """Where the next generation continues from, in the message of a restart; empty for nowhere."""
+        """End of the message about a restart: the snapshot that workers resume from; empty if none."""
         tag, number = self.snapshot
         if not number:
             return ""
@@ -82,7 +82,7 @@ class RankProgress:
         return f", from the newest snapshot{f' of run {run + 1} in the script' if run else ''}"
 
     def variables(self, index: int) -> dict[str, str]:
-        """Return the variables by which the `index`-th rank of this launcher finds the memory."""
+        """Return the environment variables that pass the shared memory to the `index`-th local rank."""
         return {
             VARIABLE: self._memory.variable(),
             "LOCKSTEP_SLOT": f"{index}/{self._ranks}",
@@ -91,12 +91,12 @@ class RankProgress:
 
 
 class Restarts:
-    """The restart policy of a launch. With several launchers, that of launcher 0 decides for all.
+    """The restart policy of a launch; with several launchers, launcher 0 applies its own for all.
 
     Args:
-        limit: failures in a row without progress after which workers are started again; `None` for the
-            default of a run, and none for a script without one.
-        uses_lockstep: whether the script is known to use Lockstep before it has opened a run.
+        limit: maximum number of failures in a row without progress that are followed by a restart; `None`
+            means `DEFAULT` for scripts that use Lockstep, 0 for other scripts.
+        uses_lockstep: whether the script's source imports Lockstep.
     """
 
     def __init__(self, limit: int | None, progress: RankProgress, *, uses_lockstep: bool) -> None:
@@ -109,18 +109,18 @@ class Restarts:
 
     @property
     def limit(self) -> int:
-        """The number of restarts that scripts read as `TORCHELASTIC_MAX_RESTARTS`."""
+        """Value of `TORCHELASTIC_MAX_RESTARTS` in the workers' environment."""
         return self._limit or 0
 
     @property
     def is_run(self) -> bool:
-        """Whether the script has a run of Lockstep's, whose state is kept."""
+        """Whether the script uses Lockstep, so that a restart resumes from the saved state."""
         return self._uses_lockstep or self._progress.opened
 
     def decide(self, verdict: Verdict) -> str | None:
-        """Return the user's message if workers start again after a failure; `None` if they don't.
+        """Return the message to print if workers are to start again after a failure; otherwise `None`.
 
-        The coordinator calls it in a thread of its own, on launcher 0; a launcher without others, itself.
+        With several launchers, the coordinator of launcher 0 calls this method, in its thread.
         """
         self._count_failure()
         limit = self._limit
@@ -132,7 +132,7 @@ class Restarts:
         return f"{verdict.brief}; restart {self._count}{self._progress.origin}"
 
     def count_restart(self) -> None:
-        """Count a restart that another launcher has decided: this one may have to decide the next."""
+        """Count a restart that launcher 0 decided: this launcher may become launcher 0 later."""
         self._count_failure()
         self._count += 1
 

@@ -1,4 +1,4 @@
-"""Parameter servers of a launch: processes beside the workers that are no ranks. Pure, starts nothing."""
+"""Number and environment variables of a launch's parameter servers, which are processes but not ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lockstep.launch.spec import LaunchSpec
 from lockstep.world.device_types import HIDDEN
 from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
 
-#: What a server runs: never the user's script.
+#: Module that a parameter server runs in place of the user's script.
 MODULE = "lockstep.engine.parameter_server"
 
 
 def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
-    """Return how many servers a launch has.
+    """Return the number of parameter servers of a launch.
 
     Raises:
-        UsageError: if the strategy that is asked for needs some, or has no use for them.
+        UsageError: if the strategy needs servers and there are none, or the other way round.
     """
     servers: int = spec.settings.value("servers", environ) or 0
     check(spec.settings.value("strategy", environ), servers, spec.settings.origin("servers"))
@@ -27,10 +27,10 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
 
 
 def variables(index: int, spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables that a server has, and workers have not."""
-    # Where a worker finds modules of the script's; no message from a worker adds to it.
+    """Return the environment variables of parameter server number `index` that workers do not have."""
+    # Directory in which the server may import the script's modules; workers cannot change it.
     root = Path(sys.path[0] if spec.kind == "function" and sys.path else "")
     if spec.kind == "script":
         root = Path(spec.target).resolve().parent
-    # It computes on the CPU, whatever the workers do.
+    # Servers compute on the CPU.
     return {SERVER: str(index), SERVER_ROOT: str(root.resolve()), **HIDDEN}

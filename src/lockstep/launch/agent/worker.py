@@ -1,34 +1,37 @@
-"""Main function of a worker: run the target, report its exception, end the process."""
+"""Main function of a worker process: run the user's script, report its exception, exit."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, ScriptNotFoundError
 from lockstep.launch.agent import processes, server_processes
 from lockstep.launch.agent.forkserver import ForkRequest, Job
 from lockstep.launch.plan import Launch, arguments, command, interpreter
 from lockstep.launch.spec import LaunchSpec
-from lockstep.launch.target import seeding, target
+from lockstep.launch.target import seeding
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.state.record import error_report, forwarding, stacks
 from lockstep.world import groups
 from lockstep.world.environments.lockstep import SERVER
 
 _PACKAGE = str(Path(__file__).parents[1])
-#: How long a process may take to end that has left a logger behind.
+#: Seconds that a process has to exit while a logger is still closing.
 _LOGGER_SECONDS = 5.0
 
 
 def job(launch: Launch) -> Job:
-    """Return the function that runs in each worker of `launch`, in its clean process."""
+    """Return the function that the fork server runs in each worker process of `launch`."""
 
     def run(request: ForkRequest) -> NoReturn:
         if launch.spec.start != "fork":
@@ -43,16 +46,16 @@ def job(launch: Launch) -> Job:
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
-    """Return a job that is `job` for workers, and a server's for servers."""
-    # A function's parent is the user's interpreter, which a server does not need.
+    """Return a function that runs `job` in workers, and the parameter-server module in servers."""
+    # The launcher of a function is the user's interpreter: do not fork servers from it.
     forks = spec.start == "fork" and spec.kind != "function"
     words = (*interpreter(), "-m", server_processes.MODULE)
 
     def either(request: ForkRequest) -> NoReturn:
         if SERVER not in request.env:
             job(request)
-        # Slurm signals all processes of a step, and a run needs its servers to save. The launcher ends a
-        # server by another signal. That lasts through `exec`; where the launcher dies, it is killed.
+        # Slurm signals all processes of a step, but a run needs its servers to save its state: ignore these
+        # signals, also after `exec`. The launcher ends servers by another signal.
         for signum in {signal.SIGTERM, signal.SIGINT, *spec.save_signals(os.environ)}:
             signal.signal(signum, signal.SIG_IGN)
         if not forks:
@@ -64,9 +67,9 @@ def or_server(spec: LaunchSpec, job: Job) -> Job:
 
 
 def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: str | None) -> int:
-    """Run `body`, the user's code in directory `home`; return the exit code an interpreter would end with.
+    """Call `body`, which runs the user's code; return the exit code that `python` would have.
 
-    An exception is printed to standard error and described in the error file that `environ` names.
+    An exception is written to the error file named in `environ`; its traceback is printed or logged.
     """
     stacks.offer(environ)
     groups.keep_destroyed()
@@ -85,7 +88,7 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
 
 
 def exit_code(leave: SystemExit) -> int:
-    """Return the exit code of `SystemExit`, printing its message as the interpreter does."""
+    """Return the exit code of a `SystemExit`; print its message as Python does."""
     if leave.code is None:
         return 0
     if isinstance(leave.code, int):
@@ -95,7 +98,7 @@ def exit_code(leave: SystemExit) -> int:
 
 
 def adopt_threads() -> None:
-    """Set torch's threads to `OMP_NUM_THREADS`: torch has read its value in the parent, if any."""
+    """Set torch's number of threads to `OMP_NUM_THREADS`, which torch itself reads only at import."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     torch = sys.modules.get("torch")
     if torch is not None and value.isdecimal() and int(value) > 0:
@@ -103,13 +106,13 @@ def adopt_threads() -> None:
 
 
 def _report(error: BaseException, environ: Mapping[str, str], home: str | None) -> int:
-    """Describe an exception in the error file, print its traceback and return the exit code."""
+    """Write an exception to the error file, print or log its traceback, and return the exit code."""
     error.__traceback__ = error_report.trim(error.__traceback__, _PACKAGE)
     report = error_report.describe(error, int(environ.get("RANK", "0")), home)
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         error_report.write(report, Path(file))
-    # The verdict has all of an error of Lockstep's own, and of another rank's failure: the log is enough.
+    # The launcher prints errors of Lockstep, and failures that follow from another rank: only log these.
     in_verdict = report.consequence or isinstance(error, LockstepError)
     if in_verdict and SERVER not in environ:
         log = Path(environ.get("LOCKSTEP_LOG_DIR", "")) / f"rank-{report.rank}.log"
@@ -121,7 +124,7 @@ def _report(error: BaseException, environ: Mapping[str, str], home: str | None) 
 
 
 def _set_up_process(request: ForkRequest) -> None:
-    """Renew the streams, the environment and the threads after the fork."""
+    """Set standard streams, environment variables and torch threads in a freshly forked process."""
     processes.renew_streams()
     os.environ.update(request.env)
     faulthandler.enable()
@@ -129,15 +132,15 @@ def _set_up_process(request: ForkRequest) -> None:
 
 
 def run_target(kind: str, name: str, args: list[str]) -> int:
-    """Run a script or a module as `__main__`; return the exit code."""
+    """Run a script or module as `__main__`, and report its exception; return the exit code."""
     if kind == "module":
-        return run_guarded(lambda: target.run_module(name, args), os.environ, str(Path.cwd()))
+        return run_guarded(lambda: run_module(name, args), os.environ, str(Path.cwd()))
     home = str(Path(name).resolve().parent)
-    return run_guarded(lambda: target.run_script(name, args), os.environ, home)
+    return run_guarded(lambda: run_script(name, args), os.environ, home)
 
 
 def limit_end(code: int) -> None:
-    """End this process in seconds if a logger is still closing, as W&B's may be when Python ends."""
+    """Limit the seconds until this process exits if a logger, such as W&B's, is still closing."""
     if forwarding.are_closing():
         processes.end_within(_LOGGER_SECONDS, code)
 
@@ -145,12 +148,91 @@ def limit_end(code: int) -> None:
 def _end(code: int) -> NoReturn:
     limit_end(code)
     processes.finalize(code)
-    os._exit(code)  # not reached: tells readers, and the type checker, that nothing follows
+    os._exit(code)  # not reached: for the type checker
 
 
 def execute(words: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the program `words`, with `env` added to the environment."""
+    """Replace this process by the program `words` (`os.exec`), with `env` added to the environment."""
     memory = Descriptors.find(env)
     if memory is not None:
         memory.keep_through_exec()
     os.execvpe(words[0], words, {**os.environ, **env})  # noqa: S606 - that is what exec means
+
+
+# --- the script as `__main__` --------------------------------------------------------------------
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Run the file `path` as `python path args` would.
+
+    Raises:
+        ScriptNotFoundError: if the file cannot be read.
+    """
+    _set_path(str(Path(path).resolve().parent))
+    sys.argv[:] = [path, *args]
+    absolute = str(Path(path).absolute())
+    module = _fresh_main()
+    module.__file__ = absolute
+    module.__loader__ = SourceFileLoader("__main__", absolute)
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ScriptNotFoundError(f"{path} cannot be read: {error.strerror}") from None
+    code = compile(text, absolute, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102 - running the user's code is what a launcher is for
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Run the module `name` as `python -m name args` would.
+
+    Raises:
+        ScriptNotFoundError: if there is no module `name`, or it has no source.
+    """
+    _set_path(str(Path.cwd()))
+    sys.argv[:] = ["-m", *args]
+    spec = _find(name)
+    if spec.submodule_search_locations is not None:
+        spec = _find(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, SourceFileLoader) else None
+    if code is None:
+        raise ScriptNotFoundError(f"module {name!r} has no source that could be run")
+    module = _fresh_main()
+    module.__file__ = spec.origin
+    module.__spec__ = spec
+    module.__loader__ = spec.loader
+    module.__package__ = spec.parent
+    sys.argv[0] = spec.origin or name
+    exec(code, module.__dict__)  # noqa: S102 - the same
+
+
+def _set_path(directory: str) -> None:
+    # With `python -P` or PYTHONSAFEPATH, sys.path[0] is no script directory that could be replaced.
+    if sys.flags.safe_path:
+        return
+    sys.path[:1] = [directory]
+
+
+def _fresh_main() -> ModuleType:
+    """Replace `sys.modules["__main__"]` by a new module, which is returned; keep the old one alive."""
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    module.__annotations__ = {}
+    sys.modules["__lockstep_main__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    return module
+
+
+def _find(name: str) -> ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # An import that fails inside the user's own package is the user's error, not a missing target.
+        if error.name is None or not name.startswith(error.name):
+            raise
+        spec = None
+    if spec is None:
+        raise ScriptNotFoundError(
+            f"there is no module {name!r}",
+            hint="-m takes a module's name, without -m a file is run",
+        )
+    return spec

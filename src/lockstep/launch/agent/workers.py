@@ -1,4 +1,4 @@
-"""Worker processes of a generation: start through the fork server, watch, end."""
+"""`Workers`: start worker processes through the fork server, record their exits, and stop them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LAST_GRACE = 30.0
 
 
 class Workers:
-    """The workers and servers of one generation after the other.
+    """The worker and parameter-server processes of one launcher, until the next restart.
 
     Args:
-        lost: called when the fork server is gone, before the error is raised.
+        lost: called if the fork server has ended, before the error is raised.
 
     Attributes:
-        started: process ids, by rank.
-        exits: ends of those that have ended, by rank.
+        started: process ids of all processes started since the last restart, by rank.
+        exits: exits of the processes that have ended, by rank.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Workers:
         self.exits: dict[int, Exit] = {}
 
     def begin(self) -> None:
-        """Begin another generation: all of the one before have ended."""
+        """Forget all processes, which have ended, before the next start of workers."""
         self.exits.clear()
         self.started.clear()
 
     def start(self, plan: Plan, worker: WorkerPlan, more: Mapping[str, str]) -> None:
-        """Start a worker or server of `plan`, with `more` variables."""
+        """Start one worker or parameter server of `plan`; `more` are additional environment variables."""
         shown = plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
         streams = (
             stdin.descriptor(worker.rank, plan.size, plan.spec.kind),
@@ -66,7 +66,7 @@ class Workers:
         self._names[worker.rank] = worker.name
 
     def look(self) -> None:
-        """Record those that have ended."""
+        """Record the exits of processes that have ended since the last call."""
         try:
             for left in self._server.poll():
                 if self.started.get(left.rank) == left.pid:
@@ -77,11 +77,11 @@ class Workers:
 
     @property
     def living(self) -> dict[int, int]:
-        """Process ids of those that have not ended, by rank."""
+        """Process ids of the processes that have not ended, by rank."""
         return {rank: pid for rank, pid in self.started.items() if rank not in self.exits}
 
     def end(self, signum: signal.Signals, seconds: float) -> bool:
-        """Send `signum`; return whether all have ended within `seconds`."""
+        """Send `signum` to all processes; return whether all have ended within `seconds`."""
         if living := self.living:
             self._server.signal(signum)
             self._server.signal(END_SERVER, only=[pid for rank, pid in living.items() if rank < 0])
@@ -95,14 +95,14 @@ class Workers:
         return True
 
     def kill(self) -> None:
-        """Kill all and wait until the last has ended.
+        """Send SIGKILL to all processes and wait until the last has ended.
 
-        The kernel ends a process that is in the middle of a system call, such as a write to a file server
-        that does not answer, when that returns. Until then it may change memory and files that the next
-        generation reads.
+        The kernel ends a process that is inside a system call, such as a write to a file server that does
+        not answer, when the call returns. Until then the process may change memory and files that workers
+        read after a restart.
 
         Raises:
-            Interrupted: if a second signal to the launcher comes meanwhile.
+            Interrupted: if the launcher gets a second signal during the wait.
         """
         is_named = False
         while not self.end(signal.SIGKILL, LAST_GRACE):
@@ -113,10 +113,10 @@ class Workers:
                 is_named = True
 
     def forget_living(self) -> None:
-        """Wait no more for those that have not ended."""
+        """Drop the processes that have not ended, so that no call waits for them."""
         self.started = {rank: pid for rank, pid in self.started.items() if rank in self.exits}
 
     def name_living(self, seconds: float, then: str) -> None:
-        """Print which processes SIGKILL has not ended within so many seconds, and what follows."""
+        """Print the names of processes that SIGKILL did not end within `seconds`, followed by `then`."""
         names = [f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()]
         say(f"lockstep: SIGKILL has not ended {', '.join(names)} within {seconds:.0f} s; {then}")

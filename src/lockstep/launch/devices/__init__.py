@@ -1,1 +1,1 @@
-"""Cores and GPUs of this machine, and which of them each rank gets."""
+"""CPU cores and GPUs of this machine, and their assignment to ranks."""

@@ -1,4 +1,4 @@
-"""CPU affinity of each local rank, from the cores of the node; pure."""
+"""`--bind cores`: assign disjoint CPU cores of a node to its local ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.world.devices_asked import CORES
 
 Item = TypeVar("Item")
 
-#: Set in each worker that keeps to processors of its own, to their list.
+#: Environment variable with the list of CPUs that a worker is bound to.
 PROCESSORS = "LOCKSTEP_PROCESSORS"
 
 
@@ -25,24 +25,24 @@ def variables(
     local_ranks: range,
     local_size: int,
 ) -> tuple[dict[str, str], ...]:
-    """Return the variables by which the ranks that are started here are bound.
+    """Return, for each of this launcher's ranks, the environment variables that bind it to CPUs.
 
     Raises:
-        UsageError: if they cannot be bound.
+        UsageError: if there are fewer cores than ranks.
     """
     if spec.settings.value("bind", environ) in (None, "none"):
         return ({},) * len(local_ranks)
     found = shares(machine.topology, local_size)
-    # The threads of a run follow from the cores of the node, not from a rank's part of them.
+    # The number of threads follows from the cores of the node, not from a rank's share.
     shared = {CORES: str(machine.cores)}
     return tuple({PROCESSORS: show_list(found[rank]), **shared} for rank in local_ranks)
 
 
 def shares(topology: Topology, n: int) -> tuple[Core, ...]:
-    """Return the processors of each of `n` ranks: disjoint, whole cores, and neighbours.
+    """Return the CPUs of each of `n` ranks: disjoint sets of whole, neighbouring cores.
 
-    No share has cores of two NUMA nodes where there are at least as many ranks as nodes; else each
-    has whole nodes.
+    With at least as many ranks as NUMA nodes, a rank gets cores of one NUMA node; with fewer ranks, each
+    gets whole NUMA nodes.
 
     Raises:
         UsageError: if there are fewer cores than ranks.
@@ -56,7 +56,7 @@ def shares(topology: Topology, n: int) -> tuple[Core, ...]:
     if n <= len(topology):
         groups = [[core for node in some for core in node] for some in _blocks(topology, n)]
     else:
-        # Each node gets a rank at least, and the next where most cores are left for it.
+        # One rank for each NUMA node, then the next rank where the most cores per rank remain.
         ranks = [1] * len(topology)
         for _ in range(n - len(topology)):
             room = [len(node) / (count + 1) for node, count in zip(topology, ranks, strict=True)]
@@ -70,6 +70,6 @@ def shares(topology: Topology, n: int) -> tuple[Core, ...]:
 
 
 def _blocks(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """Split `items` into `count` runs whose lengths differ by at most one."""
+    """Split `items` into `count` contiguous parts whose lengths differ by at most one."""
     edges = [len(items) * k // count for k in range(count + 1)]
     return [items[low:high] for low, high in itertools.pairwise(edges)]

@@ -1,9 +1,8 @@
-"""GPUs of this machine, and those that the environment leaves visible, without touching CUDA.
+"""List the GPUs of this machine, and those that `CUDA_VISIBLE_DEVICES` leaves visible, without CUDA.
 
-Asked is `nvidia-smi -L`. NVML by its Python bindings would say the same, and NVIDIA promises more for
-its stability; but a library in the launcher cannot be given up on when a driver hangs, and leaves open
-files in every process that is forked afterwards. The few lines that are read have kept their form since
-2013; where one day they don't, `read_listing` says so instead of guessing.
+The list comes from `nvidia-smi -L`. The Python bindings of NVML are a more stable interface, but a call
+into a library cannot be interrupted if the driver hangs, and leaves open files in every process forked
+later. The format has been stable since 2013; `read_listing` reports lines that it cannot parse.
 
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html describes
 CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
@@ -28,25 +27,25 @@ _MIG_LINE = re.compile(r"\s+MIG (?:(\S+)\s+)?Device\s+(\d+): \(UUID: (MIG-[^)\s]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, or one MIG device: a part of one."""
+    """One GPU, or one MIG device, which is a part of a GPU."""
 
-    index: int  # of a MIG device: among the parts of its GPU
+    index: int  # for a MIG device: its number within its GPU
     label: str  # such as `GPU 2`, or `GPU 2 MIG 0`
     uuid: str | None = None  # `GPU-…` or `MIG-…`
-    name: str | None = None  # of the model
-    parent: str | None = None  # uuid of the GPU that a MIG device is a part of
+    name: str | None = None  # model name
+    parent: str | None = None  # for a MIG device: uuid of its GPU
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.label, self.short, self.name)))
 
     @property
     def entry(self) -> str:
-        """The entry for CUDA_VISIBLE_DEVICES: the id where it is known, else the index."""
+        """Value for `CUDA_VISIBLE_DEVICES`: the uuid if known, otherwise the index."""
         return self.uuid or str(self.index)
 
     @property
     def short(self) -> str | None:
-        """The id for messages: CUDA takes the beginning of a GPU's id, but a MIG device's only whole."""
+        """The uuid for messages: shortened for a GPU, complete for a MIG device, as CUDA accepts them."""
         return self.uuid if self.uuid is None or self.parent else self.uuid[: len("GPU-") + 8]
 
 
@@ -54,12 +53,12 @@ class Gpu:
 class Listing:
     """The GPUs of a machine, as nvidia-smi lists them."""
 
-    gpus: tuple[Gpu, ...] = ()  # each followed by its MIG devices
-    problem: str | None = None  # why there are no facts
+    gpus: tuple[Gpu, ...] = ()  # each GPU followed by its MIG devices
+    problem: str | None = None  # reason why the list is unknown
 
 
 def list_gpus(tool: str | None = None) -> Listing:
-    """Ask nvidia-smi for the GPUs of this machine."""
+    """List the GPUs of this machine with `nvidia-smi -L`."""
     tool = tool or shutil.which("nvidia-smi")
     if tool is None:
         return Listing(problem="there is no nvidia-smi")
@@ -76,7 +75,7 @@ def list_gpus(tool: str | None = None) -> Listing:
 
 
 def read_listing(text: str) -> Listing:
-    """Return what the output of `nvidia-smi -L` says."""
+    """Parse the output of `nvidia-smi -L`."""
     gpus: list[Gpu] = []
     parent = Gpu(index=-1, label="")
     for line in text.splitlines():
@@ -96,23 +95,23 @@ def read_listing(text: str) -> Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visible:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves.
+    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible.
 
-    On a machine with several models CUDA counts the fastest first, and nvidia-smi does not: then the order
-    is known only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    `ordered` is whether the GPUs are in the order of CUDA's indices. The order is unknown on a machine with
+    several GPU models, unless `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`: CUDA counts the fastest GPU first.
     """
 
-    gpus: tuple[Gpu, ...]  # in the order of CUDA's indices
+    gpus: tuple[Gpu, ...]
     ordered: bool = True
 
 
 def parts(gpu: Gpu, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the MIG devices that `gpu` is split into; itself, where it is one."""
+    """Return the MIG devices of a GPU; for a MIG device, the device itself."""
     return tuple(one for one in everything if gpu.uuid in (one.parent, one.uuid) and one.parent)
 
 
 def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """Return what `environ` leaves visible of `everything`, as CUDA reads it."""
+    """Return the GPUs of `everything` that `CUDA_VISIBLE_DEVICES` in `environ` leaves visible to CUDA."""
     whole = tuple(gpu for gpu in everything if gpu.parent is None)
     in_order = len({gpu.name for gpu in whole}) <= 1 or (
         environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -135,7 +134,7 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
 
 
 def fits(uuid: str, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the GPUs whose id is `uuid`, or begins with it where it is that of a whole GPU."""
+    """Return the MIG devices with id `uuid`, or the GPUs whose id starts with `uuid`."""
     wanted = uuid.lower()
     if wanted.startswith("mig-"):
         return tuple(one for one in everything if one.uuid and one.uuid.lower() == wanted)

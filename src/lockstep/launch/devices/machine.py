@@ -1,4 +1,4 @@
-"""`Machine`: the facts about this machine that a plan depends on."""
+"""`Machine`: numbers of cores and GPUs, and other facts of this machine that a launch depends on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lockstep.launch.devices.gpus import Gpu, Listing, list_gpus, parts, visible
 from lockstep.launch.devices.openmp import loaded_unbound
 from lockstep.world.cores import Topology, topology, usable_cores
 
-_TIMEOUT = 60.0  # seconds; for a driver that hangs
+_TIMEOUT = 60.0  # seconds that a driver has to count its GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about one machine."""
+    """Cores, GPUs and network facts of one machine."""
 
-    cores: int  # that this process may use
-    gpus: int = 0  # accelerators that torch sees
-    cards: tuple[Gpu, ...] = ()  # all GPUs of the machine, as far as they can be told apart
-    problem: str | None = None  # why there are no GPUs, or no facts about them
+    cores: int  # physical cores that this process may use
+    gpus: int = 0  # number of accelerators that torch finds
+    cards: tuple[Gpu, ...] = ()  # all GPUs of the machine, if nvidia-smi lists them
+    problem: str | None = None  # reason why there are no GPUs, or no list of them
     visible_variable: str = "CUDA_VISIBLE_DEVICES"
     device_type: str = "cuda"  # as torch names it
     topology: Topology = ()  # cores by NUMA node
@@ -32,7 +32,7 @@ class Machine:
 
 
 def look(*, gpus: bool = True) -> Machine:
-    """Return the facts of this machine; imports torch, and does not initialise CUDA."""
+    """Return cores, GPUs and other facts of this machine; import torch without initializing CUDA."""
     with loaded_unbound():
         import torch  # noqa: F401
 
@@ -67,11 +67,11 @@ def _listing() -> Listing:
 
 
 def _count(listing: Listing) -> int:
-    """Return how many GPUs torch sees."""
+    """Return the number of GPUs that torch would find."""
     from lockstep.world import accelerator
 
     left = visible(listing.gpus, os.environ).gpus
-    # Which MIG devices CUDA shows, and what beside them, has changed with its versions.
+    # Versions of CUDA differ in which MIG devices they show: then ask the driver.
     if listing.gpus and not any(parts(gpu, listing.gpus) for gpu in left):
         return len(left)
     if accelerator.kind() is None:
@@ -80,7 +80,7 @@ def _count(listing: Listing) -> int:
 
 
 def count_in_a_child() -> int:
-    """Return the driver's own count of GPUs; a process that has asked for it cannot be forked any more."""
+    """Count GPUs with the driver, in a child process: a process that initializes CUDA must not fork."""
 
     def count(_: object) -> int:
         from lockstep.world import accelerator
@@ -88,13 +88,13 @@ def count_in_a_child() -> int:
         accelerator.module().init()
         return accelerator.count()
 
-    with contextlib.suppress(LostError):  # workers will fail for the same reason, and say it
+    with contextlib.suppress(LostError):  # workers will report the same failure
         return int(Child(count).give(None).result(_TIMEOUT))
     return 0
 
 
 def processor() -> str:
-    """Return the model of the processor."""
+    """Return the model name of this machine's CPU."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,7 +1,7 @@
-"""Settings of OpenMP that keep it from binding the launcher and its forked workers to one core.
+"""Load OpenMP without binding the launcher to one core, although `OMP_PROC_BIND` or the like is set.
 
-With `OMP_PROC_BIND`, OpenMP's library binds the thread that loads it to the first core. In the launcher,
-that is the thread from which all workers come: each of them would inherit the one core.
+With `OMP_PROC_BIND`, OpenMP binds the thread that loads its library to the first core. In the launcher, all
+forked workers would inherit this binding.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-#: Variables that bind threads to processors: of the specification, of GNU's library, of Intel's.
+#: Environment variables that bind OpenMP threads to CPUs: standard, GNU and Intel.
 _VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def binding_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables in `environ` that bind threads to processors."""
+    """Return the names of variables in `environ` that bind OpenMP threads to CPUs."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false":
         return ()
     return tuple(name for name in _VARIABLES if name in environ)
@@ -23,7 +23,7 @@ def binding_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def loaded_unbound(threads: str | None = None) -> Iterator[None]:
-    """Let the body load OpenMP's library without binding its thread; `threads` is its `OMP_NUM_THREADS`."""
+    """Context manager: unset the binding variables, and set `OMP_NUM_THREADS` to `threads` if given."""
     names = (*binding_variables(os.environ), *(() if threads is None else ("OMP_NUM_THREADS",)))
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     if threads is not None:

@@ -1,4 +1,4 @@
-"""Device of each local rank, from `--devices` and the devices of the machine; pure."""
+"""Assign a device to each local rank, from `--devices` and the devices of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.world.devices_asked import CHOSEN, SHOWN, Ids, Word, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDevice:
-    """The device of one local rank, and the variables that give it that device."""
+    """Device of one local rank, with the environment variables that select it."""
 
     device: str = "cpu"  # `cpu`, or `cuda:K`
     gpu: Gpu | None = None
@@ -22,10 +22,10 @@ class RankDevice:
 
 
 def asked(spec: LaunchSpec, environ: Mapping[str, str]) -> Word | Ids:
-    """Return the devices that `--devices`, or else the environment, asks for.
+    """Return the requested devices, from `--devices` or the environment: a word or a list of ids.
 
     Raises:
-        UsageError: if they contradict `-n`.
+        UsageError: if the request contradicts `-n`.
     """
     origin, text = _asked(spec, environ)
     wanted = parse(text, origin)
@@ -43,7 +43,7 @@ def _asked(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: int) -> int | None:
-    """Return the number of ranks, or `None` where GPUs would have to be counted for it."""
+    """Return the number of ranks; `None` if it depends on the number of GPUs."""
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
         return len(wanted)
@@ -60,12 +60,12 @@ def rank_devices(
     *,
     own: bool = False,
 ) -> tuple[RankDevice, ...]:
-    """Return the devices of the ranks that are started here.
+    """Return the devices of this launcher's ranks.
 
-    With `own`, the GPUs that are seen here are for these ranks alone, and not for all ranks of the node.
+    With `own`, the visible GPUs belong to these ranks alone, not to all ranks of the node.
 
     Raises:
-        DeviceError: if a GPU that was named cannot be had.
+        DeviceError: if a requested GPU is missing or hidden.
     """
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
@@ -90,23 +90,23 @@ def rank_devices(
 
 
 def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[RankDevice, ...]:
-    # CUDA shows a process one MIG device, and nothing beside it: then each rank sees its own only.
+    # CUDA shows a process a single MIG device: make only its own visible to each rank.
     alone = any(gpu.parent for gpu in gpus)
     everything, kind = ",".join(gpu.entry for gpu in gpus), machine.device_type
     found = []
     for k, gpu in enumerate(gpus):
         shown, device = (gpu.entry, f"{kind}:0") if alone else (everything, f"{kind}:{k}")
         env = {machine.visible_variable: shown, SHOWN: shown, CHOSEN: device}
-        # A launcher that the script starts shall not read the list again, among what is left by it.
+        # A nested launch must not apply the list again to the remaining GPUs.
         found.append(RankDevice(device=device, gpu=gpu, env={**env, "LOCKSTEP_DEVICES": "gpu"}))
     return tuple(found)
 
 
 def choose(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that `--devices`, or else the environment, names.
+    """Return the GPUs of a list in `--devices` or the environment.
 
     Raises:
-        DeviceError: if one is not there, is hidden, is named twice or is not known.
+        DeviceError: if a GPU is missing, hidden or named twice.
     """
     origin, text = _asked(spec, environ)
     ids = parse(text, origin)
@@ -120,7 +120,7 @@ def choose(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> tu
 
 
 def no_gpus(machine: Machine) -> DeviceError:
-    """Return the error for GPUs that are asked for and not there."""
+    """Return the error for requested GPUs on a machine without GPUs."""
     why = f": {machine.problem}" if machine.problem else ""
     return DeviceError(
         f"GPUs were asked for, but torch sees none on this machine{why}",
@@ -129,7 +129,7 @@ def no_gpus(machine: Machine) -> DeviceError:
 
 
 class _Search:
-    """Finds the GPUs of a list."""
+    """Looks up GPUs by index or id for `--devices`."""
 
     def __init__(self, origin: str, machine: Machine, environ: Mapping[str, str]) -> None:
         self._origin = origin
@@ -139,13 +139,13 @@ class _Search:
         self._left = visible(machine.cards, environ)
 
     def find(self, wanted: str) -> Gpu:
-        """Return the GPU that an index or an id names."""
+        """Return the GPU for one entry of `--devices`, an index or an id."""
         if not self._everything:
             return self._without_facts(wanted)
         return self._by_index(int(wanted)) if wanted.isdecimal() else self._by_id(wanted)
 
     def _without_facts(self, wanted: str) -> Gpu:
-        """Return the GPU of an index where only the number of GPUs is known, as on ROCm."""
+        """Return the GPU with an index, if only the number of GPUs is known, as on ROCm."""
         if not wanted.isdecimal():
             raise self._error(f"{wanted} cannot be looked up: {self._machine.problem}")
         index = int(wanted)
@@ -162,7 +162,7 @@ class _Search:
         if index >= len(left):
             physical = [one for one in self._everything if not one.parent and one.index == index]
             raise self._hidden(physical[0]) if physical else self._absent(f"GPU {index}")
-        # Without CUDA_VISIBLE_DEVICES, the order is nvidia-smi's, whatever CUDA's is.
+        # Without CUDA_VISIBLE_DEVICES, indices are those of nvidia-smi.
         if self._hiding is not None and not self._left.ordered:
             raise self._error(
                 f"{self._machine.visible_variable}={self._hiding} has indices that CUDA counts from "
@@ -184,7 +184,7 @@ class _Search:
         return found[0]
 
     def check(self, ids: Sequence[str], gpus: Sequence[Gpu]) -> None:
-        """Refuse GPUs that cannot be used together, or not as a whole."""
+        """Raise an error if a GPU is named twice, named with a part of it, or split into MIG devices."""
         for k, gpu in enumerate(gpus):
             for j, other in enumerate(gpus[:k]):
                 if other == gpu:

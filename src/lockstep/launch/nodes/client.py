@@ -1,10 +1,10 @@
-"""Client of the coordinator: sends reports on this node's ranks, and receives the decision for all nodes.
+"""`CoordinatorClient`: sends reports on this launcher's workers, and receives decisions for all launchers.
 
     launcher k: report ──> launcher 0: coordinator ──> decision
 
-Threads do it, since a network that is cut answers late; the launcher only reads their results.
-A connection that is silent is given up after a moment for a new one: TCP by itself would wait longer
-and longer between two attempts, and take a cable that was out for ten seconds for a dead host.
+A thread sends and receives, so that a slow network does not block the launcher. A connection without an
+answer is replaced after two seconds: TCP would retransmit at growing intervals, and ten seconds without a
+network would look like a dead host.
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ from typing import Any
 
 from lockstep.errors import shortened
 from lockstep.launch.nodes import coordinator
-from lockstep.launch.nodes.coordinator import Coordinator, Policy
-from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import (
+from lockstep.launch.nodes.coordinator import (
     LINE,
     Answer,
+    Coordinator,
     Decision,
     FailureReport,
     LauncherReport,
+    Policy,
     lost_verdict,
 )
+from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.waiting import Check
 
 _BEAT_SECONDS = 0.25
 _INTERVAL = 0.02
-#: How long an answer may take before another connection is tried.
+#: Seconds without an answer after which the client opens another connection.
 _ANSWER_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
-#: A launcher whose main thread stands still for as long, in a system call, sends no more reports. Longer
-#: than any call that it makes on purpose; where it waits for workers to end, it looks again and again.
+#: Seconds without a context switch of the main thread, which then is inside a blocked system call, after
+#: which the client stops sending reports. No system call of the launcher takes as long by design.
 _STUCK_SECONDS = 120.0
-#: Seconds between two looks at it, and the longest time between two that counts: a launcher that was
-#: stopped as a whole has not looked.
+#: Seconds between two reads of the main thread's context switches, and the maximum that counts between two
+#: reads: the whole process may have been stopped.
 _LOOK_SECONDS = 1.0
 _LONGEST_LOOK = 5.0
-#: A host that refuses for as long is there, and its launcher 0 is not.
+#: Seconds of refused connections after which launcher 0 counts as ended.
 _REFUSED_SECONDS = 1.5
 
 
 class RoundOverError(Exception):
-    """A round has ended during a wait, by this decision."""
+    """The rendezvous round ended, by a decision of the coordinator, while this launcher waited."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision)
@@ -60,16 +61,16 @@ class RoundOverError(Exception):
 
 
 class CoordinatorClient:
-    """A launcher's heartbeat to the coordinator of a round, and the decisions that come back.
+    """Sends this launcher's reports to the coordinator as heartbeats, and receives the decisions.
 
     Args:
         membership: the launchers and their ranks.
-        at: where launcher 0 listens; on launcher 0 its server.
-        number: of the round.
-        generation: number of the round's first generation.
-        policy: launcher 0's: which failures are followed by new workers.
-        least: how many launchers an elastic launch needs; `None` for one of a fixed size.
-        hint: how to survive the loss of launcher 0, where it ends the launch.
+        at: address of launcher 0; on launcher 0, its server.
+        number: number of the rendezvous round.
+        generation: number of the round's first start of workers.
+        policy: restart policy, applied on launcher 0.
+        least: minimum number of launchers of an elastic launch; `None` for a fixed size.
+        hint: hint for the error about a lost launcher 0; `None` if the launch survives the loss.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class CoordinatorClient:
         self._connection = (
             _Connection(membership.address, at) if isinstance(at, ServerAddress) else None
         )
-        #: The coordinator of this round, where this is launcher 0.
+        #: Coordinator of this round; used on launcher 0 only.
         self._own = Coordinator(
             membership, time.monotonic(), policy=policy, least=least, generation=generation
         )
@@ -115,9 +116,9 @@ class CoordinatorClient:
         self._update(done=True)
 
     def leave(self, why: str, *, saves: bool = False) -> None:
-        """Report that this launcher leaves: the others are to continue without it.
+        """Report that this launcher leaves, for the reason `why`; an elastic launch continues without it.
 
-        With `saves`, it can wait until all have saved the run's state, if too few would stay.
+        With `saves`, all ranks first save the run's state if too few launchers would stay.
         """
         why = shortened(why)
         if (self._report.leaves, self._report.saves) != (why, saves):
@@ -125,16 +126,16 @@ class CoordinatorClient:
 
     @property
     def saves(self) -> bool:
-        """Whether all launchers are to let their ranks save the run's state and leave."""
+        """Whether all ranks are to save the run's state and exit."""
         return self._answer.saves
 
     def enter(self, generation: int, open_store: Callable[[], int], check: Check) -> int:
-        """Begin a generation, when all have ended their workers of the one before; return its port.
+        """Wait until all launchers have stopped their workers; return the port of the new workers' store.
 
-        Launcher 0 calls `open_store`, which returns the port. `check` is called again and again meanwhile.
+        Launcher 0 calls `open_store`, which returns the port. `check` is called repeatedly during the wait.
 
         Raises:
-            RoundOverError: if the round is over instead.
+            RoundOverError: if the rendezvous round ends instead.
         """
         with self._lock:
             index = self._membership.index
@@ -159,7 +160,7 @@ class CoordinatorClient:
 
     @property
     def decision(self) -> Decision | None:
-        """The decision so far; or what follows from the loss of launcher 0."""
+        """The coordinator's decision, or what follows from the loss of launcher 0; `None` if undecided."""
         decision = self._answer.decision
         why = None if self._connection is None else self._connection.lost
         if decision is None and why is not None:
@@ -175,12 +176,12 @@ class CoordinatorClient:
 
     @property
     def has_lost_coordinator(self) -> bool:
-        """Whether this launcher has received no decision, and launcher 0 is lost."""
+        """Whether launcher 0 was lost before this launcher received a decision."""
         connection = self._connection
         return self._answer.decision is None and connection is not None and bool(connection.lost)
 
     def close(self) -> None:
-        """Stop the heartbeat; on launcher 0, wait until the others have received the last decision."""
+        """Stop the heartbeats; on launcher 0, wait until all launchers have received the last decision."""
         self._stop.set()
         self._wake.set()
         self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
@@ -214,13 +215,13 @@ class CoordinatorClient:
 
     @property
     def _pause(self) -> float:
-        """Seconds until the next report: few while this launcher waits for a decision."""
+        """Seconds until the next report: shorter while this launcher waits for a decision."""
         report, waiting = self._report, self._answer.port == 0
         has_news = report.done or bool(report.leaves) or report.failure is not None
         return _INTERVAL if waiting or has_news or self.server is not None else _BEAT_SECONDS
 
     def _exchange(self) -> None:
-        """Send the report, and take the answer."""
+        """Send the current report, and store the coordinator's answer."""
         with self._lock:
             report = self._report
         if self.server is not None:
@@ -228,7 +229,7 @@ class CoordinatorClient:
         else:
             answer = self._ask(report)
         with self._lock:
-            # An answer to a report of an earlier generation means nothing in this one.
+            # Ignore answers to reports from before the last restart.
             if answer is not None and report.generation == self._report.generation:
                 self._answer = answer
 
@@ -239,10 +240,10 @@ class CoordinatorClient:
 
 
 class ThreadActivity:
-    """Activity of the thread that made this: the launcher's own, which starts and ends workers.
+    """Detects whether the thread that constructed this object is blocked in a system call.
 
-    It is seen by its context switches, of which each of its short waits is one; a call to a file server
-    that does not answer has none.
+    The thread is active while `/proc` counts voluntary context switches: each short wait is one. A call
+    to a file server that does not answer has none.
     """
 
     def __init__(self) -> None:
@@ -252,12 +253,12 @@ class ThreadActivity:
         self._still = 0.0
 
     def is_stuck(self) -> bool:
-        """Return whether the thread has not run for too long; to be called often."""
+        """Return whether the thread was blocked for the last two minutes; call this every second."""
         passed = time.monotonic() - self._looked
         if passed >= _LOOK_SECONDS:
             self._looked += passed
             before, self._switches = self._switches, ""
-            with contextlib.suppress(OSError):  # the thread has ended: nothing moves
+            with contextlib.suppress(OSError):  # the thread has ended
                 status = self._status.read_text()
                 self._switches = status.partition("\nvoluntary_ctxt_switches:")[2]
             moves = self._switches != before
@@ -266,7 +267,7 @@ class ThreadActivity:
 
 
 class _Connection:
-    """A launcher's connection to launcher 0, made anew where it is silent."""
+    """TCP connection to launcher 0, opened anew after an error or timeout."""
 
     def __init__(self, host: str, address: ServerAddress) -> None:
         self._host, self._address = host, address
@@ -276,7 +277,7 @@ class _Connection:
         self._refused: float | None = None
 
     def ask(self, report: dict[str, Any]) -> dict[str, Any] | None:
-        """Send a report; return the answer, or `None` where none comes now."""
+        """Send a report; return the answer, or `None` after an error or timeout."""
         try:
             if self._socket is None:
                 end = (self._host, self._address.port)
@@ -302,7 +303,7 @@ class _Connection:
 
     @property
     def lost(self) -> str | None:
-        """Why launcher 0 is lost, if it is."""
+        """Reason why launcher 0 counts as lost; `None` while it answers."""
         now, refused = time.monotonic(), self._refused
         if refused is not None and now - refused > _REFUSED_SECONDS:
             return "its launcher has ended"

@@ -1,4 +1,4 @@
-"""Rendezvous config of a launch over several nodes: node count, node rank, endpoint. Pure."""
+"""Rendezvous config of a launch on several nodes: number of nodes, node rank, rendezvous address."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ _RENDEZVOUS_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Flags of a launch over several nodes.
+    """Values of the command-line flags of a launch on several nodes.
 
     Attributes:
-        count: number of launchers, one on each node as a rule; the most that there may be of an elastic
-            launch.
-        least: how many an elastic launch needs; `None` for one of a fixed size.
-        rank: of this launcher.
-        main_address: host of launcher 0.
-        main_port: the port at which launcher 0 listens; by default one they agree on.
-        endpoint: `HOST`, `HOST:PORT` or `file:///DIRECTORY`: rendezvous of launchers without node ranks.
-        id: name of the launch, which keeps two launches at one rendezvous address apart.
-        interface: network interface to use; by default one at which all others reach this node.
-        join_timeout: seconds that launchers may take to join; `None` leaves `LOCKSTEP_JOIN_TIMEOUT`.
-        last_call: seconds that a launch waits for more nodes, once there are as many as it needs.
-        alone: whether this launcher is the only one, whatever the environment says.
+        count: number of launchers, usually one per node; in an elastic launch, the maximum.
+        least: minimum number of launchers of an elastic launch; `None` for a fixed size.
+        main_port: port of launcher 0; by default a free one, which the launchers discover.
+        endpoint: rendezvous of launchers without node ranks: `HOST`, `HOST:PORT` or `file:///DIRECTORY`.
+        id: name of the launch, which separates launches with the same rendezvous address.
+        interface: network interface to use; by default one that all other nodes can reach.
+        join_timeout: seconds that launchers have to join; `None` means `LOCKSTEP_JOIN_TIMEOUT`.
+        last_call: seconds that an elastic launch waits for further launchers, once it has its minimum.
+        alone: whether to ignore the environment and start a single launcher.
 
     Raises:
-        UsageError: if the values cannot work together.
+        UsageError: if a value is out of range, or two values contradict each other.
     """
 
     count: int | None = None
@@ -86,19 +83,19 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """Rendezvous of the launchers of one launch.
+    """How the launchers of one launch find each other.
 
     Attributes:
-        name: the launch's own, the same on all nodes.
-        count: number of launchers; of an elastic launch, the most that there may be.
-        least: how many an elastic launch needs; `None` for one of a fixed size.
-        index: of this launcher; `None` where they are numbered as they join.
-        address: host of the store.
-        port: the port at which the host answers, where the user chose one.
-        directory: a directory that all nodes share, where no host is special.
-        source: of these values: flags or an environment.
-        seconds: how long launchers may take to join.
-        last_call: how long the first round waits for more launchers, once there are enough.
+        name: name of the launch, the same on all nodes.
+        count: number of launchers; in an elastic launch, the maximum.
+        least: minimum number of launchers of an elastic launch; `None` for a fixed size.
+        index: number of this launcher; `None` if launchers are numbered as they join.
+        address: host of the rendezvous store.
+        port: port of port discovery on that host, if the user chose one.
+        directory: shared directory with the rendezvous store, instead of a host.
+        source: origin of these values: names of flags, or of an environment.
+        seconds: seconds that launchers have to join.
+        last_call: seconds that the first round waits for further launchers, once there are enough.
     """
 
     name: str
@@ -114,27 +111,27 @@ class RendezvousConfig:
 
     @property
     def fixed(self) -> bool:
-        """Whether the launch has one round, of all launchers; else it is elastic."""
+        """Whether the launch has a fixed number of launchers; otherwise it is elastic."""
         return self.least is None
 
     @property
     def needed(self) -> int:
-        """How many launchers a round needs."""
+        """Minimum number of launchers."""
         return self.least or self.count
 
     @property
     def place(self) -> str:
-        """Rendezvous of the launchers: a directory or a host."""
+        """Shared directory or host of the rendezvous, for messages."""
         return str(self.directory or self.address)
 
     @property
     def shares_output(self) -> bool:
-        """Whether the output of all launchers goes to the same terminal or file, as a scheduler's."""
+        """Whether a scheduler started the launchers, so that all write to the same terminal or file."""
         return not self.source.startswith("--")
 
 
 def port_taken(port: int, why: str) -> UsageError:
-    """Return the error of a port that the user chose and that is not free."""
+    """Return the error for a `--master-port` that is not free."""
     return UsageError(
         f"--master-port {port} cannot be opened on this machine: {why}; expected a free port",
         hint="without --master-port, a free one is found",
@@ -142,10 +139,10 @@ def port_taken(port: int, why: str) -> UsageError:
 
 
 def parse_count(text: str) -> tuple[int | None, int]:
-    """Return the least and the most launchers of a value of `--nnodes`: `N`, or `MIN:MAX` if elastic.
+    """Parse a value of `--nnodes`: `N` gives `(None, N)`, an elastic `MIN:MAX` gives `(MIN, MAX)`.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if `text` is neither.
     """
     least, colon, most = text.rpartition(":")
     if most.isdecimal() and (least.isdecimal() if colon else not least):
@@ -158,10 +155,10 @@ def parse_count(text: str) -> tuple[int | None, int]:
 def rendezvous_config(
     nodes: Nodes, work: Sequence[str], environ: Mapping[str, str]
 ) -> RendezvousConfig | None:
-    """Return the rendezvous config of this launcher; `None` if it is alone.
+    """Return the rendezvous config of this launcher; `None` if it is the only launcher.
 
-    Flags win over the environment: a step of Slurm with several tasks, or `mpiexec`, starts as many
-    launchers, which need no flags. A launch without `--rdzv-id` is named after `work`: the script and its
+    Flags take precedence over the environment. Launchers started by a Slurm step with several tasks or by
+    `mpiexec` need no flags. A launch without `--rdzv-id` is named after `work`, the script and its
     arguments.
 
     Raises:
@@ -214,7 +211,7 @@ def _by_flags(nodes: Nodes, work: Sequence[str]) -> RendezvousConfig | None:
 
 
 def _shown(nodes: Nodes) -> str:
-    """Return the number of nodes as `--nnodes` spells it."""
+    """Return the number of nodes as a value of `--nnodes`."""
     return f"{nodes.count}" if nodes.least is None else f"{nodes.least}:{nodes.count}"
 
 
@@ -241,10 +238,10 @@ def _at_endpoint(endpoint: str, name: str, count: int) -> RendezvousConfig:
 
 
 def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
-    """Return host and port of an endpoint; no host for a directory, no port where it is 0 or left out.
+    """Parse a value of `--rdzv-endpoint`; return host and port, `None` for a directory or an unset port.
 
     Raises:
-        UsageError: if the endpoint is wrong.
+        UsageError: if the value is no host, `HOST:PORT` or `file:///DIRECTORY`.
     """
     host, colon, port = endpoint.rpartition(":")
     place = _at_endpoint(host if colon and port == "0" else endpoint, "", 2)

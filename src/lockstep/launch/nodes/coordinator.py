@@ -1,50 +1,147 @@
-"""Coordinator on launcher 0: one decision for all launchers, from their reports. Pure.
+"""`Coordinator`: makes one decision for all launchers, on launcher 0, from their reports.
+
+The dataclasses in this file are the messages between launchers and coordinator, sent as JSON.
 
 reports:    alive, done, a failure, leaving
 decisions:  restart   the same launchers start their workers again
-            round     another round begins, without those that are lost or leave, or with newcomers
-            end       the launch is over, with a verdict
-            done      the launch is over, and all went well
+            round     a rendezvous round with other launchers begins: some are lost or leave, or join
+            end       the launch has failed, with one message for all launchers
+            done      the launch has succeeded
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
-from lockstep.launch.agent.failure import Verdict
+from lockstep.launch.agent.failure import Kind, Verdict
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import (
-    Answer,
-    Decision,
-    FailureReport,
-    LauncherReport,
-    lost_verdict,
-)
 
-#: A launcher that has sent nothing for as long is lost.
+#: The longest message, in bytes.
+LINE = 1 << 20
+#: Seconds without a report after which a launcher counts as lost.
 LOST_SECONDS = 15.0
-#: A launcher whose connection has ended is gone, unless it connects again within this time.
+#: Seconds that a launcher has to connect again after its connection ended, before it counts as lost.
 _GONE_SECONDS = 2.5
-#: A launcher that is silent for as long may be the cause of the others' failures.
+#: Seconds without a report after which a launcher may be the cause of failures on other launchers.
 _SILENT_SECONDS = 1.5
-#: How long the cause is waited for, once a consequence is known.
+#: Seconds to wait for the cause of failures that only follow from another rank's failure.
 _SETTLE_SECONDS = 2.0
-#: How long others have to leave too, once a launcher leaves that can save the run's state.
+#: Seconds to wait for further launchers that leave, once a launcher leaves whose ranks can save the state.
 _LEAVE_SECONDS = 0.7
 
-#: Returns the line for the user if workers are to start again after a failure; `None` if they are not.
+#: Restart policy: returns the message to print if workers are to start again; `None` if not.
 Policy = Callable[[Verdict], str | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """Report of a failure of a launcher's workers.
+
+    Attributes:
+        verdict: the failure message.
+        consequence: whether the failure only follows from another rank's failure.
+        time: moment of the failure, in Unix seconds.
+    """
+
+    verdict: Verdict
+    consequence: bool
+    time: float
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sort key: causes before consequences, then by time."""
+        return self.consequence, self.time
+
+    def shortened(self) -> FailureReport:
+        """Return this report, with a short failure message if its JSON exceeds half of `LINE` bytes."""
+        size = len(json.dumps(asdict(self)))
+        if size <= LINE // 2:  # an answer contains the message and its first line
+            return self
+        name = self.verdict.name or "a launcher"
+        text = (
+            f"lockstep: {name} failed, and its verdict of {size} bytes is too long for "
+            f"the other launchers; expected at most {LINE // 2}: its log says more"
+        )
+        brief = text.removeprefix("lockstep: ")
+        verdict = replace(self.verdict, text=text, traceback=None, brief=brief)
+        return replace(self, verdict=verdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherReport:
+    """State of a launcher, sent with every heartbeat.
+
+    Attributes:
+        done: whether all workers of the launcher have succeeded.
+        failure: failure of its workers, if any.
+        leaves: reason for which the launcher leaves; empty if it stays.
+        saves: whether a launcher that leaves can wait until all ranks have saved the run's state.
+        heard: whether the launcher has received the last decision.
+    """
+
+    index: int
+    round: int = 1
+    generation: int
+    done: bool = False
+    failure: FailureReport | None = None
+    leaves: str = ""
+    saves: bool = False
+    heard: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The coordinator's decision for all launchers: start workers again, change launchers, or end.
+
+    Attributes:
+        text: message for the user.
+        verdict: message of a launch that has failed.
+        staying: launchers that are expected in the next rendezvous round.
+    """
+
+    kind: Literal["restart", "round", "end", "done"]
+    text: str = ""
+    verdict: Verdict | None = None
+    staying: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the decision ends the rendezvous round."""
+        return self.kind != "restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The coordinator's answer to a launcher's report.
+
+    Attributes:
+        port: port of the workers' store; 0 while it is not open.
+        saves: whether all ranks are to save the run's state and exit.
+    """
+
+    decision: Decision | None = None
+    port: int = 0
+    saves: bool = False
+
+
+def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:
+    """Return the failure message of a launch that has lost launcher `name` for the reason `why`."""
+    lines = [f"lockstep: {name} was lost: {why}", *([f"  hint: {hint}"] if hint else [])]
+    return Verdict(text="\n".join(lines), exit_code=1, name=None, traceback=None, kind=Kind.LOST)
+
+
 class Coordinator:
-    """The coordinator of a round.
+    """Decides for the launchers of one rendezvous round, a period in which the same launchers take part.
 
     Args:
         membership: the launchers of the round.
-        now: the time, in seconds of any clock, as in all calls.
-        policy: which failures are followed by new workers.
-        least: how many launchers an elastic launch needs; `None` for one of a fixed size.
-        generation: number of the round's first generation.
+        now: current time in seconds, of the same clock as in all other calls.
+        policy: restart policy.
+        least: minimum number of launchers of an elastic launch; `None` for a fixed size.
+        generation: number of the round's first start of workers.
     """
 
     def __init__(
@@ -71,15 +168,15 @@ class Coordinator:
         self._newcomers: tuple[str, ...] = ()
         self._restart = Decision(kind="restart")
         self._port = 0
-        #: The decision on this generation.
+        #: Decision since the last start of workers; `None` before one is made.
         self.decision: Decision | None = None
         self._readers: set[int] = set()
 
     def receive(self, report: LauncherReport, now: float) -> Answer:
-        """Return the answer to a launcher's report.
+        """Store a launcher's report, decide if possible, and return the answer.
 
         Raises:
-            KeyError: if it takes no part in the round.
+            KeyError: if the launcher takes no part in the round.
         """
         if report.index not in self._reports:
             raise KeyError(report.index)
@@ -99,21 +196,21 @@ class Coordinator:
         return Answer(port=self._port, saves=self._saves)
 
     def disconnect(self, index: int, now: float) -> None:
-        """Note that the connection of a launcher has ended."""
+        """Record that the connection of a launcher has ended."""
         self._gone.setdefault(index, now)
 
     def note(self, lost: Sequence[int], newcomers: Sequence[str], now: float) -> None:
-        """Note which launchers cannot reach this one any more, and the names of newcomers."""
+        """Record which launchers lost their connection to launcher 0, and the names of new launchers."""
         self._gone.update((index, now - _GONE_SECONDS - 1) for index in lost if index > 0)
         self._newcomers = tuple(newcomers)
         self.look(now)
 
     def supersede(self) -> None:
-        """Note that others have begun another round without this one."""
+        """End this round: other launchers have begun another round without launcher 0."""
         self._decide(Decision(kind="round", text="a newer round has begun without this node"))
 
     def enter(self, generation: int) -> None:
-        """Begin another generation, without the decision on the one before."""
+        """Prepare the next start of workers, number `generation`: clear the last decision."""
         if self.decision is not None and self.decision.is_last:
             return
         self._restart = self.decision or self._restart
@@ -123,7 +220,7 @@ class Coordinator:
 
     @property
     def all_entered(self) -> bool:
-        """Whether all launchers are in this generation: their earlier workers have ended."""
+        """Whether all launchers have stopped their earlier workers and wait for the next start."""
         return all(report.generation == self._generation for report in self._reports.values())
 
     @property
@@ -132,11 +229,11 @@ class Coordinator:
         return len(self._readers | {0}) == self._membership.count
 
     def open(self, port: int) -> None:
-        """Answer all launchers with the port of this generation's store."""
+        """Set the port of the workers' store, which all launchers get in their next answer."""
         self._port = port
 
     def look(self, now: float) -> None:
-        """Decide, if the reports allow it."""
+        """Make a decision if the reports, or missing reports, require one."""
         if self.decision is not None and self.decision.is_last:
             return
         reports = self._reports.values()
@@ -173,7 +270,7 @@ class Coordinator:
             self._decide(Decision(kind="restart", text=line))
 
     def _judge_consequences(self, failures: list[FailureReport], now: float) -> None:
-        """Wait for the cause, or for the end of a launcher that is silent: it may be the cause."""
+        """Decide on failures that follow from another failure, after a wait for a report of its cause."""
         if self._first_failed is None:
             self._first_failed = now
         is_early = now - self._first_failed <= _SETTLE_SECONDS
@@ -186,7 +283,7 @@ class Coordinator:
         return 0.0 if index == 0 else now - self._heard[index]
 
     def _release(self, leaving: list[LauncherReport], now: float) -> None:
-        """Continue without those that leave; if too few stay, let all save the run's state and leave."""
+        """Continue without launchers that leave; if too few stay, all ranks save the state and exit."""
         if self._first_leaves is None:
             self._first_leaves = now
         # A scheduler that ends one launcher may be about to end all.
@@ -200,7 +297,7 @@ class Coordinator:
                 self._decide(Decision(kind="done"))
 
     def _lost(self, now: float) -> dict[int, str]:
-        """Return the launchers that are lost, and why."""
+        """Return the launchers that are lost, each with the reason."""
         found = {}
         for index in self._reports:
             if index in self._gone and now - self._gone[index] > _GONE_SECONDS:
@@ -213,7 +310,7 @@ class Coordinator:
         index, why = min(lost.items())
         verdict = lost_verdict(self._membership.names[index], why)
         if self._least is not None:
-            # A launcher that is silent by now is not waited for.
+            # Do not wait for launchers that have been silent for some seconds.
             limit = 2 * _SILENT_SECONDS
             silent = {other for other in self._reports if self._silence(other, now) > limit}
             self._without({*lost, *silent}, verdict.text.removeprefix("lockstep: "))

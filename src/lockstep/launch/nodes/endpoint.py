@@ -1,4 +1,4 @@
-"""Rendezvous endpoint of launchers: a store on a host, or in a file of a shared directory."""
+"""`Endpoint`: the store through which launchers find each other, on a host or in a shared directory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _TAKEN_HINT = "another launch with this name runs on this host: give each an --r
 
 
 class Endpoint:
-    """The rendezvous store of launchers, and what is closed with it.
+    """The rendezvous store of launchers, with the resources to release at its end.
 
-    `entrance` closes the announcer of a host's store, and the lock of this host; `hosts` is whether this
-    launcher hosts the store; `file` is the store's file in a shared directory.
+    Args:
+        entrance: stack that closes the port discovery of a hosted store and the lock of this host.
+        hosts: whether this launcher hosts the store.
+        file: the store's file in a shared directory, if it is one.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class Endpoint:
         self._entrance, self._file = entrance, file
 
     def stop_announcing(self) -> None:
-        """Stop announcing the store, and release port and lock."""
+        """Stop answering the port discovery of other launchers; release the port and the host lock."""
         self._entrance.close()
 
     def close(self) -> None:
-        """Stop announcing the store, and remove its file."""
+        """Stop answering the port discovery, and release the store's file."""
         self._entrance.close()
         if self._file is not None:
             self._file.close()
@@ -57,18 +59,19 @@ class Endpoint:
 
 
 def enter(config: RendezvousConfig, check: Check) -> Endpoint:
-    """Return the endpoint of a launch; its host, or the first launcher there, makes the store.
+    """Host the rendezvous store of a launch, or connect to it; return its endpoint.
 
     Raises:
         UnreachableError: if no packet reaches the host of the store.
-        WorldError: if the host does not answer in time.
+        WorldError: if the host of the store does not answer in time.
     """
     with contextlib.ExitStack() as stack:
         if config.directory is not None:
             file = _open_file(config.directory, config, check)
             return Endpoint(file.store, stack, file=file)
+        assert config.address is not None, "a rendezvous has a directory or a host"
         if config.index is None:
-            hosts = stack.enter_context(host_lock(config.name)) and is_here(config)
+            hosts = stack.enter_context(host_lock(config.name)) and network.is_here(config.address)
         else:
             hosts = config.index == 0
         if not hosts:
@@ -77,7 +80,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
             except UnreachableError:
                 raise
             except WorldError as error:
-                if config.index is not None or not is_here(config):
+                if config.index is not None or not network.is_here(config.address):
                     raise
                 raise WorldError(error.message, hint=_TAKEN_HINT) from error
         loopback = network.listens_locally(config.address)
@@ -103,37 +106,27 @@ def _find(config: RendezvousConfig, check: Check) -> dist.Store:
 
 
 def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
-    """Return the hint if launchers are missing, for one that `hosts` the store or not."""
+    """Return the hint about missing launchers; `hosts` is whether this launcher hosts the store."""
     if config.directory is not None:
         return "if the others say the same, the directory is not shared between the nodes"
+    assert config.address is not None, "a rendezvous has a directory or a host"
     here = not hosts
-    with contextlib.suppress(
-        WorldError
-    ):  # a name that this host doesn't know may be right elsewhere
-        here = here or is_here(config)
+    with contextlib.suppress(WorldError):  # an unknown host name
+        here = here or network.is_here(config.address)
     if here:
         return "look at the output of the others: are they started, and on which node?"
     own = ", ".join(f"{interface.name} {interface.address}" for interface in network.interfaces())
     return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
 
 
-def is_here(config: RendezvousConfig) -> bool:
-    """Return whether the endpoint's host is this one."""
-    assert config.address is not None
-    own = {interface.address for interface in network.interfaces()} | {host.name()}
-    found = {config.address, *network.addresses_of(config.address)}
-    # Some systems let a host's own name mean an address of the loopback interface.
-    return bool(own & found) or any(network.is_loopback(address) for address in found)
-
-
 @contextlib.contextmanager
 def host_lock(name: str) -> Iterator[bool]:
-    """Lock `name` among this host's launchers; yield whether it was free."""
+    """Lock `name` among the launchers of this host; yield whether this launcher got the lock."""
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()
     is_free = True
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         try:
-            # An abstract address: it goes with its process, however that ends.
+            # An abstract socket address, which the kernel frees when the process ends.
             lock.bind(f"\0lockstep/{os.getuid()}/{digest}")
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -143,7 +136,7 @@ def host_lock(name: str) -> Iterator[bool]:
 
 
 def _open_file(directory: Path, config: RendezvousConfig, check: Check) -> RendezvousFile:
-    """Open the file of a launch; wait for the end of a launch that is over."""
+    """Open the rendezvous file of a launch; if an earlier launch still uses it, wait for its end."""
     deadline = time.monotonic() + config.seconds
     while True:
         file = RendezvousFile(directory, config.name)
@@ -160,14 +153,14 @@ def _open_file(directory: Path, config: RendezvousConfig, check: Check) -> Rende
 
 
 class RendezvousFile:
-    """The store of one launch in a file of a shared directory, and a lock while it is in use.
+    """The rendezvous store of one launch in a file of a shared directory, with a lock file.
 
-    Each launcher has a shared lock for as long as it lives, however it ends. If a launcher gets the lock
-    exclusively, no other is there, and the file is a stale one.
+    Each launcher keeps a shared lock until its process ends. A launcher that gets the lock exclusively is
+    the only one, and removes a store file left by an earlier launch.
 
     Raises:
-        UsageError: if the directory is not there, or cannot be used for this.
-        WorldError: if another user has put a file there.
+        UsageError: if the directory does not exist, is not writable or has no locks.
+        WorldError: if the file belongs to another user.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -179,12 +172,12 @@ class RendezvousFile:
         self._path = directory / f"lockstep-{name.replace('/', '-')}"
         self._lock_path = self._path.with_name(f"{self._path.name}.lock")
         self._lock = self._take_lock()
-        # torch would let all users read it, and with it the secret of the launch.
+        # torch would make the file readable for all users, with the secret of the launch.
         os.close(open_private(self._path))
         self.store: dist.Store = dist.FileStore(str(self._path), -1)
 
     def close(self) -> None:
-        """Release the lock; the last launcher that leaves removes the files."""
+        """Release the lock; if no other launcher has the lock, remove both files."""
         with contextlib.suppress(OSError):  # another launcher has it
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The files may have been removed by hand, and made anew.
@@ -206,7 +199,7 @@ class RendezvousFile:
             except BaseException:
                 os.close(lock)
                 raise
-            # The launch before may have removed the file of the lock since it was opened here.
+            # An earlier launch may have removed the lock file after it was opened here.
             if self._is_in_place(lock):
                 return lock
             os.close(lock)
@@ -218,11 +211,11 @@ class RendezvousFile:
             return False
 
     def _share(self, lock: int) -> None:
-        """Take the lock shared; if no other launcher has it, remove a stale file first."""
+        """Take the lock in shared mode; if no other launcher has the lock, first remove an old store."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pass  # another launcher is there: the file is in use, and fresh
+            pass  # another launcher uses the file
         except OSError as error:
             raise UsageError(
                 f"{self._path.parent} has no locks: {network.reason(error)}",
@@ -230,6 +223,6 @@ class RendezvousFile:
             ) from None
         else:
             if self._is_in_place(lock) and os.path.lexists(self._path):
-                os.close(open_private(self._path))  # which refuses another user's
+                os.close(open_private(self._path))  # raises an error for another user's file
                 self._path.unlink(missing_ok=True)
         fcntl.flock(lock, fcntl.LOCK_SH)

@@ -1,4 +1,4 @@
-"""Join a rendezvous round: wait until enough launchers have joined, and the round is closed."""
+"""`Join`: wait until enough launchers have joined a rendezvous, so that a round of it can start."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from lockstep.errors import WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 
-#: Seconds between two looks: the first one, and the longest.
+#: First and longest pause, in seconds, between two reads of the store.
 _FIRST_PAUSE, _PAUSE = 0.002, 0.05
-#: How long a later round waits for more nodes: those who are expected are known, and on their way.
+#: Seconds that a later round waits for more launchers, if the expected launchers are known.
 _SETTLE_SECONDS = 3.0
-#: The same for those that only suppose that the round before is over.
+#: Seconds that a later round waits for more launchers, if no launchers are known to come.
 _CAUTIOUS_SECONDS = 10.0
 _LOOK_SECONDS = 5.0
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
-    """Return the cards of a round in the order of their launchers: those that stay, then newcomers."""
-    ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # else by their arrival
+    """Sort launchers' cards, those of the last round first, and return the first `most`."""
+    ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # stable: by arrival
     return tuple(ranked[:most])
 
 
 class Join:
-    """The wait of one launcher for the start of a round.
+    """Wait of one launcher for the start of a rendezvous round, a period with fixed launchers.
 
-    `expected` are tokens of launchers that are on their way. A launcher that `may_close` the round starts
-    it: as far as it knows, no other one is in progress. `hint` returns the hint for missing launchers.
+    Args:
+        number: number of the round.
+        own: entry of this launcher.
+        expected: tokens of launchers that are known to join.
+        may_close: whether this launcher may start the round, as no other round is in progress.
+        hint: returns the hint for an error about missing launchers.
     """
 
     def __init__(
@@ -49,12 +53,11 @@ class Join:
         self._cards: list[Card] = []
 
     def wait(self) -> tuple[Card, ...] | None:
-        """Return the cards of the round; `None` if it was closed without this launcher.
+        """Return the cards of the round's launchers; `None` if the round started without this launcher.
 
         Raises:
-            NotNeeded: if the launch ends meanwhile.
-            WorldError: if too few join, or this launcher may not; the same for all in a round that cannot
-                begin.
+            NotNeeded: if the launch ends during the wait.
+            WorldError: if too few launchers join in time, or this launcher cannot join.
         """
         self._keys.arrive(self._number, self._own)
         pause = _FIRST_PAUSE
@@ -80,13 +83,13 @@ class Join:
             self._may_close = newest == self._number - 1 and self._keys.has_ended(newest)
             self._looked = time.monotonic()
         if now - self._began > self._config.seconds and (
-            # A launcher that waits for the place of another waits without limit.
+            # No timeout for a launcher that waits until another launcher leaves.
             self._may_close or len(self._keys.newest()[1]) < self._config.count
         ):
             self._raise_missing()
 
     def _check_numbers(self) -> None:
-        """Fail if two launchers have the same node rank, in a launch where each has its own."""
+        """Raise an error if two launchers were given the same node rank."""
         first: dict[int, Card] = {}
         for card in self._cards if self._config.fixed else ():
             other = first.setdefault(card.index, card)
@@ -95,7 +98,7 @@ class Join:
                 self._fail(WorldError(text, hint="give each node a --node-rank of its own"))
 
     def _can_start(self, now: float) -> bool:
-        """Return whether the round begins: all are there, or enough, and no newcomer for some time."""
+        """Return whether the round can start: all launchers joined, or enough and none for some seconds."""
         here = {card.token for card in self._cards}
         if len(here) < self._config.needed:
             return False
@@ -126,6 +129,6 @@ class Join:
         )
 
     def _fail(self, error: WorldError) -> None:
-        """End this round for all that have joined it; raise the first error that was written."""
+        """End the rendezvous with an error for all launchers that joined; raise the first such error."""
         self._keys.fail(self._number, error)
         self._keys.check_failed(self._number)

@@ -1,15 +1,16 @@
-"""Keys of the rendezvous store of launchers.
+"""`RendezvousKeys`: keys in the store through which launchers find each other.
 
-    newest              number of the newest round, and the cards of its members
+    newest              number of the newest round, and the cards of its launchers
     over                the launch has ended
     round/N/ ...
       card/K, arrivals  launchers that have joined the round
-      failed, heard     why it cannot begin, and how many have read it
-      loss/K, alive/K   a launcher has lost launcher 0; launcher 0 lives
+      failed, heard     error of a round that cannot begin; number of launchers that read it
+      loss/K, alive/K   a launcher lost the connection to launcher 0; launcher 0 still runs
 
-A card has the address of its launcher: reports in a round go over a connection to its launcher 0.
-There are no heartbeats here, since a file only grows. A launcher that has lost launcher 0 asks it here,
-before there is another round: of two halves of a network, one continues.
+A round is a period in which the same launchers take part. A card describes one launcher; after the start of
+a round, launchers send their reports over a connection to launcher 0. Heartbeats would make a store in a
+file grow without limit. A launcher that lost launcher 0 first asks for it through the store, so that only
+one half of a divided network begins another round.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from lockstep.world.rendezvous.decode import decode
 from lockstep.world.rendezvous.membership_check import HINTS, NodeInfo
 from lockstep.world.waiting import Check, await_any
 
-#: How long launcher 0, which looks twice a second, may take to answer that it lives.
+#: Seconds that launcher 0, which polls twice a second, has to answer through the store.
 _ALIVE_SECONDS = 3.0
-#: How long the host of the store, which goes with it, stays for others to read why it leaves.
+#: Seconds that the host of the store stays after an error, so that other launchers can read it.
 _LINGER_SECONDS = 3.0
 _PAUSE = 0.01
-#: Launchers that may have died before they wrote their card, in a row.
+#: Maximum number of launchers in a row that died before they wrote their card.
 _GAP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A launcher that joins a round.
+    """Entry of a launcher that joins a rendezvous round.
 
     Attributes:
-        token: unique, for as long as it lives.
-        common: of the launch, if this launcher is the first of it.
-        address: where it listens.
-        round: the last round that it took part in; 0 for a newcomer.
-        index: its number there; of a newcomer, its number by the user.
-        generation: number of the next generation, as far as it knows.
+        token: unique id of the launcher process.
+        common: constants of the launch, used if this launcher is the first one.
+        address: address of the launcher's server.
+        round: last round in which the launcher took part; 0 for a new launcher.
+        index: the launcher's number in that round; for a new launcher, its `--node-rank` if given.
+        generation: number of the next start of workers, as far as the launcher knows.
     """
 
     token: str
@@ -62,10 +63,10 @@ class Card:
 
     @staticmethod
     def parse(fields: Any) -> Card:
-        """Return the card with these fields.
+        """Return the card with these fields, read from JSON.
 
         Raises:
-            WorldError: if it has others.
+            WorldError: if the fields are those of another version.
         """
         try:
             return decode(Card, fields)
@@ -77,7 +78,7 @@ class Card:
 
 
 class RendezvousKeys:
-    """The rendezvous store of launchers; `check` is called again and again in waits for others."""
+    """Reads and writes the launchers' rendezvous store; `check` is called repeatedly during waits."""
 
     def __init__(self, store: dist.Store, check: Check) -> None:
         self.store = store
@@ -85,7 +86,7 @@ class RendezvousKeys:
         self._heard: set[int] = set()
 
     def network(self, number: int) -> dist.Store:
-        """Return a part of the store for the connectivity check of a round."""
+        """Return the store with a key prefix, for the connectivity check of rendezvous round `number`."""
         return dist.PrefixStore(f"round/{number}/network", self.store)
 
     def _write(self, key: str, value: Any) -> None:
@@ -97,19 +98,19 @@ class RendezvousKeys:
     def _read(self, key: str) -> Any:
         return json.loads(self.store.get(key))
 
-    # A round that cannot begin.
+    # Errors of a round.
 
     def fail(self, number: int, error: WorldError) -> None:
-        """Write why a round cannot begin, for all that join it; the first reason counts."""
+        """Write the error of a rendezvous round that cannot begin; only the first error is stored."""
         if self.store.add(f"round/{number}/failures", 1) == 1:
             self._write(f"round/{number}/failed", [error.message, error.hint])
         self._count_heard(number)
 
     def check_failed(self, number: int) -> None:
-        """Raise the error of a round that cannot begin.
+        """Raise the error of a rendezvous round that cannot begin, if one was written.
 
         Raises:
-            WorldError: the same for all.
+            WorldError: the same on all launchers.
         """
         if self._has(f"round/{number}/failed"):
             message, hint = self._read(f"round/{number}/failed")
@@ -117,13 +118,13 @@ class RendezvousKeys:
             raise WorldError(message, hint=hint)
 
     def _count_heard(self, number: int) -> None:
-        """Count this launcher, once, among those that know why a round cannot begin."""
+        """Count this launcher, once, as one that has read the error of a rendezvous round."""
         if number not in self._heard:
             self._heard.add(number)
             self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
-        """Wait a moment until all that joined a round have read why it cannot begin."""
+        """Wait up to three seconds until all launchers of a rendezvous round have read its error."""
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self._has(f"round/{number}/failed"):
             return
@@ -133,7 +134,7 @@ class RendezvousKeys:
     # The launch.
 
     def end(self) -> None:
-        """Write that the launch is over, for those that wait for a place."""
+        """Record that the launch is over, for launchers that wait to join."""
         self._write("over", 1)
 
     def check_over(self) -> None:
@@ -144,7 +145,7 @@ class RendezvousKeys:
     # Rounds.
 
     def newest(self) -> tuple[int, tuple[Card, ...]]:
-        """Return the number of the newest round, 0 before the first, and who takes part in it."""
+        """Return number and launchers' cards of the newest rendezvous round; number 0 before the first."""
         number, cards = json.loads(self._newest() or "[0, []]")
         return number, tuple(map(Card.parse, cards))
 
@@ -152,17 +153,17 @@ class RendezvousKeys:
         return self.store.get("newest").decode() if self._has("newest") else ""
 
     def arrive(self, number: int, card: Card) -> None:
-        """Join a round."""
+        """Join a rendezvous round: write the card of this launcher."""
         arrival = self.store.add(f"round/{number}/arrivals", 1) - 1
         self._write(f"round/{number}/card/{arrival}", asdict(card))
 
     def arrived(self, number: int) -> int:
-        """Return how many have joined a round; some may have died before they wrote their card."""
+        """Return the number of launchers that have joined a rendezvous round, with or without a card."""
         key = f"round/{number}/arrivals"
         return int(self.store.get(key)) if self._has(key) else 0
 
     def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
-        """Return the cards of all that have joined a round; `known` are those that were read before."""
+        """Return the cards of launchers that joined a rendezvous round; `known` were read before."""
         cards = {card.token: card for card in known}
         gap, arrival = 0, len(cards)
         while gap < _GAP:
@@ -176,10 +177,10 @@ class RendezvousKeys:
         return list(cards.values())
 
     def close(self, number: int, cards: Sequence[Card]) -> None:
-        """Begin a round with these launchers, unless a newer one has begun.
+        """Start a rendezvous round with these launchers, unless a newer round has started.
 
-        One write has its begin and its members: a launcher that dies here leaves the whole of it
-        or nothing, and one that was stopped for a while does not undo what others have done since.
+        A single atomic write stores number and cards, so that a launcher that dies or is stopped here
+        leaves the store consistent.
         """
         before = self._newest()
         if json.loads(before or "[0]")[0] < number:
@@ -187,21 +188,21 @@ class RendezvousKeys:
             self.store.compare_set("newest", before, text)
 
     def closed(self, number: int) -> tuple[Card, ...] | None:
-        """Return the launchers of a round, once it has begun; none of one that is over."""
+        """Return the cards of a rendezvous round: `None` before its start, empty after its end."""
         newest, cards = self.newest()
         return None if newest < number else cards if newest == number else ()
 
     # Launcher 0 of a round.
 
     def reaches(self, number: int) -> bool:
-        """Return whether launcher 0 of a round answers this launcher on the network."""
+        """Return whether launcher 0 of a rendezvous round answers over the network."""
         newest, cards = self.newest()
         return newest == number and any(card.address.answers() for card in cards[:1])
 
     def has_ended(self, number: int, index: int = -1) -> bool:
-        """Return whether launcher 0 of a round answers neither on the network nor in the store.
+        """Return whether launcher 0 of a rendezvous round gives no answer, over network and store.
 
-        `index` is the number of this launcher in the round, if it takes part.
+        `index` is the number of this launcher in the round; -1 if it takes no part.
         """
         if self.reaches(number):
             return False
@@ -213,7 +214,7 @@ class RendezvousKeys:
         return self.newest()[0] == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Answer launchers that have lost launcher 0, after the first `known`; return their numbers."""
+        """Answer launchers that lost their connection, except the first `known`; return their numbers."""
         asked: list[int] = []
         while self._has(f"round/{number}/loss/{known + len(asked)}"):
             loss = known + len(asked)

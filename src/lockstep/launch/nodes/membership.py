@@ -1,4 +1,4 @@
-"""Membership: the ranks that each launcher starts. Pure, and the same on all launchers."""
+"""`Membership`: the launchers that take part in a launch, with their ranks and nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.world.network import LOOPBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """Resources of a launcher: its number of ranks, host name, processors, and names of GPUs."""
+    """Resources of one launcher: number of ranks, host name, CPUs, and names of GPUs."""
 
     ranks: int
     name: str
@@ -23,13 +23,13 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """Constants of a launch, made by its first launcher.
+    """Constants of a launch, chosen by its first launcher.
 
     Attributes:
-        token: secret of the workers and servers of the launch.
-        stamp: name of the run's directory, where the user names none.
-        resumes: whether that is an unfinished run, which the launch continues.
-        replicas: replicas of a run that names no number, where nodes come and go.
+        token: secret with which workers and parameter servers of the launch identify themselves.
+        stamp: name of the run's directory, unless the user chooses one.
+        resumes: whether `stamp` names an unfinished run, which the launch resumes.
+        replicas: default number of replicas of a run in an elastic launch.
     """
 
     run_id: str
@@ -40,7 +40,7 @@ class Common:
 
     @staticmethod
     def new(replicas: int, stamp: str | None = None) -> Common:
-        """Return those of a new launch, which continues the run in directory `stamp`, or begins one."""
+        """Return the constants of a new launch, which resumes the run in directory `stamp` if given."""
         run_id, now = uuid.uuid4().hex, time.strftime("%Y%m%d-%H%M%S")
         return Common(
             run_id=run_id,
@@ -52,13 +52,13 @@ class Common:
 
 
 class NotNeeded(Exception):  # noqa: N818 - an end, and no error
-    """The launch has ended while this launcher waited to join it."""
+    """The launch ended while this launcher waited to join: not an error."""
 
 
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
-    """Return whether no other launcher on its node has any of its `things`; false where it is alone there.
+    """Return whether all other launchers on launcher `index`'s node use other `things` (CPUs or GPUs).
 
-    A scheduler that starts several launchers on a node may give each its own processors and GPUs.
+    Returns false for the only launcher of a node. Schedulers may give each launcher of a node its own CPUs.
     """
     same = [k for k, node in enumerate(nodes) if node == nodes[index] and k != index]
     mine = set(things[index])
@@ -67,20 +67,19 @@ def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The launchers of a round, and which of them this one is.
+    """The launchers that take part in a launch, and the index of this launcher.
 
     Attributes:
-        index: of this launcher.
-        ranks: number of ranks of each launcher.
-        nodes: node of each launcher, numbered as they first appear.
-        names: of the launchers in messages.
-        address: at which all of them reach launcher 0.
-        interface: network interface of this launcher's workers; `None` leaves it to the plan.
-        own_cores: whether no other launcher on its node has processors of this one.
-        own_gpus: the same of its GPUs.
-        overrules_interface: whether the user chose it for Lockstep, over variables of Gloo and NCCL.
-        reached_at: interface and address at which all others reach each launcher; empty on one node.
-        speaks: whether this launcher prints the verdict that all of them share.
+        index: number of this launcher.
+        nodes: node number of each launcher, in the order of first appearance.
+        names: name of each launcher in messages.
+        address: address of launcher 0 that all launchers can reach.
+        interface: network interface of this launcher's workers; `None` leaves the choice to the plan.
+        own_cores: whether other launchers on this node use other CPUs.
+        own_gpus: whether other launchers on this node use other GPUs.
+        overrules_interface: whether `interface` takes precedence over variables of Gloo and NCCL.
+        reached_at: interface and address of each launcher, as the others reach it; empty on one node.
+        speaks: whether this launcher prints messages that are the same on all launchers.
     """
 
     index: int
@@ -97,7 +96,7 @@ class Membership:
 
     @staticmethod
     def alone(ranks: int) -> Membership:
-        """Return the membership of the only launcher."""
+        """Return the membership of a single launcher with this number of ranks."""
         return Membership(
             index=0, ranks=(ranks,), nodes=(0,), names=("",), address=LOOPBACK, interface=None
         )
@@ -109,12 +108,12 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Number of ranks in all."""
+        """Number of ranks of all launchers."""
         return sum(self.ranks)
 
     @property
     def first_rank(self) -> int:
-        """The first rank that this launcher starts."""
+        """Lowest rank that this launcher starts."""
         return sum(self.ranks[: self.index])
 
     @property
@@ -124,12 +123,12 @@ class Membership:
 
     @property
     def node_count(self) -> int:
-        """Number of nodes; several launchers may be on one."""
+        """Number of nodes; several launchers may share a node."""
         return len(set(self.nodes))
 
     @property
     def first_local_rank(self) -> int:
-        """Number of ranks of earlier launchers on this node."""
+        """Local rank of this launcher's first rank on its node."""
         return self._on_node(self.ranks[: self.index])
 
     @property
@@ -142,7 +141,7 @@ class Membership:
         return sum(count for count, node in pairs if node == self.node)
 
     def __str__(self) -> str:
-        """Return the launchers and their hosts, in one line."""
+        """Return the launchers and their hosts as one line of text."""
         places = self.reached_at or ("",) * self.count
         each = [
             f"{name}{place and f' at {place}'}"

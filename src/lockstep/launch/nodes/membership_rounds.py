@@ -1,9 +1,11 @@
-"""Rendezvous rounds of an elastic launch: a new one when a launcher has joined or is lost.
+"""`Rounds`: rendezvous rounds of a launch on several nodes; each change of launchers starts one.
+
+A round is a period in which the same launchers take part in the launch:
 
 approach ── join ── the round starts ── connectivity check ── membership ── coordinator and clients
 └─ is a round in progress, and can its launcher 0 be reached?
 
-A launch of a fixed size has launcher round, which needs all launchers.
+A launch of a fixed size has one round, which needs all launchers.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +25,6 @@ from lockstep.launch.nodes.join import Join
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, owns
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
-from lockstep.launch.nodes.store_watch import StoreWatch
 from lockstep.world import network
 from lockstep.world.rendezvous.connectivity_check import Reach, check_connectivity, offers
 from lockstep.world.rendezvous.membership_check import (
@@ -33,30 +35,29 @@ from lockstep.world.rendezvous.membership_check import (
 )
 
 _APPROACH_SECONDS = 1.0
-#: How many rounds may fail in a row because nodes do not reach each other.
+#: Seconds between two reads of the store by launcher 0.
+_POLL_SECONDS = 0.5
+#: Maximum number of rounds that fail in a row because nodes cannot connect to each other.
 _TRIES = 3
-#: How long a launcher may keep the others waiting in the connectivity check: in a launch with one round,
-#: and in one where another round can follow.
+#: Seconds that a launcher may delay the connectivity check: in a launch of a fixed size, and in an elastic
+#: launch, where another round can follow.
 _PATIENCE, _ROUND_PATIENCE = 30.0, 4.0
-#: How long a launcher whose interface is wrong waits for others, to end their launch too.
+#: Seconds that a launcher with a wrong network interface waits for others, to end their launch too.
 _SECONDS_TO_FAIL = 20.0
 
 
 class Rounds:
-    """The rounds of a launch that one launcher takes part in.
+    """Takes part, for one launcher, in the rendezvous rounds of a launch (periods with fixed launchers).
 
     Args:
-        config: of the rendezvous.
-        own: this launcher's ranks and devices.
         interface: network interface that the user chose.
-        check: called again and again while others are waited for.
-        say: shows the user the members of a round.
-        stamp: name of the directory of the run that the launch continues, if this launcher is the first.
+        check: called repeatedly during waits for other launchers.
+        stamp: name of the directory of the run to resume, used if this launcher is the first.
 
     Raises:
-        NotNeeded: if the launch ends before there was a place for this launcher.
+        NotNeeded: if the launch ends while this launcher waits to join.
         UnreachableError: if nodes cannot reach each other.
-        WorldError: if this launcher does not fit the launch, or too few join.
+        WorldError: if this launcher does not fit the launch, or too few launchers join.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Rounds:
         self._own, self._node = own, NodeInfo.here(os.getpid())
         self._interface, self._say = interface, say
         if interface is not None and all(own.name != interface for own in network.interfaces()):
-            # It joins only so that the connectivity check names the interface on all launchers.
+            # Join anyway: the connectivity check then reports the interface on all launchers.
             config = replace(config, seconds=min(config.seconds, _SECONDS_TO_FAIL))
         self._config = config
         self._token = secrets.token_hex(8)
@@ -80,15 +81,15 @@ class Rounds:
         self._endpoint = enter(config, check)
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[Card, ...] = ()
-        #: Of the launch.
+        #: Constants of the launch.
         self.common = Common.new(config.count * own.ranks, stamp)
         here = tuple(own.address for own in offers(network.interfaces()))
         loopback = config.directory is None and network.listens_locally(config.address)
-        #: For the rounds whose launcher 0 this is.
+        #: Server of the coordinator, used while this launcher is launcher 0.
         self.server = CoordinatorServer(loopback=loopback, addresses=here)
-        #: Number of this round, and of the one that this launcher joins.
+        #: Number of the current round, and of the round that this launcher joins.
         self.number, self._joining = 0, 1
-        #: Number of this round's first generation.
+        #: Number of starts of workers before this round.
         self.generation = 0
         #: The launchers of this round.
         self.membership = Membership.alone(own.ranks)
@@ -103,7 +104,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raise one clear error if the store is gone; its host stays until others have read the reason."""
+        """Context manager: turn errors of a lost rendezvous store into a `WorldError` with a hint."""
         try:
             yield
         except WorldError:
@@ -124,41 +125,41 @@ class Rounds:
 
     @property
     def fixed(self) -> bool:
-        """Whether this round is the only one."""
+        """Whether the launch has a fixed number of launchers, and so a single round."""
         return self._config.fixed
 
     @property
     def least(self) -> int | None:
-        """How many launchers a round needs; `None` where there is no other round."""
+        """Minimum number of launchers of an elastic launch; `None` for a launch of a fixed size."""
         return self._config.least
 
     @property
     def replicas(self) -> int | None:
-        """Replicas of a run that names no number: as many as there may ever be ranks; `None` if fixed."""
+        """Default number of replicas in an elastic launch: its maximum number of ranks; else `None`."""
         return None if self.fixed else self.common.replicas
 
     @property
     def launcher_0(self) -> CoordinatorServer | ServerAddress:
-        """Address of launcher 0 of this round; its server, where it is this launcher."""
+        """Address of launcher 0 in this round; the server itself if this launcher is launcher 0."""
         return self.server if self.membership.index == 0 else self._cards[0].address
 
     @property
     def survives_host(self) -> bool:
-        """Whether the launch continues without the host of the store: there is none where it is a file."""
+        """Whether the launch survives the loss of any node: its rendezvous store is a shared file."""
         return self._config.directory is not None
 
     def next(self, staying: Sequence[int], generation: int, *, lost_coordinator: bool) -> None:
-        """Join the next round.
+        """Join the next rendezvous round, after the set of launchers has changed.
 
         Args:
-            staying: launchers of this round that are expected.
-            generation: number of the next generation.
-            lost_coordinator: whether this launcher has lost launcher 0, without a decision.
+            staying: indices of launchers of this round that are expected to join.
+            generation: number of the next start of workers.
+            lost_coordinator: whether this launcher lost the connection to launcher 0.
 
         Raises:
-            NotNeeded: if the launch ends before there was a place for this launcher.
-            UnreachableError: if nodes cannot reach each other, again and again.
-            WorldError: if too few join.
+            NotNeeded: if the launch ends while this launcher waits to join.
+            UnreachableError: if nodes cannot reach each other in several rounds.
+            WorldError: if too few launchers join.
         """
         self._close_watch()
         self.generation = generation
@@ -171,10 +172,10 @@ class Rounds:
             self._join(expected, over)
 
     def _approach(self) -> int:
-        """Wait until the round that continues can be reached, or is over; return the last that is over.
+        """Wait until launcher 0 of the newest round answers or has ended; return the last finished round.
 
         Raises:
-            UnreachableError: if this node stays cut off.
+            UnreachableError: if launcher 0 runs and this node cannot connect to it.
             WorldError: as for `_newest`.
         """
         deadline = time.monotonic() + self._config.seconds
@@ -196,10 +197,10 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest round, 0 before the first; take the launch's constants from it.
+        """Return the number of the newest round, 0 before the first; read the launch's constants.
 
         Raises:
-            WorldError: if this launcher does not fit it, or the only round has begun without it.
+            WorldError: if this launcher has other library versions, or the launch is full.
         """
         newest, cards = self.keys.newest()
         first = cards[:1]
@@ -219,11 +220,11 @@ class Rounds:
         return newest
 
     def _join(self, expected: tuple[str, ...], over: int) -> None:
-        """Take part in a round.
+        """Join the next round, again if its nodes cannot connect to each other.
 
         Args:
-            expected: tokens of launchers that are on their way, once the round `over` is.
-            over: the last round that is over; a later one is in progress.
+            expected: tokens of launchers that are known to join.
+            over: number of the last round that is over.
         """
         tries = 0
         while True:
@@ -245,14 +246,14 @@ class Rounds:
                 return self._take_part(number, cards)
             except UnreachableError:
                 self._close_watch()
-                # A launcher has gone since the round has started, or the network has.
+                # A launcher or the network failed after the start of the round: try another round.
                 tries += 1
                 if self.fixed or tries == _TRIES:
                     raise
                 expected, over = (), number
 
     def _hint(self) -> str:
-        """Return the hint for missing launchers."""
+        """Return the hint for an error about missing launchers."""
         if not self.fixed:
             return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
         return missing_hint(self._config, hosts=self._endpoint.hosts)
@@ -276,7 +277,7 @@ class Rounds:
         )
 
     def _take_part(self, number: int, cards: tuple[Card, ...]) -> None:
-        """Become a member of a round, after its connectivity check."""
+        """Run the connectivity check of a rendezvous round, and set this launcher's membership in it."""
         error = _differing(cards)
         if error is not None:
             self.keys.fail(number, error)
@@ -320,11 +321,11 @@ class Rounds:
             self._say(f"lockstep:{which} {self.membership}")
 
     def end(self) -> None:
-        """Write that the launch is over, for those that wait for a place."""
+        """Record in the store that the launch is over, for launchers that wait to join."""
         self.keys.end()
 
     def close(self) -> None:
-        """Close the endpoint, which removes its file, and the server."""
+        """Close the rendezvous store and the coordinator's server."""
         self._close_watch()
         self._endpoint.close()
         self.server.close()
@@ -335,8 +336,54 @@ class Rounds:
             self._watch = None
 
 
+class StoreWatch:
+    """Thread of launcher 0 that polls the rendezvous store and passes changes to the coordinator.
+
+    Args:
+        number: number of the current round, a period with fixed launchers.
+        room: number of launchers that may join in addition.
+    """
+
+    def __init__(
+        self, keys: RendezvousKeys, number: int, server: CoordinatorServer, *, room: int
+    ) -> None:
+        self._keys, self._number, self._server, self._room = keys, number, server, room
+        self._answered = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            # A shared directory may be out of reach for a while: the round continues meanwhile.
+            with contextlib.suppress(RuntimeError, OSError, ValueError, WorldError):
+                self._look()
+
+    def _look(self) -> None:
+        # Do not answer if this launcher's main thread is blocked: another round begins without it.
+        lost = (
+            [] if self._server.is_silent else self._keys.answer_losses(self._number, self._answered)
+        )
+        self._answered += len(lost)
+        superseded = self._keys.newest()[0] > self._number
+        waiting: list[Card] = []
+        with contextlib.suppress(WorldError):  # a new launcher has another version of Lockstep
+            waiting = self._keys.cards(self._number + 1)[: self._room] if self._room else []
+        with self._server.locked(self._number) as coordinator:
+            if coordinator is None:
+                return
+            if superseded:
+                coordinator.supersede()
+            coordinator.note(lost, [card.launcher.name for card in waiting], time.monotonic())
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join(2 * _POLL_SECONDS)
+
+
 def _differing(cards: Sequence[Card]) -> WorldError | None:
-    """Return the error of launchers that have other libraries than the first of them."""
+    """Return an error if a launcher has other library versions than the first one; else `None`."""
     for card in cards[1:]:
         text = differing_versions(
             *(card.launcher.name, card.node.versions),

@@ -1,7 +1,7 @@
-"""Server of the coordinator, with one connection for each launcher.
+"""`CoordinatorServer`: TCP server through which launchers send reports to the coordinator on launcher 0.
 
-Each launcher listens from its start, before launcher 0 is known. A coordinator answers the launchers of its
-own round, with its last decision also when the next round has begun.
+Each launcher starts a server, before it is known which launcher becomes launcher 0. A coordinator serves
+one rendezvous round, and still answers with its last decision after the next round has begun.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from lockstep.launch.nodes.coordinator import Coordinator
-from lockstep.launch.nodes.messages import LINE, Answer, LauncherReport
+from lockstep.launch.nodes.coordinator import LINE, Answer, Coordinator, LauncherReport
 from lockstep.world import network
 from lockstep.world.rendezvous.decode import decode
 
 _INTERVAL = 0.02
-#: How long launcher 0 waits until the others have received the last decision.
+#: Seconds that launcher 0 waits at its end until all launchers have received the last decision.
 _LINGER_SECONDS = 5.0
-#: A connection over which nothing comes for as long is closed.
+#: Seconds without a message after which a connection is closed.
 _IDLE_SECONDS = 30.0
-#: Connections at a time that have not sent the token yet, and how long each may take to.
+#: Maximum number of connections that have not sent the token yet; seconds that each has to send it.
 _UNKNOWN, _GREETING_SECONDS = 128, 5.0
-#: How long a launcher may take to answer at one of its addresses.
+#: Seconds that a launcher has to answer at one of its addresses.
 _PING_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Port and addresses at which a launcher listens, and the token of clients that belong to the launch.
+    """Port, addresses and access token of a launcher's `CoordinatorServer`.
 
     Attributes:
-        addresses: where it may be reached, the likelier ones first.
+        token: secret that each message of a client contains.
+        addresses: addresses of the launcher's host, the likeliest to be reachable first.
     """
 
     port: int
@@ -46,11 +46,11 @@ class ServerAddress:
 
     @property
     def start(self) -> bytes:
-        """The first bytes of each message: `json.dumps` keeps the order, and the token is first."""
+        """First bytes of each message, up to and including the token."""
         return json.dumps({"token": self.token}).encode()[:-1]
 
     def answers(self) -> bool:
-        """Return whether the launcher can be reached at one of its addresses, and lives."""
+        """Return whether the server answers a ping at one of its addresses."""
         ping = json.dumps({"token": self.token, "ping": True}).encode() + b"\n"
         for address in self.addresses:
             with (
@@ -65,10 +65,11 @@ class ServerAddress:
 
 
 class CoordinatorServer:
-    """TCP server of a launcher: it answers reports in the rounds whose launcher 0 it is.
+    """TCP server of a launcher; it passes other launchers' reports to the coordinator while on launcher 0.
 
-    It listens on the loopback interface, if all launchers are on this host and always will be. `addresses`
-    are those at which this host may be reached.
+    Args:
+        loopback: whether to listen on the loopback interface alone, as all launchers are on this host.
+        addresses: addresses of this host for other launchers.
     """
 
     def __init__(self, *, loopback: bool, addresses: tuple[str, ...] = (network.LOOPBACK,)) -> None:
@@ -80,7 +81,7 @@ class CoordinatorServer:
         self._room = threading.BoundedSemaphore(_UNKNOWN)
         port = self._listener.getsockname()[1]
         self.address = ServerAddress(port=port, token=secrets.token_hex(16), addresses=addresses)
-        #: Whether to answer nothing, so that the others take this launcher for lost.
+        #: Whether to stop answering, so that the other launchers continue without this one.
         self.is_silent = False
         self._thread = threading.Thread(
             target=self._serve, name="lockstep-coordinator", daemon=True
@@ -88,12 +89,12 @@ class CoordinatorServer:
         self._thread.start()
 
     def begin(self, number: int, coordinator: Coordinator) -> None:
-        """Let a coordinator answer the launchers of a round."""
+        """Pass the reports of rendezvous round `number` to this coordinator."""
         with self._lock:
             self._coordinators[number] = coordinator
 
     def receive(self, report: LauncherReport) -> Answer:
-        """Return the coordinator's answer to a report; an empty one before its round has begun."""
+        """Return the coordinator's answer to a report; an empty answer before the report's round begins."""
         with self._lock:
             coordinator = self._coordinators.get(report.round)
             if coordinator is None:
@@ -102,12 +103,12 @@ class CoordinatorServer:
 
     @contextlib.contextmanager
     def locked(self, number: int) -> Iterator[Coordinator | None]:
-        """Yield the coordinator of a round, which receives nothing meanwhile; `None` before its start."""
+        """Lock and yield the coordinator of a rendezvous round; `None` before the round begins."""
         with self._lock:
             yield self._coordinators.get(number)
 
     def linger(self, number: int) -> None:
-        """Wait until the others have received the last decision of a round, if this launcher leaves."""
+        """If this launcher leaves, wait until all launchers have received the last decision."""
         with self._lock:
             coordinator = self._coordinators[number]
         decision, deadline = coordinator.decision, time.monotonic() + _LINGER_SECONDS
@@ -117,7 +118,7 @@ class CoordinatorServer:
             time.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listening socket and end the server's thread."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -128,7 +129,7 @@ class CoordinatorServer:
             while not self._closed.is_set():
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # the end; or no descriptor is left, which may change
+                except OSError:  # closed, or out of descriptors for a moment
                     self._closed.wait(_INTERVAL / 2)
                     continue
                 if self.is_silent or not self._room.acquire(blocking=False):
@@ -142,7 +143,7 @@ class CoordinatorServer:
                 )
                 try:
                     line.start()
-                except RuntimeError:  # no thread is left, which may change
+                except RuntimeError:  # out of threads for a moment
                     self._room.release()
                     connection.close()
 
@@ -180,11 +181,11 @@ class CoordinatorServer:
                 coordinator.disconnect(caller[1], time.monotonic())
 
     def _read_start(self, connection: socket.socket) -> bytes:
-        """Read the start of the first message, which shows the token, and nothing else.
+        """Read the first message up to its token, and check the token before reading more.
 
         Raises:
-            ValueError: if it does not.
-            TimeoutError: if it takes too long, in however many pieces it comes.
+            ValueError: if the token is wrong.
+            TimeoutError: if the client takes more than a few seconds to send it.
         """
         start, found = self.address.start, b""
         deadline = time.monotonic() + _GREETING_SECONDS

@@ -1,1 +1,1 @@
-"""What is launched: the script, its imports and what is preloaded for it."""
+"""Analysis of the user's script before it runs: its source, its imports, and imports shared by ranks."""

@@ -1,7 +1,7 @@
-"""Imports at the top of a script, and whether it uses Lockstep, read from its source.
+"""Find the imports at the top of a script, and whether it uses Lockstep, from its syntax tree.
 
-Nothing of it is run. Modules of the user's own are followed, not listed: the worker imports them. The list
-ends before the first statement that may change what a later import does (`_may_change`).
+The script is not run. The user's own modules are analyzed too, but only installed packages are listed. The
+list ends before the first statement that may change the effect of a later import (`_may_change`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target import source
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-#: Directories of installed packages, wherever they are: of a user, of a distribution, say.
+#: Names of directories with installed packages.
 _SITES = ("site-packages", "dist-packages")
-#: Functions that set variables of the environment from a file.
+#: Functions that set environment variables from a file.
 _FROM_FILES = frozenset({"load_dotenv", "read_env"})
 _ENVIRONMENT = frozenset({"environ", "environb", "putenv"})
 _SETTING = frozenset({"putenv", "setdefault", "update"})
-#: How the variables begin that `torch._dynamo` reads when it is imported.
+#: Beginnings of the names of variables that `torch._dynamo` reads at import.
 _COMPILER = ("AOT", "CUTLASS", "INDUCTOR", "PARTITIONER", "SYMPY", "TORCH")
-#: Functions after which an import may do something else, also where their result is assigned.
+#: Functions that may change the effect of later imports.
 _CHANGING = (_SETTING | _FROM_FILES) | {
     *("__import__", "chdir", "exec", "import_module", "run_path", "set_start_method"),
     *(
@@ -38,23 +38,23 @@ _CHANGING = (_SETTING | _FROM_FILES) | {
         "setstate",
     ),  # some packages draw when they are imported
 }
-#: Modules of the standard library whose functions leave imports alone.
+#: Modules of the standard library whose functions do not change later imports.
 _HARMLESS = frozenset({"logging", "warnings"})
-#: What makes a process group, or a store, of the script's own.
+#: Functions and classes with which a script makes a process group or store itself.
 _OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
-#: Files of the user's own that are read for one script.
+#: Maximum number of the user's own files that are analyzed for one script.
 _FILES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One import statement for one module.
+    """One imported module.
 
     Attributes:
-        origin: the file that its package came from where the script is.
-        names: what is taken from it, as in `from module import names`.
+        origin: file of the module's top-level package, as the script would import it.
+        names: the names in `from module import names`.
     """
 
     module: str
@@ -63,20 +63,19 @@ class Import:
 
     @property
     def package(self) -> str:
-        """The package that the module is in."""
+        """Name of the top-level package."""
         return self.module.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Facts from the sources of a script and of the user's modules that it imports.
+    """Facts about a script and the user's modules that it imports, from their source.
 
     Attributes:
-        imports: what is imported before anything may change what an import does, in order.
-        names: names, attributes and parts of imports, in functions, too.
-        uses_lockstep: whether they import Lockstep: then the script is expected to make a run. What
-            functions import counts in the script alone: those of a module may never be called.
-        sets_compiler: whether they may set a variable that `torch._dynamo` reads when it is imported.
+        imports: imports at the top that can be done before the script runs, in order.
+        names: all identifiers, including those in functions.
+        uses_lockstep: whether the script, or a module at its top level, imports Lockstep.
+        sets_compiler: whether the source may set a variable that `torch._dynamo` reads at import.
     """
 
     imports: tuple[Import, ...] = ()
@@ -86,18 +85,18 @@ class Sources:
 
     @property
     def leaves_groups_alone(self) -> bool:
-        """Whether they make no process group by themselves, as far as they can be read."""
+        """Whether the source names no function that makes a process group or store."""
         return _OF_GROUPS.isdisjoint(self.names)
 
 
 def read(spec: LaunchSpec) -> Sources:
-    """Return the facts from the sources of `spec`; none where it has no source."""
+    """Analyze the script or module of `spec`; return empty facts if its source is missing."""
     reader = _Reader(source.search_path(spec))
     package = source.package(spec)
     reader.follow(package, ())
     reader.read(source.parse(spec), package, is_main=True)
     uses_lockstep = reader.uses_lockstep
-    for node, file in reader.later:  # reading one may add to them
+    for node, file in reader.later:  # `add` may append to the list
         reader.add(node, file)
     return Sources(
         tuple(reader.found), frozenset(reader.names), uses_lockstep, reader.sets_compiler
@@ -106,11 +105,11 @@ def read(spec: LaunchSpec) -> Sources:
 
 @dataclass
 class _File:
-    """A file that is read.
+    """One source file during the analysis.
 
     Attributes:
-        own: names of the user's own functions, classes and modules.
-        installed: names from installed packages, which leave other imports alone.
+        own: names of the user's functions, classes and modules in the file.
+        installed: names imported from installed packages, whose calls do not change later imports.
     """
 
     package: str
@@ -131,7 +130,7 @@ class _Reader:
     sets_compiler: bool = False
 
     def read(self, tree: ast.Module, package: str, *, is_main: bool = False) -> None:
-        """Read a module of `package` and the user's modules that it imports."""
+        """Analyze a module of `package`, and the user's modules that it imports."""
         nodes = list(ast.walk(tree))
         names = {name for node in nodes for name in source.names(node)}
         self.names |= names
@@ -157,8 +156,7 @@ class _Reader:
             self.has_ended |= any(_may_change(one, file) for one in running)
             if isinstance(node, ast.Try):
                 self._read_body(node.body, file)
-            # Imports inside of another statement may not happen: what they change counts, and what they
-            # import does not.
+            # Imports inside another statement may not run: analyze their effects, but do not list them.
             known = len(self.found)
             for inner in running:
                 if isinstance(inner, _IMPORTS):
@@ -167,7 +165,7 @@ class _Reader:
                 del self.found[known:]
 
     def add(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
-        """Add what a statement of `file` imports, or follow it."""
+        """Record an import statement: list an installed package, analyze a module of the user."""
         taken: dict[str, tuple[str, ...]] = {alias.name: () for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             module = _absolute(node, file.package)
@@ -186,7 +184,7 @@ class _Reader:
                 self.found.append(Import(name, origin, names))
 
     def _origin(self, package: str) -> str | None:
-        """Return the file of a package; `None` where there is none, as for a namespace package."""
+        """Return the file of a package; `None` for a missing or namespace package."""
         self.uses_lockstep |= package == "lockstep"
         if package in sys.builtin_module_names:
             return "built-in"
@@ -194,7 +192,7 @@ class _Reader:
         return None if spec is None else spec.origin
 
     def follow(self, module: str, names: tuple[str, ...]) -> None:
-        """Read a module of the user's own in the order of its import: parents, itself, `names` in it."""
+        """Analyze a module of the user in import order: parent packages, the module, submodules `names`."""
         package, path = "", self.path
         for part in filter(None, module.split(".")):
             spec = source.find(part, path)
@@ -215,12 +213,12 @@ class _Reader:
         if len(self.seen) < _FILES:
             self.seen.add(origin)
             self.read(source.parse_file(Path(origin)), parent)
-        else:  # what it changes is not known
+        else:  # unread files may have any effect
             self.has_ended = self.sets_compiler = True
 
 
 def _absolute(node: ast.ImportFrom, parent: str) -> str:
-    """Return the full name of the module that is imported from; `""` where it has none."""
+    """Return the absolute module name of a `from … import` in package `parent`; `""` if invalid."""
     if not node.level:
         return node.module or ""
     above = parent.split(".") if parent else []
@@ -230,7 +228,7 @@ def _absolute(node: ast.ImportFrom, parent: str) -> str:
 
 
 def _is_installed(origin: str) -> bool:
-    """Whether a module is of the standard library, an installed package, or this one."""
+    """Whether a file belongs to the standard library, an installed package or Lockstep."""
     own = Path(lockstep.__file__).resolve().parent
     places = (*(sysconfig.get_path(name) + os.sep for name in _PATHS), f"{own}{os.sep}")
     return (
@@ -241,9 +239,9 @@ def _is_installed(origin: str) -> bool:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement's nodes, of functions in it decorators, default values and annotations alone."""
+    """Yield the nodes of a statement, except function bodies, which do not run at import."""
     todo = [node]
-    while todo:  # no recursion: a sum of a thousand texts is a thousand levels deep
+    while todo:  # no recursion: syntax trees can be thousands of levels deep
         node = todo.pop()
         yield node
         later = set(node.body) if isinstance(node, _FUNCTIONS) else ()
@@ -251,10 +249,10 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_change(node: ast.AST, file: _File) -> bool:
-    """Whether a node may change what a later import does: `os.environ[…] = …`, `sys.path.insert(…)`.
+    """Whether a node may change later imports, such as `os.environ[…] = …` or `sys.path.insert(…)`.
 
-    A node that stores or deletes an attribute or an item may, a bare call, both except for those of
-    installed packages, and a call of the user's own.
+    These are assignments to attributes and items, calls as statements (both except those of installed
+    packages), and calls of the user's functions.
     """
     match node:
         case ast.Attribute() | ast.Subscript():
@@ -269,7 +267,7 @@ def _may_change(node: ast.AST, file: _File) -> bool:
 
 
 def _sets_compiler(node: ast.AST) -> bool:
-    """Whether a node sets a variable that `torch._dynamo` reads, or one whose name is computed."""
+    """Whether a node may set an environment variable that `torch._dynamo` reads at import."""
     match node:
         case ast.Subscript(of, given, ast.Store()):
             keys = [given]
@@ -289,7 +287,7 @@ def _sets_compiler(node: ast.AST) -> bool:
 
 
 def _root(node: ast.expr) -> str:
-    """Return the name that a call, an attribute or an item begins with."""
+    """Return the first name of an expression, such as `a` in `a.b[0].c()`; `""` if there is none."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""

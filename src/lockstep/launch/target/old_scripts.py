@@ -1,8 +1,9 @@
 """Support of old scripts: `--local_rank` options, and `torch.multiprocessing.spawn`.
 
-`torch.distributed.launch` gave each process its local rank as an option: `--local_rank=K`, spelled
-`--local-rank=K` since torch 2.0. A script whose source declares one of them to `argparse` gets it here as
-well. Scripts on `torch.multiprocessing.spawn` are one rank to the launcher and start the others themselves.
+`torch.distributed.launch` passed each process its local rank as an option: `--local_rank=K`, spelled
+`--local-rank=K` since torch 2.0. A script that declares either option to `argparse` gets the option from
+Lockstep, too. Scripts with `torch.multiprocessing.spawn` start their ranks themselves, and are launched
+as one rank.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from lockstep.launch.spec import LaunchSpec, LocalRankOption
 from lockstep.launch.target import source
 from lockstep.world import network
 
-#: The two spellings of the option.
+#: The two spellings of the local-rank option.
 SPELLINGS: tuple[LocalRankOption, ...] = ("--local_rank", "--local-rank")
 #: Functions of `torch.multiprocessing` that start a script's own ranks.
 _SPAWNERS = ("spawn", "start_processes")
 
 
 def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
-    """Return `spec` with the option by which its script takes the local rank, and the note for the user.
+    """Replace `local_rank_option="auto"` by the option that the script declares; return a message too.
 
-    Only an option `auto` is decided here. A source that cannot be found or parsed takes none: the
-    worker reports what is wrong with it.
+    A script whose source is missing or invalid gets no option, as the worker reports the error.
     """
     if spec.local_rank_option != "auto":
         return spec, None
@@ -41,7 +41,7 @@ def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
 
 
 def warning(spec: LaunchSpec) -> str | None:
-    """Return the warning for several ranks of a script that starts ranks of its own."""
+    """Return a warning if the script starts ranks itself, for a launch with several ranks."""
     line = next((call.lineno for call in _calls(spec) if _spawns(call)), None)
     if line is None:
         return None
@@ -53,14 +53,14 @@ def warning(spec: LaunchSpec) -> str | None:
 
 @contextlib.contextmanager
 def kept_port(port: int = 0) -> Iterator[int]:
-    """Keep a port: the system gives it to no other process; one that names it may listen on it.
+    """Context manager: reserve a TCP port on which the script may host a store.
 
-    A rank that is alone may start ranks of its own. They, or the rank itself, host a store there: the
-    launcher's would be in the way of ranks that it knows nothing of. Bound and never listening, on
-    Linux the port can be bound by others that allow reuse of addresses, as torch's stores do.
+    The port is bound with `SO_REUSEADDR` and never listens. On Linux, a process that names the port can
+    then bind it too, as torch's stores do, while the system assigns it to no other process. The only rank
+    of a launch needs such a port if it starts ranks itself.
 
     Raises:
-        UsageError: if it is taken.
+        UsageError: if the port is in use.
     """
     with socket.socket() as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,19 +76,19 @@ def _shown(spec: LaunchSpec) -> str:
 
 
 def _declared(call: ast.Call) -> LocalRankOption | None:
-    """Return the spelling of the option that a call of argparse's `add_argument` declares."""
+    """Return the local-rank option that a call of `add_argument` declares, if any."""
     words = [one.value for one in call.args if isinstance(one, ast.Constant)]
     declares = source.names(call.func) == ["add_argument"]
     return next((word for word in SPELLINGS if declares and word in words), None)
 
 
 def _spawns(call: ast.Call) -> bool:
-    """Whether `call` is `torch.multiprocessing.spawn(fn, args, nprocs)`."""
+    """Whether a call is `torch.multiprocessing.spawn(fn, args, nprocs)`, with a number of processes."""
     has_number = len(call.args) > 2 or any(word.arg == "nprocs" for word in call.keywords)
     return has_number and not set(_SPAWNERS).isdisjoint(source.names(call.func))
 
 
 def _calls(spec: LaunchSpec) -> list[ast.Call]:
-    """Return the calls in the source of `spec`, in its order; none where it cannot be parsed."""
+    """Return the calls in the script's source, in source order; an empty list if it is invalid."""
     calls = [node for node in ast.walk(source.parse(spec)) if isinstance(node, ast.Call)]
     return sorted(calls, key=lambda call: (call.lineno, call.col_offset))

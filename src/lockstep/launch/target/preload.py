@@ -1,9 +1,9 @@
-"""Imports that the launcher and the fork server do once, before workers are forked.
+"""Import packages once, before workers are forked, so that all workers start with the packages loaded.
 
-The launcher imports torch, and what Lockstep itself needs. The fork server imports what the script has
-at its top (`imports.py`): it is a process that can be thrown away. If an import leaves a thread, a child, a
-connection, a temporary directory or a device in it, prints something, draws random numbers or reads a
-variable that differs between ranks, it ends, and another one leaves that package out.
+The launcher imports torch and modules of Lockstep. The fork server imports the packages at the top of
+the script (`imports.py`). An import may make the server unsafe to fork: it starts a thread or child
+process, opens a connection, makes a temporary directory, uses a device, prints, draws random numbers, or
+reads a variable that differs between ranks. Then the server ends, and a new one skips that package.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from lockstep.registry import STRATEGIES
 from lockstep.world.device_types import HIDDEN
 from lockstep.world.network import INTERFACES
 
-#: Modules that workers are likely to import and that start neither threads nor CUDA.
+#: Modules of torch that most workers import, and that start no threads and do not initialize CUDA.
 MODULES = ("torch.distributed", "torch.nn.parallel", "torch.utils.data")
-#: What `lockstep.Run` brings in, and the exchange that ranks of one host choose by themselves.
+#: Modules that `lockstep.Run` imports, and the default exchange of ranks on one host.
 _RUN = ("lockstep.run", "lockstep.engine.exchange.shared_memory")
-#: A second of imports, which the first optimizer of a process brings in, and the first DDP wrapper.
+#: Module that the first optimizer or DDP wrapper of a process imports, which takes a second.
 _DYNAMO = "torch._dynamo"
-#: Packages whose import reaches out of the process, or that keep what they find in the environment.
+#: Packages that are never imported before a fork: they connect to other processes or store variables.
 _NEVER = ("mpi4py", "horovod", "ray", "tensorflow", "jax", "cupy")
-#: Variables that workers get from the launcher, which has none or those of an outer launch.
+#: Beginnings of the names of environment variables that the launcher sets for each worker.
 _OF_WORKERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "LOCKSTEP_"),
     *HIDDEN,
@@ -48,7 +48,7 @@ _OF_WORKERS = (
 
 
 def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the modules that the workers of `spec` will import besides, from its sources and flags."""
+    """Return further modules that the workers will probably import, from the script's source and flags."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     dynamo = () if sources.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.wrap, str):
@@ -59,13 +59,13 @@ def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[
 
 
 def preload(more: Sequence[str] = ()) -> str | None:
-    """Import torch, `MODULES` and `more`; return why forks are not safe afterwards, if they are not."""
+    """Import torch, `MODULES` and `more`; return the reason why forks are unsafe now, or `None`."""
     if threading.active_count() > 1:
         return "Python threads run in the launcher already"
     with gc_off():
         with loaded_unbound():
             importlib.import_module("torch")
-        # OpenBLAS starts its threads when it is loaded, and takes them through forks by itself.
+        # OpenBLAS starts threads at its import, and handles forks itself: these threads do not count.
         threads = _task_count()
         for name in MODULES:
             if importlib.util.find_spec(name) is not None:
@@ -80,17 +80,17 @@ def preload(more: Sequence[str] = ()) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """State of a process that a fork of it would miss, or share with it.
+    """State of a process that makes a fork unsafe if an import changes it.
 
     Attributes:
-        tasks: number of its threads.
-        children: process ids of its children.
-        files: what it has open besides plain files.
-        pools: libraries of OpenBLAS, which starts threads and takes them through forks by itself.
-        unforkable: packages that are never shared, and `cuda` where a device is in use.
-        handlers: of signals; a worker starts without those of its parent.
-        finalizers: number of `weakref.finalize`: the first worker to end would do what they do for all.
-        generators: states of the generators that are loaded: each rank draws after it has seeded its own.
+        tasks: number of threads.
+        children: process ids of child processes.
+        files: open descriptors other than plain files.
+        pools: loaded OpenBLAS libraries, whose threads survive forks.
+        unforkable: loaded packages of `_NEVER`, and `cuda` if a device is in use.
+        handlers: signal handlers, which are reset in workers.
+        finalizers: number of `weakref.finalize` objects, which every worker would run at exit.
+        generators: states of random generators, which ranks seed after the fork.
     """
 
     tasks: int
@@ -104,7 +104,7 @@ class Footprint:
 
     @staticmethod
     def look() -> Footprint:
-        """Return the state of this process."""
+        """Return the current state of this process."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         children = (_read(file) for file in Path("/proc/self/task").glob("*/children"))
         return Footprint(
@@ -119,7 +119,7 @@ class Footprint:
         )
 
     def allows(self, later: Footprint) -> bool:
-        """Return whether this process can still be forked: nothing has come that forks don't go with."""
+        """Return whether a fork is still safe in the state `later`, compared with this earlier state."""
         threads = later.tasks > self.tasks and later.pools <= self.pools
         return (
             not threads
@@ -135,10 +135,10 @@ class Footprint:
 def import_shared(
     imports: Sequence[Import], threads: str | None, skipped: Collection[str]
 ) -> str | None:
-    """Import what a script has at its top; return a package after which this process is not to be forked.
+    """Import the packages at the top of a script; return a package that made forks unsafe, or `None`.
 
-    What cannot be imported here is left to the workers, and so is what prints: it prints there. `threads`
-    is the workers' `OMP_NUM_THREADS`, which some packages read when they are imported.
+    Imports that fail are left to the workers. `threads` is the workers' `OMP_NUM_THREADS`, which some
+    packages read at import; `skipped` packages are not imported.
     """
     without = {*skipped, *_NEVER}
     with (
@@ -153,7 +153,7 @@ def import_shared(
                 continue
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(one.module)
-                if one.names:  # some are modules, and some packages import them only now
+                if one.names:  # some names are submodules, which some packages import lazily
                     __import__(one.module, fromlist=one.names)
                 for name in one.names:
                     getattr(sys.modules[one.module], name, None)
@@ -163,7 +163,7 @@ def import_shared(
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
                 for directory in filter(os.path.isabs, accesses):
-                    with contextlib.suppress(OSError):  # what lies in it may be the user's
+                    with contextlib.suppress(OSError):  # not empty: keep the files in it
                         Path(directory).rmdir()
                 return one.package
             before = now
@@ -172,7 +172,7 @@ def import_shared(
 
 @contextlib.contextmanager
 def gc_off() -> Iterator[None]:
-    """Keep the collector from walking the growing heap again and again: it would find nothing to free."""
+    """Context manager: disable the garbage collector, which would slow down large imports."""
     gc.disable()
     try:
         yield
@@ -181,7 +181,7 @@ def gc_off() -> Iterator[None]:
 
 
 def _is_the_same(package: str, origin: str) -> bool:
-    """Whether `package` comes from the file that the script would import, whose search path may differ."""
+    """Whether this process would import `package` from the file `origin`, as the script does."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -191,7 +191,7 @@ def _is_the_same(package: str, origin: str) -> bool:
 
 @contextlib.contextmanager
 def _output_captured() -> Iterator[Callable[[], bool]]:
-    """Redirect standard output and error to a file; yield a function that returns whether it has any."""
+    """Redirect standard output and error to a file; yield a function: has anything been printed?"""
     kept = [(os.dup(number), number) for number in (1, 2)]
     with tempfile.TemporaryFile() as file:
 
@@ -212,7 +212,7 @@ def _output_captured() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _accesses_recorded() -> Iterator[list[str]]:
-    """Yield a list of the variables of workers that are read, and of the temporary directories made."""
+    """Yield a list that records reads of worker-specific variables, and new temporary directories."""
     accesses: list[str] = []
     kind, make = type(os.environ), tempfile.mkdtemp
 
@@ -268,7 +268,7 @@ def _is_special(target: str) -> bool:
 
 
 def _generators() -> dict[str, object]:
-    # Not Python's own: imports that scripts of all kinds have (scikit-learn's data sets) draw from it.
+    # Without Python's own generator: many imports draw from it, such as scikit-learn's data sets.
     states: dict[str, object] = {}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = pickle.dumps(numpy.random.get_state())

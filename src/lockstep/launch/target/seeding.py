@@ -1,8 +1,7 @@
-"""Seeds of random generators at the first line of a Lockstep script, the same on all ranks.
+"""Seed random generators before the first line of a Lockstep script, with the same seed on all ranks.
 
-Inside a run keys set the generators. What a script draws before it, such as a split of its data, would
-differ from rank to rank. Every launch starts at the same state, so that a restart, another layout and a
-launch that continues with a run directory draw the same again.
+Inside a run, Lockstep sets the generators itself. Random numbers that a script draws earlier, such as a
+split of its data, must be the same on all ranks, after a restart, and when a run is resumed.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _Seed = Callable[[ModuleType], object]
 
 
 def seed_generators(environ: Mapping[str, str]) -> None:
-    """Seed Python's, NumPy's and torch's generators, the same on all ranks.
+    """Seed the generators of Python, NumPy and torch from `LOCKSTEP_SEED`, the same on all ranks.
 
-    Those of a package that is not imported yet are seeded when it is.
+    The generator of a package that is not imported yet is seeded at its import.
     """
     seed = environ.get("LOCKSTEP_SEED", "0")
     key = keys.derive(0, keys.SCRIPT, zlib.crc32(seed.encode()))
@@ -41,7 +40,7 @@ def seed_generators(environ: Mapping[str, str]) -> None:
 
 
 class _SeededWhenImported(MetaPathFinder):
-    """Finds modules as Python does, and seeds their generators when they have been imported."""
+    """Import hook that seeds a package's random generator after its import."""
 
     def __init__(self, seeds: dict[str, _Seed]) -> None:
         self._seeds = seeds
@@ -64,7 +63,7 @@ class _SeededWhenImported(MetaPathFinder):
 
 
 def names_run(function: object) -> bool:
-    """Whether a function, or one of its module's that it calls, names `lockstep` or `Run`."""
+    """Whether a function, or a function of its module that it calls, uses the name `lockstep` or `Run`."""
     todo, seen = [function], set[int]()
     while todo:
         one = todo.pop()

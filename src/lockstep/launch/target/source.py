@@ -1,29 +1,58 @@
-"""Source of a script or a module, read and parsed without importing or running it."""
+"""Source file of a script or module: check that it exists, and parse it without importing it."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib.util
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from lockstep.errors import ScriptNotFoundError
 from lockstep.launch.spec import LaunchSpec
 
-#: What an attempt to find a module may raise, beside not finding it.
+#: Exceptions that a search for a module may raise.
 _NOT_FOUND = (OSError, ImportError, ValueError)
 
 
+def check(kind: str, target: str) -> None:
+    """Raise an error if a script is not a file or a program is not on `PATH`; modules are not checked.
+
+    Raises:
+        ScriptNotFoundError: if the script or program does not exist.
+    """
+    if kind == "script":
+        check_script(target)
+    elif kind == "program" and shutil.which(target) is None:
+        raise ScriptNotFoundError(
+            f"the program {target} is not there, or may not be executed; expected one on PATH or a path",
+            hint="a Python script needs no --no-python",
+        )
+
+
+def check_script(target: str) -> None:
+    """Raise `ScriptNotFoundError` if the path of a script does not exist or is a directory."""
+    path = Path(target)
+    if path.is_file():
+        return
+    what = "is a directory" if path.is_dir() else "does not exist"
+    raise ScriptNotFoundError(
+        f"the script {target} {what}; expected a Python file",
+        hint="-m runs a module by its name",
+    )
+
+
 def parse(spec: LaunchSpec) -> ast.Module:
-    """Return the tree of what `spec` runs; an empty one where it cannot be found or parsed."""
+    """Return the syntax tree of the script or module in `spec`; an empty tree if missing or invalid."""
     return _parse_script(_read(_file(spec)))
 
 
 def parse_file(file: Path) -> ast.Module:
-    """Return the tree of a file; an empty one where it cannot be read or parsed."""
+    """Return the syntax tree of a file; an empty tree if the file is unreadable or invalid."""
     return _parse(_read(file))
 
 
@@ -47,7 +76,7 @@ _parse_script = functools.lru_cache(maxsize=1)(_parse)  # a launch asks several 
 
 
 def package(spec: LaunchSpec) -> str:
-    """Return the package whose module `spec` runs, which is imported first; `""` where there is none."""
+    """Return the package of the module in `spec`, which Python imports first; `""` if there is none."""
     if spec.kind != "module":
         return ""
     parent, _, last = spec.target.rpartition(".")
@@ -57,7 +86,7 @@ def package(spec: LaunchSpec) -> str:
 
 
 def names(node: ast.AST) -> list[str]:
-    """Return the names in a node itself, without its children."""
+    """Return the identifiers in a syntax-tree node itself, without those in its children."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):
@@ -68,7 +97,7 @@ def names(node: ast.AST) -> list[str]:
 
 
 def _file(spec: LaunchSpec) -> Path | None:
-    """Return the file that `spec` runs, without importing the packages that hold it."""
+    """Return the source file of the script or module in `spec`, without importing parent packages."""
     if spec.kind == "script":
         return Path(spec.target)
     if spec.kind != "module":
@@ -77,7 +106,7 @@ def _file(spec: LaunchSpec) -> Path | None:
     path: Sequence[str] = search_path(spec)
     try:
         for number, part in enumerate(spec.target.split(".")):
-            # The part alone is searched, even inside a package: a dotted name would import its parents.
+            # Search for the last part of the name only: a dotted name would import the parent packages.
             found = find(part, path) or (importlib.util.find_spec(part) if number == 0 else None)
             path = places(found)
     except _NOT_FOUND:
@@ -88,7 +117,7 @@ def _file(spec: LaunchSpec) -> Path | None:
 
 
 def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
-    """Return where `path` has a module, by the last part of its name: nothing is imported."""
+    """Return the import spec of the module named `part` in the directories `path`; import nothing."""
     try:
         return PathFinder.find_spec(part, list(path))
     except _NOT_FOUND:
@@ -96,12 +125,12 @@ def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def places(found: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the directories that the modules of a package are in; none where `found` is no package."""
+    """Return the directories of a package's modules; an empty tuple if `found` is not a package."""
     return tuple((found and found.submodule_search_locations) or ())
 
 
 def search_path(spec: LaunchSpec) -> tuple[str, ...]:
-    """Return the `sys.path` of the workers of `spec`: the script's directory replaces ours."""
+    """Return the workers' `sys.path`: as in the launcher, with the script's directory first."""
     if sys.flags.safe_path:
         return tuple(sys.path)
     directory = Path(spec.target).resolve().parent if spec.kind == "script" else Path.cwd()

@@ -1,4 +1,4 @@
-"""List the checkpoints in a directory, verify them by checksums, and remove old ones.
+"""`Catalog`: checkpoints of a directory: listing, verification by checksums, deletion of old ones.
 
 Does not import torch.
 """
@@ -6,9 +6,11 @@ Does not import torch.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -29,6 +31,11 @@ _PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 Key = tuple[int, int]
 
 Warn = Callable[[str], None]
+
+
+def warn_on_stderr(message: str) -> None:
+    """Write a warning to standard error."""
+    sys.stderr.write(f"{message}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,44 +136,6 @@ def best(directory: Path) -> Path | None:
     return place(directory, max(rated)[1]) if rated else None
 
 
-def remove_old(
-    directory: Path, identity: Mapping[str, Any], *, keep: int, newest: Key, bad: Collection[Key]
-) -> None:
-    """Remove old checkpoints, except the `keep` latest ones, the best one, and the one with key `newest`.
-
-    Checkpoints of other runs and of newer formats stay. Damaged ones, among them those with keys in `bad`,
-    do not count among the `keep` latest, and are removed if they are older than `newest`.
-    """
-    good: dict[Key, float | None] = {}
-    damaged: set[Key] = set()
-    for key, path in paths(directory).items():
-        try:
-            content = manifest.read(path)
-            if content.differences(identity):
-                continue
-            for name in content.files:
-                content.verify_size(path, name)
-        except manifest.NewerFormatError:
-            continue
-        except manifest.DamagedError:
-            damaged.add(key)
-            continue
-        except (OSError, CheckpointError):
-            continue
-        if key in bad:
-            damaged.add(key)
-        else:
-            good[key] = content.best
-    stay = {newest, *sorted(good)[-keep:]}
-    rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
-    if rated:
-        stay.add(max(rated)[1])
-    # A damaged checkpoint of a later step is replaced when the run reaches that step.
-    older = {key for key in damaged if key < newest}
-    for key in (good.keys() - stay) | older:
-        remove(place(directory, key))
-
-
 def remove(path: Path) -> None:
     """Remove a checkpoint after renaming it: a kill cannot leave an incomplete one under its name."""
     aside = path.with_name(f"{REMOVED}{path.name}")
@@ -174,3 +143,85 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+class Catalog:
+    """The checkpoints of one run in a directory, which is made with the first checkpoint.
+
+    Args:
+        directory: contains one directory per checkpoint.
+        identity: of the run, as JSON values; a checkpoint of another run is an error.
+        warn: called with a message for each checkpoint that is skipped.
+    """
+
+    def __init__(
+        self, directory: Path, identity: Mapping[str, Any], warn: Warn = warn_on_stderr
+    ) -> None:
+        self.directory, self.warn = directory, warn
+        self.identity = json.loads(json.dumps(identity))
+        #: Checkpoints newer than the one that the run resumed from: their files did not verify.
+        self._damaged: set[Key] = set()
+
+    def newest(self) -> Found | None:
+        """Return the newest checkpoint whose files verify; `None` if there is none.
+
+        Damaged, half removed and newer-format checkpoints are skipped, with a warning.
+
+        Raises:
+            RunDirectoryError: if the checkpoint is of another run.
+            CheckpointError: if the directory cannot be read.
+        """
+        found = newest(self.directory, self.identity, self.warn)
+        last = None if found is None else key_of(found.path)
+        self._damaged = {key for key in paths(self.directory) if last is None or key > last}
+        return found
+
+    def newest_text(self) -> str | None:
+        """Return the text of the newest checkpoint with a readable manifest; its files are not verified.
+
+        Raises:
+            CheckpointError: if the directory cannot be read.
+        """
+        for path in paths(self.directory).values():
+            with contextlib.suppress(CheckpointError, OSError):
+                return manifest.read(path).text
+        return None
+
+    def remove_old(self, keep: int, newest: Key) -> None:
+        """Remove checkpoints of this run, except the `keep` latest, the best, and that with key `newest`.
+
+        Checkpoints of newer formats stay. Damaged ones do not count towards `keep`, and are removed if
+        older than `newest`.
+
+        Raises:
+            CheckpointError: if the directory cannot be read.
+        """
+        self._damaged.discard(newest)
+        good: dict[Key, float | None] = {}
+        damaged: set[Key] = set()
+        for key, path in paths(self.directory).items():
+            try:
+                content = manifest.read(path)
+                if content.differences(self.identity):
+                    continue
+                for name in content.files:
+                    content.verify_size(path, name)
+            except manifest.NewerFormatError:
+                continue
+            except manifest.DamagedError:
+                damaged.add(key)
+                continue
+            except (OSError, CheckpointError):
+                continue
+            if key in self._damaged:
+                damaged.add(key)
+            else:
+                good[key] = content.best
+        stay = {newest, *sorted(good)[-keep:]}
+        rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
+        if rated:
+            stay.add(max(rated)[1])
+        # A damaged one that lies ahead is replaced when the run gets there.
+        older = {key for key in damaged if key < newest}
+        for key in (good.keys() - stay) | older:
+            remove(place(self.directory, key))

@@ -8,7 +8,6 @@ from pathlib import Path
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.state.checkpoint import catalog, dcp
 from lockstep.state.checkpoint.catalog import Found, Key
-from lockstep.state.checkpoint.manager import warn_on_stderr
 from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
 
 #: Name of the exported file in the run directory, if the user gives none.
@@ -73,7 +72,7 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
                 f"there is no checkpoint of step {step}; expected one of {_steps(there)}"
             )
         return _chosen(there, newest_of_step)
-    newest = catalog.newest(directory, None, warn_on_stderr)
+    newest = catalog.newest(directory, None, catalog.warn_on_stderr)
     if newest is None:
         raise CheckpointError(f"no checkpoint in {directory} is what was written")
     return newest

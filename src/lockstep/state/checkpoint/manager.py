@@ -6,24 +6,21 @@ background thread:            └─ writes, checks, renames (writer.py), remove
 
 from __future__ import annotations
 
-import contextlib
-import json
 import queue
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import isnan, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.state.checkpoint import catalog, dcp, manifest
-from lockstep.state.checkpoint.catalog import Found, Key, Warn
+from lockstep.state.checkpoint import dcp, manifest
+from lockstep.state.checkpoint.catalog import Catalog, key_of, place
 from lockstep.state.checkpoint.manifest import Manifest, TensorSpec
 from lockstep.state.checkpoint.parts import Box, Cut, cut_of, local, whole
 from lockstep.state.checkpoint.writer import (
@@ -44,43 +41,35 @@ _CLOSE_SECONDS = 5.0
 Written = Callable[[int, str, float, float | None], None]
 
 
-def warn_on_stderr(message: str) -> None:
-    """Write a warning to standard error."""
-    sys.stderr.write(f"{message}\n")
-
-
 class CheckpointManager:
-    """Saves the checkpoints of a run, finds the newest one, and removes old ones.
+    """Saves the checkpoints of a run, and removes old ones.
 
     Args:
-        directory: of the checkpoints; it is made with the first one.
-        identity: of the run; JSON. A checkpoint of another run is not resumed.
+        catalog: the checkpoints in the run's directory.
+        rank: this rank.
+        size: number of ranks.
         store: a store that only the managers of all ranks use (a `PrefixStore`); `None` for one rank.
         keep: number of the latest checkpoints that stay, besides the best one.
-        warn: called with a message for each checkpoint that is skipped.
         patience: seconds without a message after which a rank counts as missing.
         written: called on the main rank, in a background thread, for each checkpoint.
     """
 
     def __init__(
         self,
-        directory: Path,
-        identity: Mapping[str, Any],
+        catalog: Catalog,
         *,
         rank: int,
         size: int,
         store: dist.Store | None,
         keep: int,
-        warn: Warn = warn_on_stderr,
         patience: float = 300.0,
         written: Written | None = None,
     ) -> None:
         assert keep >= 1, "the newest checkpoint stays"
         assert (store is None) == (size == 1), "several ranks need a store, one has none"
-        self._directory = directory
-        self._identity = json.loads(json.dumps(identity))
+        self.catalog = catalog
         self._rank, self._keep = rank, keep
-        self._warn, self._written = warn, written
+        self._written = written
         self._channel = StoreChannel(store, rank=rank, size=size, patience=patience)
         self._background = Background("lockstep-checkpoint")
         self._buffers = Buffers()
@@ -91,7 +80,6 @@ class CheckpointManager:
         self._serial = 0
         self._last: tuple[int, str] | None = None  # step and text of the last saved state
         self._path: Path | None = None  # on the main rank, where it is
-        self._bad: set[Key] = set()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate memory for copies of `tensors` and import DCP, in the background, on all ranks."""
@@ -133,7 +121,7 @@ class CheckpointManager:
         assert self._drafts is not None
         self._serial, self._last = self._serial + 1, (step, text)
         contents = Manifest(
-            identity=self._identity, step=step, best=best, text=text, tensors=specs, files={}
+            identity=self.catalog.identity, step=step, best=best, text=text, tensors=specs, files={}
         )
         writer = CheckpointWriter(
             self._channel, self._drafts, self._serial, contents, self._shares, parts
@@ -170,39 +158,16 @@ class CheckpointManager:
         if self._drafts is not None and self._rank == 0:
             shutil.rmtree(self._drafts.path, ignore_errors=True)
 
-    def newest(self) -> Found | None:
-        """Return the newest checkpoint that verifies, or `None` where there is none.
-
-        Checkpoints that are damaged, partly removed or of a newer format are skipped, with a warning.
-
-        Raises:
-            RunDirectoryError: if the checkpoint is of another run.
-            CheckpointError: if the directory cannot be read.
-        """
-        newest = catalog.newest(self._directory, self._identity, self._warn)
-        last = None if newest is None else catalog.key_of(newest.path)
-        self._bad = {key for key in catalog.paths(self._directory) if last is None or key > last}
-        return newest
-
-    def newest_text(self) -> str | None:
-        """Return the text of the newest checkpoint with a readable manifest, without verifying its files.
-
-        Raises:
-            CheckpointError: if the directory cannot be read.
-        """
-        for path in catalog.paths(self._directory).values():
-            with contextlib.suppress(CheckpointError, OSError):
-                return manifest.read(path).text
-        return None
-
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
         """Return this rank's share of the tensors; the first call determines which ranks write."""
         if self._drafts is None:
             self._attempts += 1
             try:
-                self._drafts = DraftDirectory.open(self._directory, self._channel, self._attempts)
+                self._drafts = DraftDirectory.open(
+                    self.catalog.directory, self._channel, self._attempts
+                )
             except (CheckpointError, OSError) as error:
-                raise not_written(self._directory, explained(error)) from error
+                raise not_written(self.catalog.directory, explained(error)) from error
         writers = self._drafts.writers
         if not self._writes_parts:
             cuts = {}
@@ -250,16 +215,15 @@ class CheckpointManager:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        key = None if self._path is None else catalog.key_of(self._path)
-        if self._rank != 0 or key is None or not catalog.place(self._directory, key).exists():
+        key = None if self._path is None else key_of(self._path)
+        if self._rank != 0 or key is None or not place(self.catalog.directory, key).exists():
             return
-        self._bad.discard(key)
         try:
-            catalog.remove_old(
-                self._directory, self._identity, keep=self._keep, newest=key, bad=self._bad
-            )
+            self.catalog.remove_old(self._keep, key)
         except CheckpointError as error:
-            self._warn(f"lockstep: warning: old checkpoints are not removed: {error.message}")
+            self.catalog.warn(
+                f"lockstep: warning: old checkpoints are not removed: {error.message}"
+            )
 
 
 class Background:

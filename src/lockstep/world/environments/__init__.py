@@ -1,4 +1,4 @@
-"""Environments, one module for each: from a launcher's environment variables to a `World`."""
+"""Launchers' environments: read rank and world size from the variables of a launcher, one module each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN = [
         starts_launchers=False,
     ),
 ]
-#: The variable that names the environment to use.
+#: Variable that selects an environment by name.
 VARIABLE = "LOCKSTEP_ENVIRONMENT"
 ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _OWN)
 
@@ -38,11 +38,10 @@ ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _
 def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
     """Yield the environments to read, in order of precedence: the innermost launcher first.
 
-    torchrun may run inside a job of another package's launcher, and that one may set MPI's variables or run
-    inside a Slurm job.
+    For example, torchrun may run inside a job of another package's launcher, and that inside a Slurm job.
 
     Raises:
-        UsageError: if `LOCKSTEP_ENVIRONMENT` names none.
+        UsageError: if `LOCKSTEP_ENVIRONMENT` is unknown.
     """
     wanted = environ.get(VARIABLE)
     if wanted is not None:
@@ -56,15 +55,15 @@ def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
 
 @functools.cache
 def _published() -> tuple[EnvironmentEntry, ...]:
-    """Return the environments of other packages; looking for entry points takes milliseconds."""
+    """Return the environments registered by other packages as entry points."""
     return tuple(map(ENVIRONMENTS.find, ENVIRONMENTS.names()[len(_OWN) :]))
 
 
 def read(entry: EnvironmentEntry, environ: Mapping[str, str]) -> World | None:
-    """Return the world that an environment's variables describe, or `None` without them.
+    """Return the world given by the variables of one environment; `None` if the variables are not set.
 
     Raises:
-        WorldError: if they contradict each other.
+        WorldError: if the variables contradict each other.
     """
     world: World | None = resolve(entry.detect)(environ)
     return None if world is None else replace(world, environment=entry.name)

@@ -12,19 +12,19 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 from lockstep.errors import UsageError
 
 VARIABLE = "LOCKSTEP_INIT_METHOD"
-#: Where the other environments find the file of `file://`.
+#: Variable with the path from a `file://` init method, for the other environments.
 FILE = "LOCKSTEP_RENDEZVOUS_FILE"
-#: Set by a launcher that starts all ranks: the file that is the store of their generation.
+#: Variable that a launcher sets if it starts all ranks, to the path of their `FileStore`.
 STORE = "LOCKSTEP_STORE"
 
 _HINT = "for example tcp://10.0.0.1:29500, file:///shared/rendezvous or env://"
 
 
 def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, str]:
-    """Return `environ` with the variables of its init method, or else of the script's, `url`.
+    """Return `environ` with rank and rendezvous variables from an init method: its own, or else `url`.
 
     Raises:
-        UsageError: if it is no init method.
+        UsageError: if the init method is invalid.
     """
     url = environ.get(VARIABLE) or url
     if not url:

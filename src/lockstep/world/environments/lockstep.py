@@ -9,22 +9,22 @@ from dataclasses import replace
 from lockstep.world.environments import init_method, torchrun
 from lockstep.world.model import World
 
-#: Set by the launcher in every worker, to the version that started it.
+#: Variable that the launcher sets in every worker, to the version of Lockstep.
 MARK = "LOCKSTEP_LAUNCHER"
-#: Set by the launcher in a server, which is no worker: its number.
+#: Variable that the launcher sets in a parameter server, to its number.
 SERVER = "LOCKSTEP_SERVER"
-#: Set by the launcher in a server: where the script's own modules are.
+#: Variable that the launcher sets in a parameter server, to the directory of the script's modules.
 SERVER_ROOT = "LOCKSTEP_SERVER_ROOT"
-#: Set by the launcher where there are servers: the secret that workers and servers share.
+#: Variable that the launcher sets if there are parameter servers, to a secret for connections.
 TOKEN = "LOCKSTEP_TOKEN"  # noqa: S105 - the name of a variable
 
-#: What ends a server, sent by its launcher. It ignores what is sent to all processes of a job: as long as
-#: workers may come, it serves. Nothing else uses this signal; it ends a server that is not ready for it.
+#: Signal by which the launcher ends a parameter server, which ignores the signals that a scheduler sends to
+#: all processes of a job.
 END_SERVER = signal.SIGRTMIN + 6
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world that `lockstep run` meant for this process, or `None` without its mark."""
+    """Return the world given by `lockstep run` to its workers; `None` in other processes."""
     if MARK not in environ:
         return None
     world = torchrun.read(environ, environment="lockstep", reason=f"{MARK} is set")

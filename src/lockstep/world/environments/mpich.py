@@ -16,12 +16,12 @@ from lockstep.world.environments import mpiexec
 from lockstep.world.environments.variables import integer
 from lockstep.world.model import World
 
-#: Names of the process that has started this job's processes on their node.
+#: Names of Hydra's program that starts the processes of a job on a node.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec.gforker")
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world that Hydra's variables describe, or `None` without them.
+    """Return the world (rank, size, rendezvous) from Hydra's variables; `None` without them.
 
     `srun` may set the same variables, as the process manager of an MPI program; then the world is
     Slurm's.
@@ -56,9 +56,9 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def _job() -> str | None:
-    """Return a name of this job on its node: its ranks are children of one process of Hydra.
+    """Return a name of this job on its node, from the Hydra process that is the parent of all ranks.
 
-    `None` where a shell or another program lies between.
+    Returns `None` if the parent of this process is another program, such as a shell.
     """
     parent = os.getppid()
     try:

@@ -13,17 +13,17 @@ from lockstep.world.environments.variables import integer
 from lockstep.world.model import World
 
 _PREFIX = "OMPI_COMM_WORLD_"
-#: Names of a job, unique while it runs: of Open MPI 5 and 4, of 4 and 3.
+#: Variables with the name of the job: of Open MPI 5 and 4, of 4 and 3.
 _JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-#: Where the server of this node listens: the same for all processes of one job on it.
+#: Variables with the address of Open MPI's server on this node, the same for all processes of a job.
 _SERVER = ("PMIX_SERVER_URI2", "PMIX_SERVER_URI3", "OMPI_MCA_orte_local_daemon_uri")
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world that Open MPI's variables describe, or `None` without them.
+    """Return the world (rank, size, rendezvous) from Open MPI's variables; `None` without them.
 
     Raises:
-        WorldError: if one is missing or contradicts another.
+        WorldError: if a variable is missing or contradicts another.
     """
     if f"{_PREFIX}RANK" not in environ and f"{_PREFIX}SIZE" not in environ:
         return None
@@ -42,10 +42,10 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def _key(environ: Mapping[str, str], *, one_node: bool) -> str | None:
-    """Return a name that only this job has.
+    """Return a unique name of this job; `None` if Open MPI gives none.
 
-    The name of a job is made of a host's name and a process number, of which there may be several
-    where containers share a network; the port of its server is one of a kind there.
+    Open MPI's own name has the host name and a process id, which containers on one network may share; the
+    address of the job's server makes it unique.
     """
     job = _first(environ, _JOB)
     server = _first(environ, _SERVER) if one_node else ""

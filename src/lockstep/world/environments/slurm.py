@@ -24,7 +24,7 @@ _HINT = f"start with srun, or set {SWITCH}=0 to ignore Slurm's variables"
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world of this job step, or `None` outside of one.
+    """Return the world (rank, size, rendezvous) from Slurm's variables; `None` outside of a job step.
 
     Raises:
         WorldError: if the step's variables are incomplete or contradict each other.
@@ -83,7 +83,7 @@ def _nodes_and_tasks(
 
 
 def _tasks_per_node(text: str) -> tuple[int, ...]:
-    """Expand `2(x3),1` to `(2, 2, 2, 1)`."""
+    """Expand Slurm's list of tasks per node: `2(x3),1` becomes `(2, 2, 2, 1)`."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -97,7 +97,7 @@ def _tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def _main_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> str:
-    """Return the host of rank 0."""
+    """Return the host name of rank 0's node."""
     if len(nodes) == 1:
         return LOOPBACK
     by_host_file = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")

@@ -16,7 +16,7 @@ from lockstep.world.model import World
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world that torchrun's variables describe, or `None` without `RANK` and `WORLD_SIZE`."""
+    """Return the world (rank, size, rendezvous) from torchrun's variables; `None` without them."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     return read(environ, environment="torchrun", reason="RANK and WORLD_SIZE are set")
@@ -26,7 +26,7 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
     """Read the variables that torchrun and `lockstep run` share.
 
     Raises:
-        WorldError: if one is missing or contradicts another.
+        WorldError: if a variable is missing or contradicts another.
     """
     rank, size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     address, port = master(environ)
@@ -58,10 +58,10 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
 
 
 def _has_local_ranks(environ: Mapping[str, str], size: int) -> bool:
-    """Return whether the local ranks are given, and by the same launcher as `WORLD_SIZE`.
+    """Return whether local ranks are set, and by the same launcher as `WORLD_SIZE`.
 
     A script that a launcher started as its only process may start processes of its own, and give
-    them `RANK` and `WORLD_SIZE`; they inherit the launcher's local ranks, which mean nothing then.
+    them `RANK` and `WORLD_SIZE`; they inherit the launcher's local ranks, which do not apply to them.
     """
     if "LOCAL_RANK" not in environ or "LOCAL_WORLD_SIZE" not in environ:
         return False

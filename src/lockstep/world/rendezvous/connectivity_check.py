@@ -1,10 +1,11 @@
-"""Connectivity check: every node connects to every other one, before any rank waits for it.
+"""`check_connectivity`: every node connects to every other node, before ranks use collectives.
 
-The members share a store already; collectives need connections between them, too.
-Each listens, and sends a token: 172.17.0.1 exists on every host with Docker, and would answer for the
-wrong one. All try the interfaces of member 0. The interface by which a member reaches it is the
-member's, unless the user chose one; then all pairs are tried at these. The answer is the same for all:
-an interface and an address for each member, or which pairs cannot reach each other, and how that failed.
+The members (one per node) share a store already; collectives also need connections between all pairs.
+Each member listens and sends a token, since an address such as Docker's 172.17.0.1 exists on many hosts.
+First, all members try the interfaces of member 0; the interface on a member's route to member 0 becomes
+that member's interface, unless the user chose one. Then all pairs try these interfaces. All members get
+the same
+result: an interface and address for each member, or an error that lists the pairs without a connection.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from lockstep.world.waiting import Check, go_on
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Seconds of a first look at member 0, which is enough unless a way fails: an interface that leads nowhere
-#: would otherwise cost every launch the time until it is given up.
+#: Timeout in seconds of the first attempts at member 0; a second, longer attempt follows only if no
+#: interface of member 0 is reached by all members.
 _QUICK = 0.5
-#: Connections that are tried at the same time.
+#: Maximum number of simultaneous connection attempts.
 _AT_ONCE = 64
-#: Interfaces that member 0 offers, at most; hosts with many have them for containers.
+#: Maximum number of interfaces of a member that are tried; hosts with more have them for containers.
 _MOST_OFFERS = 8
 _MOST_PAIRS = 6
-#: A difference of clocks that makes the order of events in records misleading, in seconds.
+#: Seconds by which clocks of nodes may differ without a warning; records are ordered by clock.
 CLOCK_TOLERANCE = 2.0
-#: Beginnings of the names that bridges and tunnels of containers and virtual machines have.
+#: Beginnings of the names of bridges and tunnels of containers and virtual machines.
 _VIRTUAL = (
     *("docker", "br-", "virbr", "veth", "cni", "cali", "flannel", "vxlan", "weave", "cilium"),
     *("kube", "nodelocal", "lxc", "lxdbr", "podman", "vmnet", "vboxnet", "tun", "tap", "dummy"),
@@ -61,22 +62,22 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Interface and address at which all others reach a member."""
+    """Network interface and address at which all other members can connect to a member."""
 
     interface: str
     address: str
 
     def __str__(self) -> str:
-        """Return interface and address."""
+        """Return interface and address as text."""
         return f"{self.interface} {self.address}"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """Where a member listens, and the token that its listener sends.
+    """Port and interfaces at which a member listens during the check, and the token that it sends.
 
     Attributes:
-        offers: its interfaces, the better ones first; the one that the user chose.
+        offers: the member's interfaces, physical ones first; or only the one that the user chose.
     """
 
     token: str
@@ -86,11 +87,13 @@ class ProbeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The result of an attempt to reach another member.
+    """Result of one attempt to connect to another member.
 
     Attributes:
-        source: the own interface that leads there; `None` without a route.
-        failure: why it was not reached; empty if it was.
+        member: index of the other member.
+        place: interface and address that were tried.
+        source: own interface on the route to that address; `None` without a route.
+        failure: reason of the failure; empty after success.
     """
 
     member: int
@@ -103,7 +106,7 @@ Report = Sequence[Attempt]
 
 
 def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
-    """Return the addresses of a member with these interfaces: the first of each, which Gloo takes."""
+    """Return the first address of each interface, which Gloo uses; physical interfaces first."""
     first: dict[str, Interface] = {}
     for interface in own:
         first.setdefault(interface.name, interface)
@@ -122,16 +125,23 @@ def check_connectivity(
     check: Check = go_on,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[Reach, ...]:
-    """Return for each member the interface and address at which all others reach it.
+    """Return, for each member, the interface and address at which all other members can connect to it.
 
-    All members call it, with a store for this alone, and the same labels for messages. An attempt takes
-    `seconds` at the most; a member may keep the others waiting for `patience` seconds. `check` is called
-    again and again meanwhile; it may raise to end the wait. Member 0 also warns, by default on standard
-    error, where another member's clock differs: records are read by them.
+    All members call this function together.
+
+    Args:
+        store: a store for this check alone.
+        index: number of this member.
+        labels: names of the members in messages.
+        interface: interface of this member that the user chose.
+        seconds: timeout of one connection attempt.
+        patience: seconds that a member may delay the others.
+        check: called repeatedly during waits; may raise to end them.
+        warn: called on member 0 if clocks of members differ; by default it prints to standard error.
 
     Raises:
-        UnreachableError: on every member the same, if two cannot reach each other, or one did not come.
-        UsageError: if this member has no such interface; on the others it is an `UnreachableError`.
+        UnreachableError: the same on all members, if two cannot connect to each other, or one is missing.
+        UsageError: if `interface` does not exist; other members get an `UnreachableError`.
     """
     members = Members(store, index, labels, kind=UnreachableError, hint=_HINT, check=check)
     listener = listen(0, loopback=False)
@@ -143,7 +153,7 @@ def check_connectivity(
 
 
 class _Member:
-    """The attempts and reports of one member."""
+    """Connection attempts and reports of one member."""
 
     def __init__(
         self, members: Members, seconds: float, patience: float, warn: Callable[[str], None]
@@ -154,7 +164,7 @@ class _Member:
         self._own = interfaces()
 
     def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Gather the listeners of all members; a wrong interface is an error on all of them."""
+        """Gather the listening addresses of all members; raise an error if an interface is wrong."""
         wrong: UsageError | None = None
         try:
             offered = offers(self._own if interface is None else (named(interface),))
@@ -179,7 +189,7 @@ class _Member:
         return [decode(ProbeTarget, value) for value in found]
 
     def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
-        """Try member 0, then all others; return where each is reached. `now` is this member's clock."""
+        """Try member 0, then all others; return the results. `now` is the time on this member's clock."""
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
             report = self._try(cards, first, seconds)
@@ -205,7 +215,7 @@ class _Member:
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Reach]]:
-        """Return the addresses at which to try each member; none, if member 0 is to be tried once more."""
+        """Return the addresses to try for each member; empty if member 0 is to be tried once more."""
 
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
@@ -258,7 +268,7 @@ class _Member:
     def _try(
         self, cards: Sequence[ProbeTarget], targets: Sequence[tuple[int, Reach]], seconds: float
     ) -> list[Attempt]:
-        """Try all targets, `_AT_ONCE` at a time, for `seconds` each at the most."""
+        """Try to connect to all targets, `_AT_ONCE` at a time, with a timeout of `seconds` each."""
 
         def attempt(target: tuple[int, Reach]) -> Attempt:
             member, place = target
@@ -274,7 +284,7 @@ class _Member:
 
 
 def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
-    """Connect to a member; return in words why it failed, or nothing."""
+    """Connect to a member; return the reason of a failure, or an empty text."""
     deadline = time.monotonic() + seconds
     try:
         with socket.create_connection((place.address, card.port), timeout=seconds) as connection:
@@ -287,10 +297,11 @@ def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
 
 
 def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
-    """Return the addresses at which to try each member, from the attempts of all others at member 0.
+    """Return the addresses to try for each member, from the members' attempts at member 0.
 
-    Member 0 at its first interface that all reach; at all of them, if there is none. The others at the
-    interface that leads there, or the only one that they offer.
+    For member 0, this is its first interface that all others reached, or all interfaces if there is
+    none. For another member, this is the interface on its route to member 0, or the only one that it
+    listens on.
     """
     reached = [
         {attempt.place: attempt.source for attempt in report if not attempt.failure}
@@ -308,7 +319,7 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
 
 
 def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]) -> str:
-    """Return which members cannot reach which, and how each way failed; nothing if all do."""
+    """Return a message that lists the pairs of members without a connection; empty if there are none."""
     reached = {
         (by, attempt.member)
         for by, report in enumerate(reports)
@@ -339,7 +350,7 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
 def _ways(
     by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a line for each attempt of one member at another; loopback only if there is no other."""
+    """Yield a line for each attempt of member `by` to connect to member `to`, with its failure."""
     tried = [attempt for attempt in reports[by] if attempt.member == to]
     beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
     for attempt in beyond or tried:

@@ -1,4 +1,4 @@
-"""From JSON to the dataclasses of messages: the inverse of `dataclasses.asdict`."""
+"""`decode`: make a dataclass from JSON values: the inverse of `dataclasses.asdict`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _hints = functools.cache(get_type_hints)
 
 
 def decode(kind: type[T], fields: Any) -> T:
-    """Return a `kind` from its fields; it may contain dataclasses, tuples of them, enumerations, `None`.
+    """Return an instance of the dataclass `kind` from its fields as JSON values.
+
+    Fields may be dataclasses, tuples, enumerations or `None`.
 
     Raises:
-        KeyError: if it has a field that `kind` has not.
-        TypeError: if it is none.
-        ValueError: if it is none.
+        KeyError: if `fields` has an unknown field.
+        TypeError: if a field is missing or has a wrong type.
+        ValueError: if a field has an invalid value.
     """
     value: T = _decode(kind, fields)
     return value

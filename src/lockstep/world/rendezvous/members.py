@@ -1,4 +1,4 @@
-"""All-gather over the members of a rendezvous: a value of each, one answer or error for all."""
+"""`Members`: gather a value of each member over a store; member 0 computes one result for all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from lockstep.world.waiting import Check, await_any, go_on
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: How much longer the others wait for the answer of member 0 than member 0 waits for them.
+#: Seconds that other members wait for the result longer than member 0 waits for their values.
 _SLACK = 15.0
-#: How long member 0, with which the store may end, stays for the others to read an error.
+#: Seconds that member 0, which may host the store, waits until all members have read an error.
 _LINGER_SECONDS = 3.0
 _PAUSE = 0.005
 
 
 class Members:
-    """All-gather of values over a store for this alone; member 0 makes one answer for all.
+    """Gathers values of all members over a store; member 0 computes one result for all members.
 
-    Labels are for messages, the same on all members. Errors are of class `kind`, with a hint for missing
-    members. `check` is called again and again in waits; it may raise to end them.
+    Args:
+        store: a store for this object alone.
+        labels: names of the members in messages.
+        kind: class of the errors.
+        hint: hint for errors about missing members.
+        check: called repeatedly during waits; may raise to end them.
     """
 
     def __init__(
@@ -44,13 +48,14 @@ class Members:
     def ask(
         self, question: str, own: Any, answer: Callable[[list[Any]], Any], seconds: float
     ) -> Any:
-        """Gather the values of all members; return the answer that member 0 makes of them.
+        """Gather the JSON values `own` of all members; return the result of `answer` on all members.
 
-        Member 0 calls `answer` with the values of all, `None` for members that gave none within `seconds`;
-        it may raise a `LockstepError`, which all members get. Values and answers have JSON's types.
+        Only member 0 calls `answer`, with the list of values; `None` stands for members without a value
+        within `seconds`. If `answer` raises a `LockstepError`, all members get the error. `question` is
+        a unique key.
 
         Raises:
-            WorldError: of this `kind`; the same on all members.
+            WorldError: of class `kind`; the same on all members.
         """
         try:
             self._store.set(f"{question}/{self.index}", json.dumps(own))
@@ -74,14 +79,14 @@ class Members:
         return found["answer"]
 
     def refuse(self, question: str, error: LockstepError) -> None:
-        """Give an error as the answer, unless there is an answer."""
+        """Write an error as the result for all members, unless there is a result already."""
         self._post(question, {"error": error.message, "hint": error.hint})
 
     def read(self, question: str, index: int) -> Any:
-        """Return the value of a member; `None` if it has not given it.
+        """Return the value of a member; `None` if the member has not written one.
 
         Raises:
-            WorldError: if it cannot be read.
+            WorldError: if the value is invalid JSON.
         """
         if not self._store.check([f"{question}/{index}"]):
             return None

@@ -1,8 +1,7 @@
-"""Membership check: rank 0 compares the ranks, hosts and versions of all.
+"""`check_members`: rank 0 compares hosts and library versions of all ranks, before the first collective.
 
-It finds ranks that share a host, and names ranks that did not come, ranks that claim the same place, and
-nodes whose libraries differ, before anything waits for them in a collective. The nodes of launchers are
-compared by the same functions.
+The check finds ranks on the same host, and reports missing ranks, ranks with the same local rank on a
+node, and nodes with other library versions. Launchers of several nodes use the same comparisons.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class NodeInfo:
     """Host, process id and library versions of a process.
 
     Attributes:
-        host: identity of the host, of `host.identity`.
-        versions: of libraries that the bits depend on.
+        host: id of the host, from `host.identity`.
+        versions: versions of packages that may change the bits of a result.
     """
 
     host: str
@@ -46,17 +45,17 @@ class NodeInfo:
 
     @staticmethod
     def here(pid: int) -> NodeInfo:
-        """Return the info of the process `pid` of this host."""
+        """Return the info of process `pid` on this host."""
         return NodeInfo(host=host.identity(), name=host.name(), pid=pid, versions=host.versions())
 
     def __str__(self) -> str:
-        """Return where the process is."""
+        """Return host name and process id as text."""
         return f"on {self.name}, process {self.pid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """Local and node rank of a process, by its launcher or by the membership check."""
+    """Local rank and node rank of a process, number of local ranks, and number of nodes."""
 
     local_rank: int
     local_size: int
@@ -70,7 +69,7 @@ class RankInfo:
 
     Attributes:
         world: number of ranks.
-        place: its placement by its launcher; `None` where that gives none.
+        place: local and node rank given by the launcher; `None` if unknown.
     """
 
     node: NodeInfo
@@ -79,7 +78,7 @@ class RankInfo:
 
     @staticmethod
     def of(world: World, pid: int) -> RankInfo:
-        """Return the info of the rank of `world`."""
+        """Return the info of this process, with the rank of `world`."""
         place = RankPlacement(**{name: getattr(world, name) for name in RankPlacement.__slots__})
         return RankInfo(
             node=NodeInfo.here(pid), world=world.size, place=place if world.placed else None
@@ -87,8 +86,8 @@ class RankInfo:
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> RankInfo:
-        """Return the info whose `asdict` these fields are."""
-        # Another version may have more fields, or less; its versions tell them apart.
+        """Return the info with these fields, read from JSON."""
+        # Another version of Lockstep may have other fields; the comparison of versions reports it.
         node = {name: fields["node"].get(name) for name in NodeInfo.__slots__}
         place = fields.get("place")
         return RankInfo(
@@ -101,13 +100,13 @@ class RankInfo:
 def check_members(
     store: dist.Store, world: World, own: RankInfo, seconds: float
 ) -> tuple[World, list[str]]:
-    """Check that all ranks join within `seconds` and fit together; the store is for this alone.
+    """Check that all ranks join within `seconds`, with consistent placements and versions.
 
     Returns:
-        The complete world of this rank, and the names of the nodes.
+        The world of this rank, with local and node rank, and the names of the nodes.
 
     Raises:
-        WorldError: on every rank the same, if the infos of the ranks do not fit together.
+        WorldError: the same on every rank, if a rank is missing or the infos contradict each other.
     """
     rank = world.rank
     labels = [f"rank {number}" for number in range(world.size)]
@@ -146,18 +145,18 @@ def check_members(
 
 
 def came_once(store: dist.Store, rank: int) -> bool:
-    """Return whether exactly one process has joined as `rank`, also in earlier runs."""
+    """Return whether exactly one process has joined as `rank` in this store."""
     return store.add(f"claim/{rank}", 0) == 1
 
 
 def node_numbers(hosts: Sequence[str]) -> list[int]:
-    """Return the number of the node that each host is, in the order in which they first appear."""
+    """Return the node number of each host; nodes are numbered in the order of first appearance."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
     return [numbers[name] for name in hosts]
 
 
 def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Return the placement of each rank: by its launcher, or else by its host."""
+    """Return local and node rank of each rank, as given by its launcher, or else from its host."""
     hosts = [info.node.host for info in infos]
     sizes, seen, found = Counter(hosts), Counter[str](), []
     for info, host_name, node in zip(infos, hosts, node_numbers(hosts), strict=True):
@@ -175,7 +174,7 @@ def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
 def differing_versions(
     label: str, versions: Mapping[str, str], first: str, expected: Mapping[str, str]
 ) -> str | None:
-    """Return in words which library of `label` has another version than that of `first`."""
+    """Return a message about a library with another version than in `expected`; `None` if all match."""
     for library, version in expected.items():
         if versions.get(library) != version:
             return (
@@ -186,7 +185,7 @@ def differing_versions(
 
 
 def problems(infos: Sequence[RankInfo]) -> Iterator[tuple[str, str]]:
-    """Yield what does not fit together in the infos, causes first, each with the name of its hint."""
+    """Yield a message for each contradiction between the infos, with the name of its hint."""
     labels = [f"rank {rank} on {info.node.name}" for rank, info in enumerate(infos)]
     first = infos[0]
     for label, info in zip(labels, infos, strict=True):

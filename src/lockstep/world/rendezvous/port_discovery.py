@@ -1,10 +1,9 @@
-"""Port discovery: the answer to "which port has the store of this job?".
+"""Port discovery: find the port of a job's store on its host.
 
-The host of the store listens at the first free port of a sequence that follows from the job's name. It
-tells each connection a hash of the name and the port of the store, which the system chose, and closes
-it. The others go through the same sequence until the hash is theirs, so that two jobs on one
-node, or anything else that listens there, are never taken for each other. Who has come is not known here:
-that is the membership check's.
+The host of the store listens at the first free port of a sequence computed from the job's name. To each
+connection it sends a hash of the name and the port of the store, which the system chose. The other
+processes try the ports of the sequence until the hash matches, so that they never connect to another
+job or program.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from lockstep.errors import UnreachableError, WorldError
 from lockstep.world.network import interface_towards, listen, why_unreached
 from lockstep.world.waiting import Check, go_on
 
-#: Ports of the sequences: above those of well-known services, below those that Linux gives to clients. A
-#: prime number of them, so that no stride reaches a port twice.
+#: Range of ports: above well-known services, below the ports that Linux assigns to clients. The number of
+#: ports is prime, so that a sequence with any stride reaches each port once.
 _FIRST_PORT, _LAST_PORT = 18_000, 31_998
 _CANDIDATES = 16
 _CONNECT_SECONDS = 2.0
 _LINE = 300  # bytes of an answer
-#: As long without any sign of the host, not even a refusal, means that no packet gets there.
+#: Seconds without any answer of the host, even a refused connection, after which it counts as unreachable.
 _UNREACHABLE_SECONDS = 6.0
 _PAUSE = (0.02, 0.25)
-#: What `accept` fails of while the system has no room for another connection: that passes.
+#: Errors of `accept` while the system is out of resources, after which it is tried again.
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 #: An address and a port.
@@ -42,7 +41,7 @@ SocketAddress = tuple[str, int]
 
 
 def sequence(name: str) -> tuple[int, ...]:
-    """Return the ports at which the host of `name` may answer, in the order in which they are tried."""
+    """Return the ports at which the host of job `name` may answer, in the order of attempts."""
     span = _LAST_PORT - _FIRST_PORT + 1
     digest = hashlib.sha256(os.fsencode(name)).digest()
     start, stride = int.from_bytes(digest[:8]), int.from_bytes(digest[8:16]) % (span - 1) + 1
@@ -51,7 +50,7 @@ def sequence(name: str) -> tuple[int, ...]:
 
 
 class Announcer:
-    """A thread that sends one message to each connection of a listener, until it is closed."""
+    """Thread that sends one message to each connection of a listening socket, until `close`."""
 
     def __init__(self, listener: socket.socket, message: Mapping[str, Any]) -> None:
         self._listener, self._line = listener, json.dumps(message).encode() + b"\n"
@@ -72,7 +71,7 @@ class Announcer:
                 connection.send(self._line)
 
     def close(self) -> None:
-        """Stop answering."""
+        """End the thread, and close the listening socket."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -89,12 +88,12 @@ class Announcer:
 def announce(
     name: str, store_port: int, *, loopback: bool = False, port: int | None = None
 ) -> Announcer:
-    """Return an announcer of the port at which the store of the job `name` listens.
+    """Start to answer other processes' port discovery with the store port of job `name`.
 
-    It listens at `port`, where the user chose one, or at the first free port of the job's sequence.
+    The announcer listens at `port` if given, or else at the first free port of the job's sequence.
 
     Raises:
-        WorldError: if no port of the sequence is free.
+        WorldError: if no such port is free.
     """
     ports = sequence(name) if port is None else (port,)
     for candidate in ports:
@@ -116,13 +115,13 @@ def find(
     port: int | None = None,
     check: Check = go_on,
 ) -> SocketAddress:
-    """Return the address at which the host of the job `name` answers, and the port of its store.
+    """Find the store of job `name` on a host with these addresses; return its address and port.
 
-    The host is one of `addresses`. `who` is this process in messages. `check` is called between attempts.
+    `who` names this process in messages. `check` is called between attempts.
 
     Raises:
         UnreachableError: if no packet reaches the host.
-        WorldError: if it does not answer within `seconds`.
+        WorldError: if the host does not answer within `seconds`.
     """
     ports = sequence(name) if port is None else (port,)
     wanted = _hash(name)
@@ -137,11 +136,11 @@ def find(
 
 
 def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) -> str:
-    """Wait until something listens at `port` of a host; return the address at which it does.
+    """Wait until a server listens at `port` of a host; return the address that accepted a connection.
 
     Raises:
         UnreachableError: if no packet reaches the host.
-        WorldError: if nothing listens within `seconds`.
+        WorldError: if no server listens within `seconds`.
     """
 
     def look(place: SocketAddress) -> SocketAddress:
@@ -152,7 +151,7 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
 
 
 class _Search:
-    """A search at all ports of a host, repeated until `look` returns a result at one of them."""
+    """Tries all addresses and ports of a host repeatedly, until `look` returns a result for one."""
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class _Search:
         look: Callable[[SocketAddress], SocketAddress | None],
     ) -> None:
         self._addresses, self._ports, self._who, self._look = addresses, ports, who, look
-        #: Whether the host has sent anything, be it a refusal.
+        #: Whether the host has answered, even by refusing a connection.
         self._signs = False
         self._failures: dict[str, str] = {}
 
@@ -215,10 +214,10 @@ class _Search:
 
 
 def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the message of an announcer.
+    """Receive the message of an `Announcer`.
 
     Raises:
-        ValueError: if no line with a JSON object comes until `deadline`, of `time.monotonic`.
+        ValueError: if no line with a JSON object arrives before `deadline`, a `time.monotonic` value.
     """
     line = b""
     while not line.endswith(b"\n") and len(line) < _LINE:

@@ -1,4 +1,4 @@
-"""Files with known names in directories that other users may write to."""
+"""`open_private`: open a file in a directory that other users may write to, safely."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _HINT = "name another file, or a directory in which other users cannot write"
 
 
 def open_private(path: Path) -> int:
-    """Open a file that only this user can read or write, made if it is not there; return its descriptor.
+    """Open or make a file that only this user can read and write; return its descriptor.
 
     Raises:
-        WorldError: if another user has put a file or a link there.
-        OSError: if it cannot be opened.
+        WorldError: if the path is a link, or a file of another user.
+        OSError: if the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -25,7 +25,7 @@ def open_private(path: Path) -> int:
     except IsADirectoryError:
         raise
     except OSError:
-        if os.path.lexists(path):  # some kernels refuse by themselves what is another user's
+        if os.path.lexists(path):  # some kernels deny access to another user's file
             _require_own(path.lstat(), path)
         raise
     try:
@@ -50,6 +50,6 @@ def _require_own(found: os.stat_result, path: Path) -> None:
 
 
 def _owner_in(directory: Path) -> int:
-    """Return who owns a file that this process makes: file servers may map users to others."""
+    """Return the owner of a new file in `directory`, which a file server may map to another user."""
     with tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid

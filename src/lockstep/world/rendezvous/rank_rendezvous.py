@@ -1,6 +1,6 @@
-"""Rendezvous of the ranks of a `World`: its store, its checks, the completed world.
+"""`join_ranks`: rendezvous of all ranks: connect to a common store, and check ranks and network.
 
-environment ── World ── store ── membership check ── connectivity check ── World, complete
+environment ── World ── store ── membership check ── connectivity check ── World with local and node ranks
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from lockstep.world.waiting import await_any
 
 _JOIN_VARIABLE = "LOCKSTEP_JOIN_TIMEOUT"
 _JOIN_SECONDS = 300.0
-#: How long ranks wait for the one of their node that takes part in the connectivity check.
+#: Seconds that ranks wait for the rank of their node that runs the connectivity check.
 _CONNECTIVITY_SECONDS = 120.0
 
-#: Runs of this process so far. All ranks make the same runs in the same order, so that the number keeps
-#: their keys apart.
+#: Counter of the runs of this process. All ranks make the same runs in the same order, so that the
+#: number is a key prefix for each run.
 _runs = itertools.count()
 
 
@@ -53,10 +53,10 @@ class RankRendezvous:
     """A completed rendezvous of all ranks.
 
     Attributes:
-        world: complete: its local and node ranks are known.
-        store: a key-value store that all ranks reach; fresh for every run and generation.
-        number: how many runs this process has made before.
-        ours: whether the store was made here, so that `leave` cleans it up.
+        world: rank and world size, with local and node ranks.
+        store: store of all ranks, with a key prefix for this run and restart.
+        number: number of earlier runs of this process.
+        ours: whether Lockstep made the store, so that `leave` removes it.
     """
 
     world: World
@@ -65,7 +65,7 @@ class RankRendezvous:
     ours: bool
 
     def fail(self, error: BaseException) -> None:
-        """Report to the other ranks, outside of collectives, that this rank cannot continue."""
+        """Write this rank's error to the store, where waiting ranks read it."""
         if self.world.size == 1:
             return
         what = shortened(str(error).partition("\n")[0], 1000)
@@ -76,7 +76,7 @@ class RankRendezvous:
                 self.store.set("failed", text)
 
     def failure_of_others(self, seconds: float) -> str | None:
-        """Return the failure that another rank has reported, or reports within `seconds`."""
+        """Return the error that another rank has written, or writes within `seconds`; else `None`."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             if await_any(self.store, [["failed"]], seconds) is not None:
                 return self.store.get("failed").decode()
@@ -84,7 +84,7 @@ class RankRendezvous:
 
     @contextlib.contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """Report an exception of the body to the other ranks."""
+        """Context manager: write an exception of its body to the store for the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -92,20 +92,18 @@ class RankRendezvous:
             raise
 
     def ready(self) -> None:
-        """Wait until all ranks are ready for a collective.
+        """Wait until all ranks have called this method, before the first collective.
 
         Raises:
-            PeerError: if one cannot continue.
+            PeerError: if another rank has failed.
         """
         self.conclude("ready", "1", lambda _: "1", "begin")
 
     def conclude(self, key: str, own: str, of: Callable[[list[str]], str], what: str) -> str:
-        """Gather the texts of all ranks on rank 0, and return its conclusion; all ranks call it.
+        """Gather the texts `own` of all ranks on rank 0; return the result of `of` on all ranks.
 
-        Rank 0 reads all texts and every rank reads one answer: N ranks read 2 N keys.
-
-        Rank 0 calls `of` with all texts, in rank order. A key is used once. `what` is the phase of the run,
-        for the error.
+        All ranks call this method; rank 0 calls `of` with the texts in rank order. N ranks read 2 N keys. A
+        `key` is used once; `what` is the phase of the run, for the error message.
 
         Raises:
             PeerError: as `wait`.
@@ -120,7 +118,7 @@ class RankRendezvous:
         return self.broadcast(key, answer, what)
 
     def broadcast(self, key: str, answer: Callable[[], str], what: str) -> str:
-        """Return on all ranks the result of `answer`, which rank 0 alone calls.
+        """Broadcast the result of `answer`, which only rank 0 calls, to all ranks.
 
         Raises:
             PeerError: as `wait`.
@@ -131,10 +129,10 @@ class RankRendezvous:
         return self.store.get(key).decode()
 
     def wait(self, keys: Sequence[str], what: str) -> None:
-        """Wait until `keys` are in the store.
+        """Wait until all `keys` are in the store; `what` is the phase of the run, for the error message.
 
         Raises:
-            PeerError: if a rank cannot continue, or they are not there after the time of a collective.
+            PeerError: if another rank has failed, or after the timeout of collectives.
         """
         try:
             found = await_any(self.store, [["failed"], keys], TIMEOUT.total_seconds())
@@ -148,14 +146,14 @@ class RankRendezvous:
 
 
 def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
-    """Return the rendezvous of all ranks.
+    """Connect to the other ranks through a common store, check ranks and network; return the rendezvous.
 
-    A store of the user's, or of a process group that the script has made, is used as it is.
+    A `store` of the user, or that of a process group made by the script, is used if there is one.
 
     Raises:
         UnreachableError: if another rank or node cannot be reached.
-        WorldError: if ranks don't join, or don't fit together.
-        UsageError: if a variable makes no sense.
+        WorldError: if ranks are missing, or contradict each other.
+        UsageError: if an environment variable is invalid.
     """
     number = next(_runs)
     if store is None and dist.is_initialized():
@@ -169,7 +167,7 @@ def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
     with contextlib.ExitStack() as announced:  # closes the announcer of the store's port
         base = _reach_store(world, number, wait, announced) if given is None else given
         fresh = dist.PrefixStore(f"lockstep/{world.generation}/{number}", base)
-        # The launchers of `lockstep run` have checked its ranks; but a file may be a stale one.
+        # `lockstep run` has checked its ranks; with a shared file, check again, as the file may be old.
         unchecked = world.environment != "lockstep" or world.file is not None
         if unchecked:
             world = _complete(world, dist.PrefixStore("join", fresh), number, wait)
@@ -179,10 +177,10 @@ def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
 
 
 def join_timeout() -> timedelta:
-    """Return how long ranks may take to join: `LOCKSTEP_JOIN_TIMEOUT`, in seconds.
+    """Return the time that ranks have to join, from `LOCKSTEP_JOIN_TIMEOUT` in seconds.
 
     Raises:
-        UsageError: if it is no positive number.
+        UsageError: if the variable is not a positive number.
     """
     text = os.environ.get(_JOIN_VARIABLE)
     if text is None:
@@ -194,7 +192,7 @@ def join_timeout() -> timedelta:
 
 
 def leave(rendezvous: RankRendezvous) -> None:
-    """Leave the store: rank 0, which may host it, waits for all others."""
+    """Stop using the store at the end of a run; rank 0, which may host the store, waits for all ranks."""
     world, store = rendezvous.world, rendezvous.store
     launchers = world.agent_store or world.launch_file is not None
     if not rendezvous.ours or launchers or world.size == 1:
@@ -207,7 +205,7 @@ def leave(rendezvous: RankRendezvous) -> None:
 
 
 def _as_in_group(world: World) -> World:
-    """Return the world of the process group that the script has made, whatever the environment says."""
+    """Return the world with rank and size of the script's process group, if the environment's differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) == (world.rank, world.size):
         return world
@@ -241,7 +239,7 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
 
 
 def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -> None:
-    """Let the first rank of each node run the connectivity check, for all ranks of its node."""
+    """Run the connectivity check on the first rank of each node; apply the result on all its ranks."""
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:
         labels = [f"node {number} ({name})" for number, name in enumerate(names)]
@@ -267,9 +265,9 @@ def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -
 
 
 def chosen_interface() -> str | None:
-    """Return the interface that the user chose, by `LOCKSTEP_INTERFACE` or as Gloo's own variable."""
+    """Return the network interface set by `LOCKSTEP_INTERFACE` or `GLOO_SOCKET_IFNAME`, if any."""
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    # It takes several, too; and in a worker it is what that worker's launcher chose.
+    # The variable may have several names; and in a worker, its launcher has set it.
     is_one = gloo and "," not in gloo and MARK not in os.environ
     return os.environ.get("LOCKSTEP_INTERFACE") or (gloo if is_one else None)
 
@@ -311,7 +309,7 @@ def _by_name(
     wait: timedelta,
     announced: contextlib.ExitStack,
 ) -> dist.Store:
-    """Return the store whose port is found by port discovery."""
+    """Return the store of job `name`: rank 0 hosts it, other ranks find its port by port discovery."""
     loopback = network.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)

@@ -1,4 +1,4 @@
-"""`torch.distributed` stores for the rendezvous: in a file, or at a port."""
+"""Open, host and connect to the `torch.distributed` stores of a rendezvous."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lockstep.errors import WorldError
 from lockstep.world.network import LOOPBACK, listen, reason
 from lockstep.world.rendezvous.private_file import open_private
 
-#: How long to wait for collectives and keys of other ranks: torch.distributed's own default.
+#: Timeout of collectives and of waits for keys: the default of torch.distributed.
 TIMEOUT = timedelta(minutes=30)
-#: How long a store may take to answer a new client, once something listens at its port. Both ask the
-#: resolver for each other's names (torch 2.13), which takes half a minute where it does not answer.
+#: Timeout of a new client's connection to a store. Client and server look up each other's names in DNS
+#: (torch 2.13), which takes half a minute if the DNS server does not answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
-#: The file of a store begins with the length of a short key.
+#: Maximum length of the first key in a store's file; a larger number means another kind of file.
 _LONGEST_KEY = 1 << 16
 
 
 def open_file(path: Path) -> dist.Store:
-    """Return the store in a file that only this user can read: the run's secrets are in it.
+    """Open or make a `FileStore` that only this user can read, since it contains secrets of the run.
 
     Raises:
-        WorldError: if it cannot be opened, is another user's, or is no store.
+        WorldError: if the file cannot be opened, belongs to another user, or is not a store.
     """
     if not path.parent.is_dir():
         raise WorldError(
             f"the directory of the rendezvous file {path} does not exist",
             hint="it must be a directory that all nodes share",
         )
-    # torch would wait for minutes for a file that cannot be opened, and for ever in one that is no store.
+    # torch would wait minutes for an unreadable file, and forever in a file of another kind.
     try:
         with os.fdopen(open_private(path), "r+b") as file:
             head = file.read(4)
@@ -49,18 +49,18 @@ def open_file(path: Path) -> dist.Store:
 
 
 def launch_store(file: str) -> dist.Store:
-    """Return a client of the store of a launch whose launcher starts all ranks.
+    """Open the `FileStore` of a launch whose ranks all have the same launcher.
 
-    It is a file and no port: the system keeps other users from it.
+    Unlike a port, the file is not accessible to other users.
     """
     return dist.FileStore(file, -1)
 
 
 def connect_store(address: str, port: int) -> dist.TCPStore:
-    """Return a client of the store at an address and a port.
+    """Connect to the `TCPStore` at an address and port.
 
     Raises:
-        WorldError: if what listens there is no store.
+        WorldError: if the server at the port is not a store.
     """
     made: list[dist.TCPStore | dist.DistError] = []
 
@@ -70,7 +70,7 @@ def connect_store(address: str, port: int) -> dist.TCPStore:
         except dist.DistError as error:
             made.append(error)
 
-    # torch never gives up on a program that listens and says nothing, whatever the timeout.
+    # torch ignores its timeout if the server at the port never answers.
     thread = threading.Thread(target=make, name="lockstep-connect", daemon=True)
     thread.start()
     thread.join(1.5 * _STORE_TIMEOUT.total_seconds())
@@ -86,10 +86,10 @@ def connect_store(address: str, port: int) -> dist.TCPStore:
 
 
 def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
-    """Host a store at `port`, 0 for one that the system chooses.
+    """Host a `TCPStore` at `port`; 0 means any free port.
 
     Raises:
-        OSError: if the port is taken.
+        OSError: if the port is not free.
     """
     listener = listen(port, loopback=loopback)
     port = listener.getsockname()[1]

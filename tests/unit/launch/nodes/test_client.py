@@ -16,8 +16,8 @@ import pytest
 from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.nodes import client, coordinator, server
 from lockstep.launch.nodes.client import CoordinatorClient
+from lockstep.launch.nodes.coordinator import Decision, FailureReport
 from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import Decision, FailureReport
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from tests.unit.threads import Party, together
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch.agent.failure import Kind, Verdict
-from lockstep.launch.nodes.coordinator import Coordinator
-from lockstep.launch.nodes.membership import Membership
-from lockstep.launch.nodes.messages import (
+from lockstep.launch.nodes.coordinator import (
     Answer,
+    Coordinator,
     Decision,
     FailureReport,
     LauncherReport,
     lost_verdict,
 )
+from lockstep.launch.nodes.membership import Membership
 from lockstep.world.rendezvous.decode import decode
 
 

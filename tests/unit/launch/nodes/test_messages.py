@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.nodes.messages import LINE, Answer, Decision, FailureReport
+from lockstep.launch.nodes.coordinator import LINE, Answer, Decision, FailureReport
 from lockstep.state.record import error_report
 
 

@@ -29,10 +29,12 @@ def make(directory: Path, warned: list[str]) -> Iterator[Callable[..., Any]]:
     made = []
 
     def make(place: Path = directory, identity: dict[str, Any] | None = None, **more: Any) -> Any:
+        from lockstep.state.checkpoint.catalog import Catalog
         from lockstep.state.checkpoint.manager import CheckpointManager
 
-        settings = {"rank": 0, "size": 1, "store": None, "keep": 2, "warn": warned.append, **more}
-        made.append(CheckpointManager(place, identity or IDENTITY, **settings))
+        settings = {"rank": 0, "size": 1, "store": None, "keep": 2, **more}
+        catalog = Catalog(place, identity or IDENTITY, warned.append)
+        made.append(CheckpointManager(catalog, **settings))
         return made[-1]
 
     yield make

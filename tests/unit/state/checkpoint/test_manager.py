@@ -50,7 +50,7 @@ def names(directory: Path) -> list[str]:
 
 def whole(checkpoints: Any, step: int) -> bool:
     """Whether the newest checkpoint is that of `step`, and all of it."""
-    found = checkpoints.newest()
+    found = checkpoints.catalog.newest()
     if found is None or found.manifest.step != step:
         return False
     tensors = {name: one.read() for name, one in stored(found.path, found.manifest).items()}
@@ -59,7 +59,7 @@ def whole(checkpoints: Any, step: int) -> bool:
 
 def test_what_is_saved_comes_back(make, directory, warned) -> None:
     checkpoints = make()
-    assert checkpoints.newest() is None
+    assert checkpoints.catalog.newest() is None
     save(checkpoints, 3, 12)
     assert names(directory) == ["step-00000003", "step-00000012"]
     assert names(directory / "step-00000012") == [".metadata", "__0_0.distcp", "manifest.json"]
@@ -105,7 +105,7 @@ def test_a_step_that_is_saved_twice_is_written_once(make, directory) -> None:
     checkpoints.save(1, {}, json.dumps({"step": 1}), best=0.5)
     checkpoints.wait()
     assert (directory / "step-00000001/__0_0.distcp").stat() == before
-    assert checkpoints.newest().manifest.best == 0.5
+    assert checkpoints.catalog.newest().manifest.best == 0.5
     save(checkpoints, 2, best=0.4)
     save(checkpoints, 3)
     assert names(directory) == ["step-00000001", "step-00000003"]
@@ -119,8 +119,8 @@ def test_another_state_of_the_same_step_is_another_checkpoint(make, directory) -
         checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=best)
         checkpoints.wait()
         assert names(directory) == [name]
-        assert checkpoints.newest().manifest.text == "averaged"
-        assert checkpoints.newest().manifest.best == 0.5
+        assert checkpoints.catalog.newest().manifest.text == "averaged"
+        assert checkpoints.catalog.newest().manifest.best == 0.5
     rated = choose(directory.parent, best=True)
     assert stored(rated.path, rated.manifest)["weight"].read().tolist() == [7.0, 7.0]
     assert choose(directory.parent, step=1).path == rated.path
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_its_directory_lists_late(make, directory, monkeypatch
     checkpoints.save(1, {"weight": torch.full((2,), 7.0)}, "averaged", best=None)
     checkpoints.wait()
     assert refused == [errno.ENOTEMPTY]
-    assert checkpoints.newest().manifest.text == "averaged"
+    assert checkpoints.catalog.newest().manifest.text == "averaged"
 
 
 def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None:
@@ -154,7 +154,7 @@ def test_the_last_state_of_a_step_is_the_newest_by_name(make, directory) -> None
         checkpoints.save(1, {"weight": torch.full((2,), number)}, str(number), best=None)
         checkpoints.wait()
         assert (
-            checkpoints.newest().manifest.text
+            checkpoints.catalog.newest().manifest.text
             == choose(directory.parent).manifest.text
             == str(number)
         )
@@ -170,7 +170,7 @@ def test_a_state_without_tensors_is_saved(make, directory) -> None:
     checkpoints = make()
     checkpoints.save(1, {}, "text", best=None)
     checkpoints.wait()
-    assert checkpoints.newest().manifest.text == "text"
+    assert checkpoints.catalog.newest().manifest.text == "text"
 
 
 def test_an_end_waits_for_what_is_being_written(make, directory) -> None:
@@ -186,7 +186,7 @@ def test_a_step_that_another_launch_saved_is_kept(make, directory) -> None:
     save(make(), 1, best=0.5)
     assert (directory / "step-00000001/__0_0.distcp").stat() == before
     assert names(directory) == ["step-00000001"]
-    assert make().newest().manifest.best == 0.5
+    assert make().catalog.newest().manifest.best == 0.5
 
 
 def flip_a_bit(path: Path) -> None:
@@ -236,7 +236,7 @@ def test_nothing_but_damage(make, directory, warned) -> None:
     save(make(), 1, 2)
     for path in directory.glob("step-*"):
         truncate(path / "__0_0.distcp")
-    assert make().newest() is None
+    assert make().catalog.newest() is None
     assert len(warned) == 3
     assert "no checkpoint of the 2 in" in warned[-1]
 
@@ -246,7 +246,7 @@ def test_another_runs_checkpoint_is_refused_with_both_values(make) -> None:
     with pytest.raises(
         RunDirectoryError, match="of another run: seed: 0 recorded, 1 now"
     ) as caught:
-        make(identity={**IDENTITY, "seed": 1}).newest()
+        make(identity={**IDENTITY, "seed": 1}).catalog.newest()
     assert "--fresh" in caught.value.hint
 
 
@@ -305,11 +305,12 @@ WRITER = """
 import sys, time, torch
 from pathlib import Path
 from lockstep.state.checkpoint import dcp
+from lockstep.state.checkpoint.catalog import Catalog
 from lockstep.state.checkpoint.manager import CheckpointManager
 from tests.unit.state.checkpoint.conftest import IDENTITY
 from tests.unit.state.checkpoint.test_manager import save
 directory, stop = Path(sys.argv[1]), sys.argv[2] == "stop"
-checkpoints = CheckpointManager(directory, IDENTITY, rank=0, size=1, store=None, keep=2)
+checkpoints = CheckpointManager(Catalog(directory, IDENTITY), rank=0, size=1, store=None, keep=2)
 save(checkpoints, 1)
 if stop:  # in the middle of the next one
     dcp.finish = lambda *_: (print("writing", flush=True), time.sleep(60))
@@ -338,7 +339,7 @@ def test_kill_9_while_a_checkpoint_is_written(make, directory, warned, seconds) 
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=10)
     checkpoints = make()
-    found = checkpoints.newest()
+    found = checkpoints.catalog.newest()
     assert found is not None
     assert whole(checkpoints, found.manifest.step)
     assert not warned
@@ -427,7 +428,7 @@ def test_a_place_that_is_no_directory(make, directory) -> None:
     with pytest.raises(CheckpointError, match="cannot be written: File exists"):
         make().save(1, state(1), "", best=None)
     with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
-        make().newest()
+        make().catalog.newest()
 
 
 def test_a_directory_that_vanishes(make, directory) -> None:
@@ -437,7 +438,7 @@ def test_a_directory_that_vanishes(make, directory) -> None:
     checkpoints.save(2, state(2), "", best=None)
     with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
         checkpoints.wait()
-    assert checkpoints.newest() is None
+    assert checkpoints.catalog.newest() is None
 
 
 def test_best_of_a_checkpoint_that_is_gone(make, directory) -> None:
