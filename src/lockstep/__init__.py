@@ -1,6 +1,6 @@
 """Lockstep: the same PyTorch script gives the same weights, bit for bit, on any layout.
 
-Importing this package does not import torch; the names below are loaded when they are first used.
+Importing this package does not import torch; a public name is imported when it is first used.
 """
 
 from __future__ import annotations

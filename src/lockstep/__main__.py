@@ -1,4 +1,4 @@
-"""The command `lockstep`, also as `python -m lockstep`."""
+"""Entry point of the command `lockstep` and of `python -m lockstep`."""
 
 import os
 import sys
@@ -13,13 +13,13 @@ def main() -> int:
 
 
 def _fix_hash_seed() -> None:
-    """Start `lockstep run` again with `PYTHONHASHSEED=0`, unless the user has set it.
+    """Execute `lockstep run` again with `PYTHONHASHSEED=0`, unless the user has set this variable.
 
-    Ranks are forked from this process. The order of a set of strings follows from the seed, and the result
-    of a script that numbers words or classes by such a set follows from that order.
+    Ranks are forked from this process. The hash seed decides the order of a set of strings, and so the
+    result of a script that numbers words or classes by such a set.
     """
     words = sys.argv[1:]
-    is_command = sys.orig_argv[-len(words) :] == words  # and not called by another program
+    is_command = sys.orig_argv[-len(words) :] == words  # not a program that calls `main`
     if words[:1] == ["run"] and is_command and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this command

@@ -1,4 +1,4 @@
-"""All errors that Lockstep raises for users, each with an exit code and a hint.
+"""Exceptions that Lockstep raises for users, each with an exit code and a hint.
 
 LockstepError
 ├── UsageError                 exit 2   invalid flag, argument or layout
@@ -10,10 +10,10 @@ LockstepError
 ├── CheckFailedError           exit 3   a check failed
 └── RunError                   exit 1   a run failed
     ├── ModelError                      a model is not one of the run's, or differs between ranks
-    ├── VariableError                   a variable that `run.state` was not given
+    ├── VariableError                   a script uses a variable that it did not give to `run.state`
     ├── LoaderError                     data that cannot be split over the replicas
     ├── StepError                       the order of calls would make the result depend on the layout
-    ├── AuditError                      a microbatch that is computed twice has other bits
+    ├── AuditError                      a microbatch that is computed twice gives different bits
     ├── NonFiniteLossError              a loss that is NaN or infinite
     ├── ExactnessError                  a setting makes the result depend on the layout, with `exact=True`
     ├── MismatchError                   ranks are in different collective calls
@@ -39,8 +39,8 @@ class LockstepError(Exception):
     """Base of all errors that Lockstep raises for users.
 
     Args:
-        message: what was seen, and what was expected.
-        hint: what to do about it, in one line.
+        message: the observed and the expected value or event.
+        hint: one line that names a flag or a call which avoids the error.
     """
 
     exit_code = 1
@@ -95,7 +95,7 @@ class ModelError(RunError):
 
 
 class VariableError(RunError, AttributeError):
-    """A name is none of the variables that `run.state` was given."""
+    """A script uses a variable of `run.state` that it did not create."""
 
 
 class LoaderError(RunError):
@@ -107,11 +107,11 @@ class StepError(RunError):
 
 
 class AuditError(RunError):
-    """A microbatch that was computed twice had other bits, or a pass changed what only a step may."""
+    """A microbatch that was computed twice gave different bits, or changed state that only a step may."""
 
 
 class NonFiniteLossError(RunError):
-    """A loss that is NaN or infinite."""
+    """A loss is NaN or infinite."""
 
 
 class ExactnessError(RunError):
@@ -135,7 +135,7 @@ class CheckpointError(RunError):
 
 
 class PeerError(RunError):
-    """Another rank ended or is stuck: mostly a consequence of its failure, not the cause."""
+    """Another rank ended or is stuck; mostly this error is a consequence of that rank's own error."""
 
 
 class EarlyExitError(PeerError):
@@ -143,7 +143,7 @@ class EarlyExitError(PeerError):
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and what has caused it, as a traceback shows them, the last one first."""
+    """Yield an exception, then the exception that caused it, and so on, as a traceback chains them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -153,7 +153,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def shortened(text: str, limit: int = 8192) -> str:
-    """Return `text`; where it has more characters than `limit`, with its middle left out."""
+    """Return `text`, without its middle part if it has more than `limit` characters."""
     left_out = len(text) - limit
     if left_out <= 0:
         return text
@@ -162,6 +162,6 @@ def shortened(text: str, limit: int = 8192) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return a hint with the known word that is nearest to `word`; `None` where none is near."""
+    """Return the hint "did you mean …?" with the known word most similar to `word`, `None` without one."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else None

@@ -1,9 +1,10 @@
-"""Registry of strategies and exchanges: those of Lockstep, and those of other packages.
+"""Registry of strategies and exchanges, those of Lockstep and those of other packages.
 
-A strategy distributes models, an exchange sums gradients. An entry says what its strategy or exchange needs
-and promises; `wrap`, `build` and `check` name functions as `module:function`, which are imported where they
-are used. So names are known without importing torch. Other packages publish an entry by an entry point in
-the group `lockstep.strategies` or `lockstep.exchanges`, under the name that users will choose it by.
+A strategy distributes a model over ranks; an exchange is an algorithm that sums gradients over ranks. An
+entry lists the requirements and properties of one of them; `wrap`, `build` and `check` name functions as
+`module:function`, which are imported at their first use, so that the registry does not import torch.
+Another package publishes an entry by an entry point in the group `lockstep.strategies` or
+`lockstep.exchanges`, whose name is the name of the strategy or exchange.
 
 Classes of exactness. `exact`: the bits of the result do not depend on the layout. `close`: the same
 mathematics, rounded in another order. `approximate`: other mathematics, to the same end.
@@ -20,119 +21,82 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from lockstep.errors import UsageError, did_you_mean
 
 Exactness = Literal["exact", "close", "approximate"]
-#: A function, or where to import it from: `module:function`.
+#: A function, or the text `module:function` by which it is imported.
 Function = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExchangeEntry:
-    """An exchange: how gradients are summed.
+    """Registry entry of an exchange, an algorithm that sums gradients over ranks."""
 
-    Attributes:
-        name: what users choose it by; of an entry point, that one's name.
-        build: function from an `ExchangeContext` to an `Exchange` (`lockstep.engine.exchange.base`).
-        exactness: its class.
-        is_exact: for an exchange of class `close`: takes a `Forest`, returns whether its sums have the bits
-            of the tree there all the same.
-        check: refuses where it cannot work: takes a `Forest`, and `one_host` and `device` by keyword.
-        keywords: of `run.model` that are its own; they have no effect with other exchanges.
-        strategy: the only strategy that takes it; `None` for each that takes exchanges of this class.
-        no_loss_scale: why it cannot go with the loss scale of fp16, if so.
-        compares_batches: whether it refuses gradients of different batches; where not, `ddp` does, on CPUs.
-        at_servers: whether parameter servers sum gradients, and not ranks.
-    """
-
-    name: str = ""
-    build: Function = ""
-    exactness: Exactness = "exact"
+    name: str = ""  # name for users; in another package, its entry point's
+    build: Function = ""  # function from an `ExchangeContext` to an `Exchange`
+    exactness: Exactness = "exact"  # class of exactness of the sums
+    #: for class `close`: function from a `Forest` to whether the sums on that layout have the same bits
+    #: as the reduction tree's
     is_exact: Function = ""
+    #: function that raises an error where the exchange cannot work; takes a `Forest`, and `one_host`
+    #: and `device` by keyword
     check: Function = ""
-    keywords: tuple[str, ...] = ()
-    strategy: str | None = None
-    no_loss_scale: str = ""
+    keywords: tuple[str, ...] = ()  # keyword arguments of `run.model` for this exchange
+    strategy: str | None = None  # the only strategy that may use it; `None` if all may
+    no_loss_scale: str = ""  # reason why it cannot work with the loss scale of fp16
+    #: whether the exchange raises an error if ranks sum gradients of different batches; otherwise `ddp`
+    #: checks this, on CPUs
     compares_batches: bool = False
-    at_servers: bool = False
+    at_servers: bool = False  # whether parameter servers sum the gradients instead of ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StrategyEntry:
-    """A strategy: how a model is distributed over ranks.
+    """Registry entry of a strategy, which distributes a model over ranks."""
 
-    Attributes:
-        name: what users choose it by; of an entry point, that one's name.
-        wrap: function from the module, a `ModelContext` and the keywords of `run.model` to a `WrappedModel`
-            (`lockstep.engine.strategies.wrapped_model`).
-        fallback: the strategy that wraps in its place where there is nothing to distribute: on a rank
-            without a process group, or, if it spreads models, where each rank has a whole one.
-        exactness: its class, where the exchange adds nothing to it.
-        check: checks the module and the keywords of `run.model`, also on one rank.
-        exchanges: those that it goes with; `None` for all that ask for no strategy of their own.
-        why: why it takes no others.
-        one_rank: whether a run has one rank with it.
-        needs_group: whether a single rank has a process group, too.
-        meshed: whether it needs torch's mesh of the ranks.
-        spreads: whether it distributes the parts of one model over several ranks.
-        places: whether it puts these parts onto devices itself.
-        averages: whether each rank updates its own parameters, which are averaged every some steps.
-        has_servers: whether parameter servers beside the ranks are part of it.
-        scatters: whether one rank computes on several devices.
-        shards: whether each rank has, and saves, its own part of every parameter.
-        cuts_batches: whether it may compute on a replica's samples in parts.
-        no_loss_scale: why it cannot go with the loss scale of fp16, if so.
-        keywords: of `run.model` that are its own; they have no effect with other strategies.
-        ddp_keywords: keywords of DistributedDataParallel that it takes; `None` for all.
-        slow_import: whether its module takes so long to import that a launcher does it beforehand.
-    """
-
-    name: str = ""
+    name: str = ""  # name for users; in another package, its entry point's
+    #: function from the module, a `ModelContext` and the keywords of `run.model` to a `WrappedModel`
+    #: (`lockstep.engine.strategies.wrapped_model`)
     wrap: Function = ""
+    #: strategy that replaces this one where there is nothing to distribute: on a rank without a process
+    #: group, or, if `spreads`, where each rank has a whole model
     fallback: str = ""
-    exactness: Exactness = "exact"
+    exactness: Exactness = "exact"  # class of exactness with an exact exchange
+    #: function that checks the module and the keywords of `run.model`, also on one rank
     check: Function = "lockstep.engine.strategies.checks:check_settings"
-    exchanges: tuple[str, ...] | None = None
-    why: str = ""
-    one_rank: bool = False
-    needs_group: bool = False
-    meshed: bool = False
-    spreads: bool = False
-    places: bool = False
-    averages: bool = False
-    has_servers: bool = False
-    scatters: bool = False
-    shards: bool = False
-    cuts_batches: bool = False
-    no_loss_scale: str = ""
-    keywords: tuple[str, ...] = ()
-    ddp_keywords: tuple[str, ...] | None = None
-    slow_import: bool = False
+    exchanges: tuple[str, ...] | None = None  # usable exchanges; `None` for all
+    why: str = ""  # reason why other exchanges do not work, for messages
+    one_rank: bool = False  # whether a run with this strategy has only one rank
+    needs_group: bool = False  # whether a single rank has a process group, too
+    meshed: bool = False  # whether the strategy needs torch's `DeviceMesh` of the ranks
+    spreads: bool = False  # whether the parts of one model are distributed over several ranks
+    places: bool = False  # whether the strategy moves these parts to devices itself
+    averages: bool = False  # whether ranks train independently and average parameters
+    has_servers: bool = False  # whether the strategy uses parameter servers beside the ranks
+    scatters: bool = False  # whether one rank computes on several devices
+    shards: bool = False  # whether each rank has, and saves, its own part of every parameter
+    cuts_batches: bool = False  # whether a replica's samples may be computed in several parts
+    no_loss_scale: str = ""  # reason why it cannot work with the loss scale of fp16
+    keywords: tuple[str, ...] = ()  # keyword arguments of `run.model` for this strategy
+    ddp_keywords: tuple[str, ...] | None = None  # allowed keywords of DDP; `None` for all
+    slow_import: bool = False  # whether launchers import its module before they fork
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnvironmentEntry:
-    """A launcher that gives a process its rank by environment variables.
+    """Registry entry of a launcher that gives a process its rank by environment variables."""
 
-    Attributes:
-        name: what users choose it by; of an entry point, that one's name.
-        detect: function from environment variables to a `lockstep.World`, or to `None` where they are not
-            this launcher's; imports no torch.
-        starts_launchers: whether each process that it starts may be a `lockstep run`.
-    """
-
-    name: str = ""
+    name: str = ""  # name for users; in another package, its entry point's
+    #: function from environment variables to a `lockstep.World`, or to `None` if this launcher did not
+    #: set them; imports no torch
     detect: Function = ""
-    starts_launchers: bool = True
+    starts_launchers: bool = True  # whether it may start `lockstep run` processes
 
 
 EntryT = TypeVar("EntryT", bound=ExchangeEntry | StrategyEntry)
 
 
 class Registry(Generic[EntryT]):
-    """The entries of one kind by their names.
+    """Registry of all strategies, or of all exchanges: a mapping from names to entries.
 
-    Args:
-        what: the kind, as messages name it.
-        group: of the entry points of other packages.
-        entries: of Lockstep.
+    `group` is the group of the entry points by which other packages publish entries.
     """
 
     def __init__(self, what: str, group: str, entries: Sequence[EntryT]) -> None:
@@ -142,26 +106,18 @@ class Registry(Generic[EntryT]):
         self.own: tuple[str, ...] = tuple(self._entries)
 
     def names(self) -> tuple[str, ...]:
-        """Return all names: those of Lockstep, then those of other packages."""
+        """Return the names of all entries: first of Lockstep's, then of other packages'."""
         from importlib import metadata
 
         published = {point.name for point in metadata.entry_points(group=self._group)}
         return (*self.own, *sorted(published - set(self.own)))
 
     def keywords(self) -> frozenset[str]:
-        """Return the keywords of `run.model` of all entries; of other packages' those that are in use."""
+        """Return the keyword arguments of `run.model` of all entries that have been imported so far."""
         return frozenset(word for entry in self._entries.values() for word in entry.keywords)
 
     def require(self, name: Any, origin: str) -> None:
-        """Refuse a name that no entry has.
-
-        Args:
-            name: what was given.
-            origin: the flag, variable or argument that it was given by.
-
-        Raises:
-            UsageError: listing the names that there are.
-        """
+        """Raise `UsageError` if no entry has this name, which the flag or argument `origin` gave."""
         if name not in self._entries and name not in self.names():
             raise UsageError(
                 f"{origin} is {name!r}; expected one of {', '.join(self.names())}",
@@ -169,10 +125,10 @@ class Registry(Generic[EntryT]):
             )
 
     def find(self, name: str) -> EntryT:
-        """Return the entry of a name; an entry of another package is imported at the first call.
+        """Return the entry with this name; an entry of another package is imported at the first call.
 
         Raises:
-            UsageError: if there is none, if two packages publish it, or if it cannot be imported.
+            UsageError: if no entry has the name, two packages publish it, or its import fails.
         """
         if name not in self._entries:
             self.require(name, self._what)
@@ -180,7 +136,7 @@ class Registry(Generic[EntryT]):
         return self._entries[name]
 
     def where(self, matches: Callable[[EntryT], object]) -> tuple[str, ...]:
-        """Return the names of Lockstep's entries of which `matches` is true."""
+        """Return the names of Lockstep's entries for which `matches` returns a true value."""
         return tuple(name for name in self.own if matches(self._entries[name]))
 
     def _load(self, name: str) -> EntryT:
@@ -211,14 +167,14 @@ class Registry(Generic[EntryT]):
 
 
 def resolve(function: Function) -> Callable[..., Any]:
-    """Return a function of an entry, imported if need be."""
+    """Return a function of an entry; import it if it is given as `module:function`."""
     if callable(function):
         return function
     module, _, name = function.partition(":")
     return cast("Callable[..., Any]", operator.attrgetter(name)(importlib.import_module(module)))
 
 
-#: What `fsdp` passes on to torch's `fully_shard`.
+#: Keywords of `run.model` that the strategy `fsdp` passes to torch's `fully_shard`.
 OF_FULLY_SHARD = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
 #: Exchanges between the ranks that hold the same part of a model.
 _OF_COLUMNS = ("shared-memory", "tree", "native")
@@ -317,7 +273,7 @@ STRATEGIES = Registry(
         ),
     ],
 )
-#: The strategy that has parameter servers, by which their flags and messages name it.
+#: Name of the strategy with parameter servers.
 (WITH_SERVERS,) = STRATEGIES.where(lambda entry: entry.has_servers)
 
 EXCHANGES = Registry(
@@ -363,12 +319,12 @@ EXCHANGES = Registry(
 
 
 def choose_strategy(name: str, *, has_group: bool, is_spread: bool) -> StrategyEntry:
-    """Return the strategy that wraps the models of a run.
+    """Return the strategy that wraps the models of a run: the named one, or its fallback.
 
     Args:
-        name: of the strategy that the run asks for.
-        has_group: whether its ranks have a process group.
-        is_spread: whether its mesh distributes one model over several ranks.
+        name: name of the strategy in the run's settings.
+        has_group: whether the ranks have a process group.
+        is_spread: whether the mesh distributes one model over several ranks.
     """
     entry = STRATEGIES.find(name)
     while entry.fallback and not (is_spread if entry.spreads else has_group):

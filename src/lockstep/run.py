@@ -37,26 +37,27 @@ class Run(RunMetrics):
     Args:
         name: name of the run, and of its directory in `runs/`; without `/`.
         seed: seed of all random numbers: initial weights, order of samples, dropout, augmentation.
-        replicas: number of logical data-parallel workers, at least as many as ranks; by default as many.
+        replicas: number of logical data-parallel workers, at least one per rank; by default one per rank.
         exact: refuse settings and calls that make the result depend on the layout.
         strategy: distribution of models: `auto`, `single`, `ddp`, `dp`, `ps`, `fsdp`, `pipeline`, `tensor`.
             With `exact=False` also `local-sgd` and `diloco`, which average parameters every `sync_every`
             steps.
-        exchange: how gradients are summed: `shared-memory`, `tree`, `native`, `mpi`, or `auto`, the fastest
-            exact one of the first three; `server`, which is that of `ps`. With `exact=False` also `bf16`,
-            `fp16` and `powersgd`, which compress gradients.
-        sync_every: steps between two averages with `local-sgd` (default 16) and `diloco` (default 50).
+        exchange: algorithm that sums gradients over ranks: `shared-memory`, `tree`, `native`, `mpi`, or
+            `auto`, the fastest exact one of the first three; `server` belongs to strategy `ps`. With
+            `exact=False` also `bf16`, `fp16` and `powersgd`, which compress gradients.
+        sync_every: steps between two averages of the parameters, with `local-sgd` (default 16) and
+            `diloco` (default 50).
         mesh: `DATAxMODEL`, such as `2x2`: number of copies of the model, and of ranks that hold one copy.
-        staleness: compute gradients with parameters that are exactly so many updates old, on every
-            layout; with strategy `ps`, the servers then run the optimizer.
+        staleness: number of updates by which the parameters lag when gradients are computed, the same on
+            every layout; with strategy `ps`, the servers then run the optimizer.
         precision: `fp32`; `bf16` or `fp16` run forward passes under autocast; `fp16` scales the loss.
         devices: `cpu`, `gpu`, `auto`, or a list of indices such as `2,3`, one for each rank of a node.
         threads: intra-op threads per process; by default the cores divided by the replicas.
         run_dir: directory of the run; by default `runs/NAME/TIME`.
         progress: show a progress bar, or lines, on the main rank.
         stop_on_nan: check every loss, and stop at the first that is not finite.
-        audit: compute a microbatch twice and compare, at first and then every so many steps; `first` for
-            the first batch of loops alone, `off` for none. Without effect with one replica, or exact=False.
+        audit: steps between two audits, which compute a microbatch twice and compare the bits; `first`
+            audits only the first batch of loops, `off` none. No effect with one replica, or exact=False.
         checkpoint_every: seconds between periodic checkpoints, beside those of `save`; 0 for none.
         keep: number of latest checkpoints to keep, beside the best.
         loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
@@ -67,7 +68,7 @@ class Run(RunMetrics):
         store: a `torch.distributed` store of the script, the same on all ranks.
 
     The environment variable `LOCKSTEP_` plus the name of an argument wins over the argument; `name`,
-    `rank`, `world_size` and `store` have none.
+    `rank`, `world_size` and `store` have no such variable.
 
     Raises:
         UsageError: if a setting is invalid, or there are more ranks than replicas.
@@ -103,7 +104,7 @@ class Run(RunMetrics):
         world_size: int | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        # Arguments have the names of settings; the others are for the rendezvous.
+        # OF_SCRIPTS names the arguments that are settings; the remaining ones are for the rendezvous.
         run_dir = None if run_dir is None else Path(run_dir)
         values = {**locals(), "loggers": tuple(loggers)}
         show_plainly()
@@ -167,13 +168,14 @@ class Run(RunMetrics):
         return self._session.models.add(module, settings)
 
     def sync_batchnorm(self, module: ModelT) -> ModelT:
-        """Return `module` with BatchNorm over the global batch, on any device; call it before `model`.
+        """Make the BatchNorm layers of `module` use statistics of the global batch; return the module.
 
         Like `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, it replaces every BatchNorm, and every
-        SyncBatchNorm, by a layer with the same parameters and buffers. All ranks call it.
+        SyncBatchNorm, by a layer with the same parameters and buffers. It works on any device. All ranks
+        call it, before `run.model`.
 
         Raises:
-            ExactnessError: with more replicas than ranks: their statistics cannot be summed.
+            ExactnessError: with more replicas than ranks, since a rank computes them one after the other.
             ModelError: if `run.model` has taken the module, or a layer cannot be converted.
         """
         session = self._session
@@ -204,7 +206,7 @@ class Run(RunMetrics):
         return gated
 
     def register(self, name: str, value: Any) -> Any:
-        """Save and restore `value` with the run, and return it; it has `state_dict` and `load_state_dict`.
+        """Save and restore an object with `state_dict` and `load_state_dict` with the run; return it.
 
         Raises:
             ModelError: if a method is missing, or the name is taken.
@@ -219,7 +221,7 @@ class Run(RunMetrics):
         call it.
 
         Args:
-            best: score of this state, larger is better; the checkpoint with the best one is kept.
+            best: score of this state, larger is better; the checkpoint with the highest score is kept.
 
         Raises:
             CheckpointError: if an earlier checkpoint could not be written.
@@ -249,8 +251,9 @@ class Run(RunMetrics):
             batch_size: samples per *global* batch.
             shuffle: a new keyed order in every epoch.
             sampler: a sampler of the script, with a length: the order of each epoch.
-            batch_sampler: one that yields the indices of each *global* batch, in place of the others.
-            drop_last: drop a last batch that is short; otherwise its samples weigh as all others do.
+            batch_sampler: a sampler that yields the indices of each *global* batch; it replaces
+                `batch_size`, `shuffle`, `sampler` and `drop_last`.
+            drop_last: drop a last batch that is short; otherwise it is trained on as a smaller batch.
             collate_fn: makes a microbatch of a list of samples, as for a DataLoader.
             num_workers: DataLoader worker processes per rank.
             workers: other arguments of the DataLoader, such as `prefetch_factor`.
@@ -265,11 +268,11 @@ class Run(RunMetrics):
         return self._session.loaders.make(data, settings)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
-        """Yield global batches; iterate over each one once per update, as for a GAN."""
+        """Yield the global batches of `loader`; iterate over each one once per update: for a GAN, twice."""
         return loader.batches()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs of the run, `0` to `count - 1`; a resumed run begins at its current one.
+        """Yield the epochs of the run, `0` to `count - 1`; a resumed run begins where it stopped.
 
         Raises:
             UsageError: if `count` is negative.
@@ -283,12 +286,10 @@ class Run(RunMetrics):
     # --- a step ----------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        """Compute gradients: in place of `loss.backward()`.
-
-        `loss` is the mean over this microbatch. Gradients are those of the mean over the global batch.
+        """Compute the gradients of the mean loss over the global batch; it replaces `loss.backward()`.
 
         Args:
-            loss: a tensor of one element.
+            loss: the mean over this microbatch, a tensor of one element.
             weight: number of elements that the loss is the mean of, such as tokens; by default the
                 number of samples; with 0 the microbatch is left out, also where its loss is not finite.
 
@@ -326,27 +327,21 @@ class Run(RunMetrics):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the gradients to `-clip_value` to `clip_value`, once per global batch.
 
-        Args:
-            parameters: a model, or an argument of `torch.nn.utils.clip_grad_value_`.
-            clip_value: upper limit of the magnitude.
+        `parameters` is a model, or an argument of `torch.nn.utils.clip_grad_value_`.
         """
         if self._loop.acts_now():
             models = self._session.state.models
             optimizers.clip_values(optimizers.listed(parameters), float(clip_value), models)
 
     def log(self, **values: Any) -> None:
-        """Record values of this step, without waiting for other ranks or the device.
-
-        Args:
-            values: numbers, or tensors of one element, by name.
-        """
+        """Record numbers, or tensors of one element, of this step; it waits for no rank and no device."""
         if not (self._loop.is_replaying or self._loop.is_audited):
             self._session.context.record.log(values)
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Print on the main rank, above the progress bar."""
         repeats = self._loop.is_replaying and self._loop.progress.depth > 0
-        if not (repeats or self._loop.is_audited):  # else it is printed twice
+        if not (repeats or self._loop.is_audited):  # else the same text would be printed twice
             self._session.context.record.print(sep.join(map(str, values)))
 
     def digest(self) -> str:
@@ -357,9 +352,9 @@ class Run(RunMetrics):
         """
         if self._session.state.is_split:
             if self._digest is not None:
-                return self._digest  # the other ranks, with the rest of the models, have left
+                return self._digest  # the run is over: ranks with other parts of models have left
             self._loop.require_common_point("run.digest")
-        # During replay models have the state that is restored, and not that of this line.
+        # During replay models have the restored state, and not that of the script's current line.
         return self._session.metrics.once("run.digest", self._session.digest)
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
@@ -372,14 +367,14 @@ class Run(RunMetrics):
         Raises:
             ModelError: if `model` is left out and there are several.
             CheckpointError: if the file cannot be written.
-            UsageError: if the suffix is another one.
+            UsageError: if the file's name has another suffix.
             StepError: inside a microbatch, with several replicas and a sharded model.
         """
         wrapped = self._session.models.find(model)
         if wrapped.is_split or self._loop.microbatch is None:
             self._loop.require_common_point("run.export")
         wrapped.check_gathering()
-        # A replayed call has written the file, with the weights of then.
+        # A call that is replayed wrote the file before the restart, with the weights of that time.
         writes = self.is_main_process and not self._loop.is_replaying
         weights_only.write_weights(Path(path), wrapped.state(), here=writes)
 
@@ -396,7 +391,7 @@ class Run(RunMetrics):
         Raises:
             ModelError: if `model` is left out and there are several, or names or shapes don't fit.
             CheckpointError: if the file cannot be read.
-            UsageError: if the suffix is another one.
+            UsageError: if the file's name has another suffix.
         """
         self._loop.require_common_point("run.load")
         self._session.models.load(model, weights_only.read_weights(Path(path)))

@@ -1,4 +1,4 @@
-"""Checks of settings that take more than a list of choices."""
+"""Functions that check the values of settings: ranges of numbers, the seed, audits, names of signals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from lockstep.errors import UsageError
 
-#: Refuses a value; the second argument is the flag, variable or argument that it comes from.
+#: Raises `UsageError` for an invalid value; its second argument names the flag, variable or argument.
 Check = Callable[[Any, str], object]
 
 
 def at_least(least: int, kind: type = int) -> Check:
-    """Return a check that refuses numbers below `least`, and values that are no numbers of that kind."""
+    """Return a check for numbers of type `kind` that are finite and not below `least`."""
 
     def check(value: Any, origin: str) -> None:
         number = isinstance(value, int) or (kind is float and isinstance(value, float))
@@ -28,31 +28,34 @@ def at_least(least: int, kind: type = int) -> Check:
 
 
 def check_seed(value: Any, origin: str) -> None:
-    """Refuse a value that is no integer of 64 bits."""
+    """Raise `UsageError` unless `value` is a signed integer of 64 bits; `origin` names its source."""
     if not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise UsageError(f"{origin} is {value!r}; expected an integer of 64 bits")
 
 
 def audit_steps(value: str) -> int | None:
-    """Return the steps between two audits: 0 for the first batch of loops alone, `None` for no audit."""
+    """Return the number of steps between two audits; 0 for `first`, `None` for `off`.
+
+    An audit computes a microbatch twice and compares the bits; `first` audits only first batches of loops.
+    """
     return {"off": None, "first": 0}[value] if value in ("off", "first") else int(value)
 
 
 def check_audit(value: Any, origin: str) -> None:
-    """Refuse a value that is neither `off` nor `first` nor a number of steps."""
+    """Raise `UsageError` unless `value` is `off`, `first` or a positive number of steps."""
     if str(value) not in ("off", "first") and not (str(value).isdecimal() and int(value) > 0):
         raise UsageError(f"{origin} is {value!r}; expected off, first or a number of steps")
 
 
-#: Signals that a process cannot handle, or that mean something else.
+#: Signals that cannot ask a run to end: no process can handle them, or the system sends them itself.
 _UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS}
 
 
 def signal_of(name: str, origin: str) -> signal.Signals:
-    """Return the signal of a name, with or without `SIG`.
+    """Return the signal with the given name, such as `USR1` or `SIGUSR1`.
 
     Raises:
-        UsageError: if there is none, or no process can handle it.
+        UsageError: if no signal has this name, or if it cannot ask a run to end.
     """
     known = {one.name: one for one in signal.Signals}
     found = known.get("SIG" + name.upper().removeprefix("SIG"))

@@ -1,8 +1,8 @@
-"""Table of all settings of runs and launches; each is declared once, here.
+"""Table of all settings of runs and launches, each with its type, default, check, help text and flag.
 
-From this table come the flags of the verbs, the `LOCKSTEP_*` variables, what launchers forward to their
-ranks, the checks of all three, and the page `docs/manual/settings.md`. `lockstep.Run` has an argument for
-each setting that a script may give. A flag wins over a variable, which wins over an argument.
+This table generates the flags of the commands, the `LOCKSTEP_*` variables, the settings that launchers
+forward to their ranks, and the page `docs/manual/settings.md`. `lockstep.Run` has an argument for each
+setting that a script may give. A flag wins over a variable, which wins over an argument.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.errors import UsageError, did_you_mean
 from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS, resolve
 from lockstep.setting_checks import Check, at_least, check_audit, check_seed, signal_of
 
-#: Reads the text of a variable or a flag; raises `ValueError`.
+#: Converts the text of a variable or a flag to a value; raises `ValueError` for a text that has none.
 Parse = Callable[[str], Any]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -27,14 +27,14 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 def boolean(text: str) -> bool:
-    """Return the value of a variable that is on or off."""
+    """Convert the text of a variable to `True` or `False`; raise `ValueError` for any other text."""
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise ValueError("expected 1 or 0")
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names in a list with commas."""
+    """Return the names in a comma-separated list."""
     return tuple(name for name in text.split(",") if name)
 
 
@@ -43,54 +43,45 @@ _EXPECTED: dict[Parse, str] = {int: "an integer", float: "a number", boolean: "1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Setting:
-    """One setting.
-
-    Attributes:
-        default_text: meaning of the default, where the value does not show it.
-        check: refuses values that cannot work; `module:function` is imported where it is needed.
-        of_script: whether `lockstep.Run` takes it as an argument.
-        flag: group and spelling of its flag.
-        negatable: whether the flag has a `--no-` form; other flags of booleans only switch on.
-        forwarded: whether launchers give the value of a flag to their ranks.
-        of_one_launch: whether commands that start many launches keep the variable from them.
-        changes_result: whether it decides on the result of a run that is not exact.
-    """
+    """A setting of a run or a launch: its name, type, default, check, flag and help text."""
 
     name: str
     help: str
-    parse: Parse
+    parse: Parse  # converts the text of the flag or of the variable to a value
     default: Any = None
-    default_text: str = ""
+    default_text: str = ""  # meaning of the default, where the value does not show it
+    #: raises `UsageError` for invalid values; `module:function` is imported at its first use
     check: Check | str | None = None
     choices: tuple[str, ...] = ()
-    of_script: bool = False
+    of_script: bool = False  # whether `lockstep.Run` takes the setting as an argument
+    #: group of the flag in `--help`, and its spelling, such as `--replicas R`; `None` without one
     flag: tuple[str, str] | None = None
-    negatable: bool = False
+    negatable: bool = False  # whether the flag of a boolean has a `--no-` form, too
     other_variable: str = ""
-    forwarded: bool = True
-    blank_is_unset: bool = False
-    strategy: str | None = None
-    of_one_launch: bool = False
-    changes_result: bool = False
+    forwarded: bool = True  # whether launchers pass the value of the flag to their ranks
+    blank_is_unset: bool = False  # whether an empty variable is the same as none
+    strategy: str | None = None  # the only strategy that takes the setting, if any
+    of_one_launch: bool = False  # whether commands with several launches remove its variable
+    changes_result: bool = False  # whether results that are not exact depend on it
 
     @property
     def variable(self) -> str:
-        """The name of its variable."""
+        """Name of the environment variable that gives the setting."""
         return self.other_variable or f"LOCKSTEP_{self.name.upper()}"
 
     @property
     def shown_default(self) -> str:
-        """The default in words."""
+        """Text that states the default on the page of settings and in `--help`."""
         default = "none" if self.default in (None, ()) else write(self.default).removesuffix(".0")
         return self.default_text or default
 
     @property
     def option(self) -> str:
-        """The spelling of its flag, without a value."""
+        """Spelling of the flag without a value, such as `--replicas`; empty without a flag."""
         return "" if self.flag is None else self.flag[1].partition(" ")[0]
 
     def require(self, value: Any, origin: str) -> None:
-        """Raise `UsageError` for a value that cannot work; `origin` is the flag, variable or argument."""
+        """Raise `UsageError` for an invalid `value`; `origin` names its flag, variable or argument."""
         if self.check is None and self.choices and value not in self.choices:
             raise UsageError(
                 f"{origin} is {value!r}; expected one of {', '.join(self.choices)}",
@@ -100,11 +91,7 @@ class Setting:
             resolve(self.check)(value, origin)
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """Return the value of the variable; `None` where there is none.
-
-        Raises:
-            UsageError: if it cannot be read, or its value cannot work.
-        """
+        """Return the checked value of the setting's environment variable; `None` if it is not set."""
         text = environ.get(self.variable)
         if text is None or (self.blank_is_unset and not text):
             return None
@@ -118,25 +105,21 @@ class Setting:
 
 
 def write(value: Any) -> str:
-    """Return the value of a setting as text of its variable."""
+    """Return the value of a setting as text for its environment variable."""
     if isinstance(value, bool):
         return str(int(value))
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _setting(default: Any, help: str, parse: Parse, **more: Any) -> Any:  # noqa: A002 - of argparse
-    """Declare a field of `Settings`; `lockstep.Run` takes it unless `of_script` is false."""
+    """Declare a setting as a field of `Settings`; `more` are further fields of its `Setting`."""
     row = {"help": help, "parse": parse, "default": default, "of_script": True, **more}
     return field(default=default, metadata=row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a run, as its ranks read them.
-
-    Raises:
-        UsageError: if a setting cannot work.
-    """
+    """The values of a run's settings; an invalid value raises `UsageError` when the object is made."""
 
     name: str
     seed: int = _setting(0, "everything random follows from it", int, check=check_seed)
@@ -324,11 +307,7 @@ class Settings:
 
 
 def from_environment(settings: Settings, environ: Mapping[str, str] | None = None) -> Settings:
-    """Return `settings` with every `LOCKSTEP_NAME` of the environment in the place of `name`.
-
-    Raises:
-        UsageError: if a variable cannot be read as its setting, or its value cannot work.
-    """
+    """Return `settings` with the values of the variables `LOCKSTEP_…` that the environment sets."""
     environ = os.environ if environ is None else environ
     values = {name: TABLE[name].read(environ) for name in OF_RUNS}
     return replace(settings, **{name: value for name, value in values.items() if value is not None})
@@ -386,13 +365,14 @@ _OF_LAUNCHERS = (
         blank_is_unset=True,
     ),
 )
-#: All settings by their names: those of runs, then those of launchers.
+#: All settings by name: first the settings of runs, then the settings of launchers.
 TABLE: dict[str, Setting] = {
     one.name: Setting(name=one.name, **one.metadata) for one in fields(Settings) if one.metadata
 }
-#: The settings of runs, which ranks read; and those that a script may give.
+#: Names of the settings of runs, which ranks read.
 OF_RUNS = tuple(TABLE)
+#: Names of the settings that are arguments of `lockstep.Run`.
 OF_SCRIPTS = tuple(name for name, one in TABLE.items() if one.of_script)
 TABLE |= {one.name: one for one in _OF_LAUNCHERS}
-#: Settings that no strategy without servers takes.
+#: Names of the settings that only the strategy with parameter servers takes.
 OF_SERVERS = tuple(name for name, one in TABLE.items() if one.strategy == WITH_SERVERS)

@@ -1,1 +1,1 @@
-"""Datasets, orders of epochs, and loaders of this rank's microbatches."""
+"""Loaders: they split the global batches of a dataset into this rank's microbatches."""

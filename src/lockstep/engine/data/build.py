@@ -1,4 +1,4 @@
-"""Arguments of `Run.loader` to a source of microbatches; data that cannot be split is refused."""
+"""Making of a source of microbatches from the arguments of `Run.loader`, with checks of the arguments."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a loader; see `Run.loader`.
-
-    Raises:
-        LoaderError: if a setting makes no sense by itself.
-    """
+    """Settings of a loader, as in `Run.loader`; they raise `LoaderError` if they are invalid."""
 
     batch_size: int | None = None
     shuffle: bool = False
@@ -82,7 +78,7 @@ class LoaderSettings:
             )
 
 
-#: What goes to the DataLoader as it is.
+#: Names of settings that are passed on to torch's DataLoader.
 _WORKER_SETTINGS = {
     *("in_order", "multiprocessing_context", "persistent_workers", "pin_memory"),
     *("pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn"),
@@ -90,11 +86,7 @@ _WORKER_SETTINGS = {
 
 
 def check_nothing_beside(asked: dict[str, Any]) -> None:
-    """Refuse settings beside a DataLoader, which has its own.
-
-    Raises:
-        LoaderError: naming them.
-    """
+    """Raise `LoaderError` if `run.loader` was given a DataLoader and further settings, `asked`."""
     given = [name for name, value in asked.items() if value]
     if given:
         raise LoaderError(
@@ -104,7 +96,7 @@ def check_nothing_beside(asked: dict[str, Any]) -> None:
 
 
 def build(dataset: Any, settings: LoaderSettings, replicas: int, block: range, seed: int) -> Source:
-    """Return the source for a dataset and its settings.
+    """Return a source of this rank's microbatches from a dataset and the settings of its loader.
 
     Raises:
         LoaderError: if the dataset can't be split over the replicas.
@@ -183,10 +175,10 @@ def _build_stream(
 
 
 def adopt(loader: DataLoader[Any]) -> tuple[Any, LoaderSettings]:
-    """Return the dataset and the settings of a DataLoader; its batches become the global ones.
+    """Return the dataset and the settings of a DataLoader, whose batches become global batches.
 
     Raises:
-        LoaderError: if it makes its batches in a way that can't be split over replicas.
+        LoaderError: if the DataLoader's batches can't be split over replicas.
     """
     is_stream = isinstance(loader.dataset, IterableDataset)
     if not loader.batch_size and (is_stream or loader.batch_sampler is None):
@@ -195,12 +187,15 @@ def adopt(loader: DataLoader[Any]) -> tuple[Any, LoaderSettings]:
             "or a batch sampler, which say what a global batch is",
             hint="pass the dataset itself with batch_size= or batch_sampler=",
         )
+    names = ("prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context")
+    own = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
+    count = loader.num_workers
     settings = LoaderSettings(
         batch_size=loader.batch_size,
         batch_sampler=None if loader.batch_size else loader.batch_sampler,
         drop_last=loader.drop_last,
         collate=loader.collate_fn,
-        workers=_workers_of(loader),
+        workers=Workers(count, loader.pin_memory, own if count else {}),
     )
     if is_stream or settings.batch_sampler is not None:
         return loader.dataset, settings
@@ -215,26 +210,16 @@ def _order_of(sampler: Any, dataset: Any) -> dict[str, Any]:
     if is_random and not sampler.replacement and sampler._num_samples is None:
         return {"shuffle": True}
     if kind is DistributedSampler and sampler.dataset is dataset:
-        return {"shuffle": sampler.shuffle}  # the split over ranks is this loader's own work
+        return {"shuffle": sampler.shuffle}  # `Loader` itself divides samples over ranks
     _check_whole(sampler)
     return {"sampler": sampler}
 
 
 def _check_whole(sampler: Any) -> None:
-    """Refuse a sampler that splits the data over ranks.
-
-    Raises:
-        LoaderError: naming it.
-    """
+    """Raise `LoaderError` for a DistributedSampler, which yields only one rank's part of the data."""
     if isinstance(sampler, DistributedSampler):
         raise LoaderError(
             f"the sampler {type(sampler).__name__} yields one rank's part of the data; "
             "expected an order of the whole data",
             hint="leave the split over ranks to run.loader, and pass the order alone",
         )
-
-
-def _workers_of(loader: DataLoader[Any]) -> Workers:
-    names = ("prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context")
-    settings = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
-    return Workers(loader.num_workers, loader.pin_memory, settings if loader.num_workers else {})

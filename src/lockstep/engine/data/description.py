@@ -1,6 +1,6 @@
-"""Description of a loader's data in a few values and checksums, which ranks compare.
+"""`Description`: a loader's data in a few values and checksums, which ranks compare.
 
-Nothing here fetches a sample: that may be slow, and may change a dataset.
+This module fetches no samples, since that may be slow and may change a dataset.
 """
 
 from __future__ import annotations
@@ -20,23 +20,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-#: Of long rows of indices and of large tensors so many entries count, at equal distances.
+#: Maximal numbers of indices, items and elements of a tensor in a checksum, taken at equal distances.
 _INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A dataset and its sampler, described as they are at the time of a call.
-
-    Attributes:
-        sampler: of the user's; `None` for the loader's own order.
-    """
+    """A dataset and its sampler; the methods describe their state at the time of the call."""
 
     dataset: Any
-    sampler: Any = None
+    sampler: Any = None  # the script's sampler or batch sampler; `None` for the loader's own order
 
     def parts(self) -> dict[str, str]:
-        """Return the kind, the length, and checksums of indices and of values in memory."""
+        """Return the dataset's class and length, and checksums of its indices and values in memory."""
         found: dict[str, list[Any]] = {}
         for name, value in self._walk():
             found.setdefault(name, []).append(value)
@@ -46,10 +42,9 @@ class Description:
         return {"kind": kinds, "length": length, **sums}
 
     def indices(self) -> str | None:
-        """Return a checksum of the indices and weights that torch's own subsets and samplers hold, if any.
+        """Return a checksum of the indices and weights in torch's own subsets and samplers; `None` if none.
 
-        Classes of the user's may draw theirs anew for each loop: in the middle of one, they are no longer
-        what they were when it began.
+        Indices in other classes are left out, since those classes may draw them anew during a loop.
         """
         names = {"indices"} | ({"sampler"} if type(self.sampler) is SubsetRandomSampler else set())
         found = [value for name, value in self._walk() if name in names]
@@ -87,15 +82,15 @@ def _some(values: Any, count: int) -> Any:
 
 
 def _numbers(values: Any) -> Any:
-    """Return a row of integers as an array, whose bytes are read at once."""
+    """Return a list of integers as an array, whose bytes are read at once; return others unchanged."""
     return np.array(values) if all(type(value) is int for value in values) else values
 
 
 def checksum(value: object) -> str:
-    """Return 64 bits in hexadecimal, equal for equal values.
+    """Return a checksum of 64 bits in hexadecimal; equal values have the same checksum.
 
-    Tensors, arrays, images, numbers, text and containers of them count by their bytes, all others by their
-    type alone: what they hold may be an address.
+    It covers the bytes of tensors, arrays, images, numbers, text and containers of them. Of other objects
+    it covers only the type, since their bytes may contain an address.
     """
     found = hashlib.blake2b(digest_size=8)
     for part in _bytes_of(value):

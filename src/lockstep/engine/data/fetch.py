@@ -1,6 +1,6 @@
-"""Fetch the samples of a microbatch, each under its own random key.
+"""Fetching of a microbatch's samples, with the random generators set to a key for each sample.
 
-Runs in DataLoader workers too: nothing here knows about ranks.
+This code also runs in DataLoader workers, and does not use the rank.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Collate = Callable[[list[Any]], Any]
 
 
 class FetchRequest(NamedTuple):
-    """One microbatch to fetch: indices of its samples, and the numbers that identify it."""
+    """A microbatch to fetch: the indices of its samples, and the numbers that identify it in keys."""
 
     indices: Indices
     numbers: tuple[int, int, int, int, int]
 
 
 class CheckRequest(FetchRequest):
-    """Samples to compare with those of other ranks; they are not collated."""
+    """Samples to fetch for a comparison with other ranks; they are not collated."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchTensors:
-    """Fetches whole batches by indexing tensors: no randomness, no collating."""
+    """Fetches whole microbatches by indexing the tensors of a TensorDataset, without random numbers."""
 
     tensors: tuple[torch.Tensor, ...]
     subset: torch.Tensor | None
 
     def samples(self, request: FetchRequest) -> list[torch.Tensor]:
-        """Return one tensor per tensor of the dataset, each of shape `(samples, …)`."""
+        """Return the samples as one tensor of shape `(samples, …)` for each tensor of the dataset."""
         index = torch.from_numpy(request.indices)
         if self.subset is not None:
             index = self.subset[index]
@@ -51,7 +51,7 @@ class FetchTensors:
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """Fetches whole batches by the dataset's `__getitems__`, under one key per microbatch."""
+    """Fetches whole microbatches by the dataset's `__getitems__`, with one random key per microbatch."""
 
     dataset: Any
     collate: Collate
@@ -62,14 +62,14 @@ class FetchBatch:
         return self.collate(self.samples(request))
 
     def samples(self, request: FetchRequest) -> Any:
-        """Return the samples as the dataset gives them."""
+        """Return the samples of `request` from the dataset, not collated."""
         set_key(keys.derive(self.seed, keys.BATCH, *request.numbers))
         return self.dataset.__getitems__(request.indices.tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSamples:
-    """Fetches one sample after the other, each under a key of its own."""
+    """Fetches the samples of a microbatch one by one, each with its own random key."""
 
     dataset: Any
     collate: Collate
@@ -82,7 +82,7 @@ class FetchSamples:
         return self.collate(samples)
 
     def samples(self, request: FetchRequest) -> list[Any]:
-        """Return the samples as the dataset gives them."""
+        """Return the samples of `request` from the dataset, not collated."""
         loader, epoch, round_, _, _ = request.numbers
         samples = []
         for index in request.indices.tolist():
@@ -99,7 +99,7 @@ Fetch = FetchTensors | FetchBatch | FetchSamples
 
 
 def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
-    """Return the cheapest way to fetch from `dataset` that gives what `collate` would see."""
+    """Return the fastest fetcher for `dataset` whose result equals that of `collate` on its samples."""
     if collate is None or collate is torch_default_collate:
         tensors = _tensors_behind(dataset)
         if tensors is not None:
@@ -111,7 +111,7 @@ def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
 
 
 def _tensors_behind(dataset: Any) -> FetchTensors | None:
-    """Return the tensors of a plain TensorDataset behind subsets; a subclass of it may do anything."""
+    """Return a fetcher for a TensorDataset, also inside of Subsets; `None` for any other dataset."""
     subset: torch.Tensor | None = None
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -125,7 +125,7 @@ def _tensors_behind(dataset: Any) -> FetchTensors | None:
 
 
 def _hides_samples(dataset: Any) -> bool:
-    """Whether `__getitems__` is only a loop over samples: then each gets its own key instead."""
+    """Return whether the `__getitems__` of a Subset only loops over samples, which get a key each."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
         if not callable(getattr(dataset, "__getitems__", None)):

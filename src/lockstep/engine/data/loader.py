@@ -1,4 +1,4 @@
-"""`Loader` and `GlobalBatch`: iterate over the microbatches of this rank's replicas."""
+"""`Loader` and `GlobalBatch`: iterables over the microbatches of this rank's replicas."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lockstep.engine.data.sources import Batch, CompareData, MapSource, Source
 from lockstep.errors import LoaderError
 
 T = TypeVar("T")
-#: Measures how long the items of an iterator take to come.
+#: Wraps an iterator to measure the time that its items take.
 Measure = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 class GlobalBatch:
-    """One global batch; iterating over it yields this rank's microbatches.
+    """A global batch of a loader; an iteration over it yields this rank's microbatches.
 
-    Each iteration is one *pass*. A second pass sees the same data again, for scripts that update
-    twice per batch, such as a generator and a discriminator.
+    A second iteration yields the same data again, for scripts that update twice per batch, such as a
+    generator and a discriminator.
 
     Attributes:
         index: number of the batch in its loop, from 0, the same on every layout and after a resume.
@@ -39,7 +39,7 @@ class GlobalBatch:
         return self._pass(turn)
 
     def ahead(self) -> Iterator[Any]:
-        """Iterate as the next pass will, which draws the same random numbers, without an extra pass."""
+        """Return an additional iterator, which draws the same random numbers as the next iteration."""
         return self._pass(self._turn, audits=False)
 
     def _pass(self, turn: int, *, audits: bool = True) -> Iterator[Any]:
@@ -53,13 +53,13 @@ class GlobalBatch:
         return observed(show(pairs, self._observer, shown=True), self._observer)
 
     def pass_over(self) -> None:
-        """Fetch the microbatches that no pass has taken, so that the next batch begins in its place."""
+        """Fetch the microbatches that no iteration has fetched, so that the next batch gets its data."""
         self._is_over = True
         for _ in self._batch:
             pass
 
     def _replay(self) -> Batch:
-        """Yield microbatches of earlier passes, then the rest; a pass may have been left in the middle."""
+        """Yield the microbatches that earlier iterations have fetched, then fetch and yield the others."""
         yield from tuple(self._seen)
         for pair in self._batch:
             self._seen.append(pair)
@@ -67,7 +67,10 @@ class GlobalBatch:
 
 
 def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
-    """Yield the data of one pass over a global batch; `shown`: the script has its `GlobalBatch`."""
+    """Yield the data of each microbatch, and call `observer` before and after the script computes it.
+
+    `shown` says whether the script has the global batch as a `GlobalBatch`.
+    """
     microbatch = None
     for microbatch, data in pairs:
         if not observer.takes(microbatch):
@@ -84,14 +87,14 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
 
 
 def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
-    """Yield `items`, and let the observer know of an exception that they raise: a script may catch it."""
+    """Yield `items`, and report an exception that they raise to `observer`: the script may catch it."""
     try:
         for item in items:  # noqa: UP028 - to be left while `items` can still be closed
             yield item
     except GeneratorExit:
         try:
             items.close()
-        except (Exception, SystemExit) as error:  # which can be raised to nothing here
+        except (Exception, SystemExit) as error:  # Python would only print it
             observer.fails(error)
         raise
     except (Exception, SystemExit) as error:
@@ -100,15 +103,13 @@ def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
 
 
 class Loader:
-    """Iterates over this rank's microbatches; `len()` is the number of global batches.
-
-    Made by `Run.loader`.
+    """Iterable over this rank's microbatches, made by `Run.loader`; `len()` counts global batches.
 
     Attributes:
         number: index of the loader, in the order of `run.loader` calls.
         batch_size: samples per global batch; `None` with a batch sampler.
         dataset: the dataset, as of a DataLoader.
-        sampler: the user's sampler, or batch sampler; `None` without one.
+        sampler: the script's sampler, or batch sampler; `None` without one.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Loader:
         return len(self._source)
 
     def close(self) -> None:
-        """End the worker processes; the loader cannot be iterated over afterwards."""
+        """End the DataLoader worker processes; the loader cannot be iterated over afterwards."""
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,7 +152,7 @@ class Loader:
         return observed(microbatches(), self._observer)
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield each global batch, to be iterated over once or more."""
+        """Yield each global batch as a `GlobalBatch`, for one or more iterations over its microbatches."""
 
         def global_batches() -> Generator[GlobalBatch]:
             for index, batch in self._loop(shown=True):
@@ -162,10 +163,7 @@ class Loader:
         return observed(global_batches(), self._observer)
 
     def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield each global batch and its number.
-
-        Where it is shown to the script as a whole, that may draw before its passes.
-        """
+        """Yield each global batch and its number; `shown`: the script gets it as a `GlobalBatch`."""
         start = self._observer.loop_begins(self.number, self._source.batching)
         step, early = start.first, True
         try:
@@ -185,7 +183,7 @@ class Loader:
     def _batches(self, start: Start) -> Iterator[Batch]:
         if start.is_over and start.again is None:
             return iter(())
-        compare, self._compare = self._compare, None  # in the first loop alone
+        compare, self._compare = self._compare, None  # ranks compare data only in the first loop
         audited = self._observer.audit_plan(start)
         return self._source.batches(
             self.number, start.epoch, start.round, start.first, compare, audited
@@ -195,16 +193,14 @@ class Loader:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor inside lists, tuples and mappings moved to `device`.
 
-    An object with a method `to` is moved by it.
-
-    From pinned memory the copies don't block the host.
+    An object with a method `to` is moved by that method. Copies from pinned memory don't block the host.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, MutableMapping):
-        moved = copy.copy(batch)  # keeps what the mapping is besides its items
+        moved = copy.copy(batch)  # keeps the class and the attributes of the mapping
         moved.update({key: to_device(value, device) for key, value in batch.items()})
         return moved
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -1,4 +1,4 @@
-"""Order of an epoch, and its batches: the dataset's, a keyed shuffle, or a sampler's of the user."""
+"""Orders of samples in an epoch, and global batches made from them or by the script's batch sampler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True)
 class DatasetOrder:
-    """The dataset's own order, or a keyed shuffle of it."""
+    """The dataset's own order, or with `shuffle` a random permutation that a key determines."""
 
     length: int
     shuffle: bool
@@ -27,7 +27,7 @@ class DatasetOrder:
 
     @property
     def name(self) -> str:
-        """Name of the order in a `Batching`."""
+        """Name of the order, `shuffled` or `sequential`, in the recorded `Batching` of a loop."""
         return "shuffled" if self.shuffle else "sequential"
 
     def __len__(self) -> int:
@@ -42,17 +42,14 @@ class DatasetOrder:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOrder:
-    """Indices of the user's sampler, drawn under the loop's key so that all ranks agree.
-
-    Takes 8 bytes per sample, since a sampler can only be asked for everything at once.
-    """
+    """The order of the script's sampler, seeded so that all ranks draw the same; 8 bytes per sample."""
 
     sampler: Any
     seed: int
 
     @property
     def name(self) -> str:
-        """Name of the sampler's class."""
+        """Name of the sampler's class, in the recorded `Batching` of a loop."""
         return type(self.sampler).__name__
 
     def __len__(self) -> int:
@@ -92,19 +89,15 @@ def _seed(sampler: Any, key: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The global batches of one loop.
-
-    Attributes:
-        start: given the number of a batch, the position where it begins; that of its end for the next.
-    """
+    """The global batches of one loop: the order of the samples, and where each batch begins in it."""
 
     order: Order
-    start: Callable[[int], int]
+    start: Callable[[int], int]  # from a batch's number to the position of its first sample
 
 
 @dataclass(frozen=True, slots=True)
 class FixedSize:
-    """Global batches of one size; the last may be short, or is left out."""
+    """Global batches of `size` samples; a shorter last batch is kept, or left out with `drop_last`."""
 
     orders: OrderSource
     size: int
@@ -115,7 +108,7 @@ class FixedSize:
         return length // self.size if self.drop_last else -(-length // self.size)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return what decides the batches; `indices` is a checksum of the data's."""
+        """Return the settings that decide the batches; `indices` is a checksum of the dataset's indices."""
         return Batching(
             batch_size=self.size,
             samples=len(self.orders),
@@ -125,7 +118,7 @@ class FixedSize:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the batches of one loop over the data, in as much memory as the order takes."""
+        """Return the batches of one loop over the data."""
         order, size = self.orders.order(loader, epoch, round_), self.size
         length = len(order)
         return Drawn(order, lambda step: min(step * size, length))
@@ -133,10 +126,7 @@ class FixedSize:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatches:
-    """Global batches of the user's batch sampler, drawn under the loop's key so that all ranks agree.
-
-    Takes 8 bytes per sample.
-    """
+    """Global batches of the script's batch sampler, seeded so that all ranks draw the same batches."""
 
     sampler: Any
     seed: int
@@ -145,7 +135,7 @@ class SampledBatches:
         return len(self.sampler)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return what decides the batches; `indices` is a checksum of the data's."""
+        """Return the settings that decide the batches; `indices` is a checksum of the dataset's indices."""
         return Batching(
             batch_size=None,
             samples=None,
@@ -159,7 +149,7 @@ class SampledBatches:
         """Return the batches of one loop over the data.
 
         Raises:
-            LoaderError: if there are more or fewer than the length of the sampler, or one has no samples.
+            LoaderError: if the number of batches is not the sampler's length, or a batch is empty.
         """
         _seed(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
         name = type(self.sampler).__name__
@@ -194,11 +184,7 @@ def _indices(batch: Any, sampler: str) -> Indices:
 
 
 def check_sampler(sampler: object, kind: str = "sampler") -> None:
-    """Refuse a sampler, or a batch sampler, without a length: the ranks would not know the epoch's end.
-
-    Raises:
-        LoaderError: if it has no length, cannot be iterated, or yields batches.
-    """
+    """Raise `LoaderError` for a sampler without `__len__` or `__iter__`, or of batches, not indices."""
     if isinstance(sampler, BatchSampler) and kind == "sampler":
         raise LoaderError(
             f"the sampler {type(sampler).__name__} yields batches; expected indices",

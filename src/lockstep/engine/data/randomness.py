@@ -1,4 +1,4 @@
-"""Seeding of the random generators of torch, NumPy and Python."""
+"""Seeding, saving and restoring of the global random generators of torch, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMPY_SEED_MASK = (1 << 32) - 1  # the legacy generator takes 32 bits
 
 
 def set_key(key: int) -> None:
-    """Start the generators of torch (an accelerator's, too, once in use), NumPy and `random` at `key`."""
+    """Seed the generators of torch, NumPy and `random` with `key`, and an accelerator's if in use."""
     torch.default_generator.manual_seed(key)
     if accelerator.is_initialized():
         accelerator.module().manual_seed_all(key)
@@ -28,7 +28,7 @@ def set_key(key: int) -> None:
 
 
 def _states() -> tuple[Any, ...]:
-    """Return where all global generators stand; those of an accelerator only once it is in use."""
+    """Return the states of all global generators; an accelerator's only if it is in use."""
     devices = accelerator.module().get_rng_state_all() if accelerator.is_initialized() else []
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), devices
 
@@ -44,7 +44,7 @@ def _restore(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run the body; what surrounds it draws on as if nothing had been drawn."""
+    """Return a context after whose body the global generators have the same states as before."""
     states = _states()
     try:
         yield
@@ -53,10 +53,10 @@ def undisturbed() -> Iterator[None]:
 
 
 class Stream:
-    """A random state of its own, swapped in while a piece of user code runs.
+    """A separate random state, which the global generators have while some user code runs.
 
-    An iterable dataset draws at every item, between which the script draws as well: neither may
-    disturb the other.
+    An iterable dataset draws random numbers for every item, and the script draws between items; neither
+    changes the random numbers of the other.
     """
 
     def __init__(self, key: int) -> None:
@@ -66,7 +66,7 @@ class Stream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Run the body on this stream; what surrounds it finds its own state again."""
+        """Return a context whose body draws from this stream; the generators are restored after it."""
         with undisturbed():
             _restore(self._states)
             try:
@@ -75,15 +75,15 @@ class Stream:
                 self._states = _states()
 
 
-#: Where generators stand, for another process: torch's, NumPy's, Python's and the device's. `None` for
-#: those that stand where they stood. Text and no tensors: it goes with the header of a message, so that
-#: nothing waits for a device.
+#: States of the generators of torch, NumPy, Python and the device, for another process; `None` for a
+#: generator whose state has not changed. Text instead of tensors, since states are sent in the header of a
+#: message, without a copy from a device.
 States = list[str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """Where the global generators stand."""
+    """States of the global generators of torch, NumPy, Python and the device."""
 
     cpu: torch.Tensor
     numpy: Any
@@ -92,12 +92,12 @@ class Generators:
 
     @staticmethod
     def now() -> Generators:
-        """Return where they stand now."""
+        """Return the current states of the global generators."""
         device = accelerator.module().get_rng_state() if accelerator.is_initialized() else None
         return Generators(torch.get_rng_state(), np.random.get_state(), random.getstate(), device)
 
     def since(self, before: Generators) -> States | None:
-        """Return where those stand that have drawn since `before`; `None` if none has."""
+        """Return the states of the generators that have drawn since `before`; `None` if none has."""
         states: States = [None] * 4
         if not torch.equal(self.cpu, before.cpu):
             states[0] = _text(self.cpu)
@@ -113,7 +113,7 @@ class Generators:
 
 
 def set_generators(states: States) -> None:
-    """Let the generators resume from where those of another process stood."""
+    """Set the global generators to states from another process."""
     cpu, numpy, python, device = states
     if cpu is not None:
         torch.set_rng_state(_bytes(cpu))

@@ -1,4 +1,4 @@
-"""Sources of microbatches: map-style datasets, and iterable datasets that are read once."""
+"""`MapSource`, `StreamSource`: microbatches from map-style datasets and from iterable datasets."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from lockstep.engine.layout import keys
 from lockstep.engine.layout.permutation import Indices
 from lockstep.engine.layout.replicas import share
 
-#: Compares with other ranks what describes a rank's data: names and short values.
+#: Compares a description of this rank's data, names and short values, with other ranks.
 CompareData = Callable[[dict[str, str]], None]
-#: A global batch of one rank: its microbatches, each with the data that belongs to it.
+#: One rank's part of a global batch: its microbatches with their data.
 Batch = Iterator[tuple[Microbatch, Any]]
-#: Given the number of a global batch, returns the replica that is computed once more; `None` for none.
+#: Function from the number of a global batch to the replica that an audit computes twice; `None` for none.
 Audited = Callable[[int], int | None]
 
 
 def no_audit(_batch: int) -> int | None:
-    """Return that no replica of a global batch is computed once more."""
+    """Return `None`, for a run without audits: no replica of the batch is computed twice."""
     return None
 
 
-_CHUNK = 16384  # positions whose indices are computed at once: cheap in memory, amortised in time
+_CHUNK = 16384  # number of positions whose indices are computed at once
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How global batches are split: `replicas` in all, of which this rank hosts `block`."""
+    """Division of global batches over `replicas` replicas, of which this rank computes `block`."""
 
     replicas: int
     block: range
@@ -46,7 +46,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Settings that go to the DataLoader as they are."""
+    """Settings of DataLoader workers, which are passed on to torch's DataLoader."""
 
     count: int = 0
     pin_memory: bool = False
@@ -56,20 +56,20 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerInit:
-    """`worker_init_fn` of worker processes: the main process's threads, then the user's function."""
+    """`worker_init_fn` of DataLoader workers: sets the number of threads, calls the user's function."""
 
     users: Callable[[int], None] | None
     threads: int
 
     def __call__(self, worker: int) -> None:
-        # DataLoader gives workers one thread, and a sum over two has other bits.
+        # DataLoader gives workers one thread, and the bits of sums depend on the number of threads.
         torch.set_num_threads(self.threads)
         if self.users is not None:
             self.users(worker)
 
 
 def _with_workers(dataset: Any, workers: Workers, **more: Any) -> DataLoader[Any]:
-    """Return a DataLoader whose worker processes fetch the items of `dataset` as they are."""
+    """Return a DataLoader whose worker processes fetch the items of `dataset` without collating them."""
     init = _WorkerInit(workers.settings.get("worker_init_fn"), workers.threads)
     settings = {**workers.settings, "worker_init_fn": init, **more}
     return DataLoader(
@@ -82,7 +82,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class _KeyedStream(IterableDataset[Any]):
-    """A stream that begins under its loop's key, in whichever process it is read."""
+    """An iterable dataset that seeds the generators with its loop's key, in the process that reads it."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
@@ -94,7 +94,7 @@ class _KeyedStream(IterableDataset[Any]):
 
 
 class _Requests:
-    """Sampler of a DataLoader: yields the requests of the loop that is about to start."""
+    """Sampler for a DataLoader; yields the `FetchRequest`s of the next loop."""
 
     def __init__(self) -> None:
         self.pending: Iterable[FetchRequest] = ()
@@ -104,20 +104,20 @@ class _Requests:
 
 
 class _Fetched(Dataset[Any]):
-    """A dataset whose items are whole microbatches."""
+    """Dataset for a DataLoader; its items are whole microbatches, its indices `FetchRequest`s."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
     def __getitem__(self, request: FetchRequest) -> Any:
         if isinstance(request, CheckRequest):
-            # Twice: a dataset that changes its samples gives others then.
+            # Twice, to detect a dataset that changes its samples.
             return [checksum(self._fetch.samples(request)) for _ in range(2)]
         return self._fetch(request)
 
 
 class MapSource:
-    """A dataset with a length and an index: every sample has a position in the epoch's order."""
+    """Source of microbatches from a map-style dataset, whose samples have positions in an epoch's order."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class MapSource:
         return len(self._batches)
 
     def batching(self) -> Batching:
-        """Return how a loop that begins now makes its batches."""
+        """Return the settings that decide which samples each batch has, in a loop that begins now."""
         return self._batches.batching(self._description.indices())
 
     def batches(
@@ -167,7 +167,7 @@ class MapSource:
         outermost, self._is_read = not self._is_read, True
         try:
             for batch in planned:
-                yield zip(batch, data, strict=False)  # the data of later batches follow
+                yield zip(batch, data, strict=False)  # `data` continues with later batches
         finally:
             self._is_read = not outermost
 
@@ -178,10 +178,9 @@ class MapSource:
         requests: Iterable[FetchRequest],
         compare: CompareData,
     ) -> Iterator[Any]:
-        """Return the data of `requests`, after a comparison of a few samples of the first batch.
+        """Compare a few samples of the first batch with other ranks; return the data of `requests`.
 
-        Some rank fetches these samples anyway. Workers fetch them, where there are any: a dataset with
-        workers is not touched in this process.
+        DataLoader workers fetch these samples, too, so that this process does not use the dataset.
         """
         batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
         some = np.unique(batch[[0, len(batch) // 2, -1]])
@@ -194,15 +193,15 @@ class MapSource:
         return data
 
     def _fetch_all(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
-        # A loop inside a loop over the same loader fetches by itself: the workers are busy.
+        # A loop inside a loop over the same loader fetches in this process: the workers are busy.
         if self._loader is None or self._is_read:
             return map(self._fetched.__getitem__, requests)
         self._requests.pending = requests
-        with undisturbed():  # it draws a seed for its workers, which keys make pointless
+        with undisturbed():  # the DataLoader draws a seed for its workers
             return iter(self._loader)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the DataLoader worker processes."""
         self._loader = None
 
     def _plan(
@@ -222,9 +221,9 @@ class MapSource:
 def split_batch(
     indices: Indices, split: Split, numbers: tuple[int, int, int, int], audited: int | None
 ) -> list[Microbatch]:
-    """Return this rank's microbatches of the global batch that holds the samples `indices`.
+    """Divide the samples `indices` of a global batch; return this rank's microbatches.
 
-    The one of the replica `audited` comes before the others.
+    An additional microbatch of the replica `audited`, if any, comes first.
     """
     microbatches, total = [], len(indices)
     extra = [] if audited is None else [audited]
@@ -246,10 +245,10 @@ def split_batch(
 
 
 class StreamSource:
-    """An iterable dataset: every rank reads the whole stream and keeps its own replicas' items.
+    """Source of microbatches from an iterable dataset, which every rank reads completely.
 
-    Reading everything everywhere is what makes the assignment independent of the layout without any
-    talk between ranks; a map-style dataset is the cheaper choice where there is one.
+    A rank keeps the items of its replicas. So the division of items does not depend on the layout, and
+    ranks need no communication. A map-style dataset is cheaper.
     """
 
     def __init__(
@@ -268,11 +267,11 @@ class StreamSource:
         self._stream, self._kind = _KeyedStream(dataset), type(dataset).__name__
         self._items: Iterable[Any] = self._stream
         if workers.count:
-            # A new worker for each loop, so that it has the loop's key.
+            # A new worker process for each loop, which starts with the loop's key.
             self._items = _with_workers(self._stream, workers, persistent_workers=False)
 
     def batching(self) -> Batching:
-        """Return how a loop that begins now makes its batches."""
+        """Return the settings that decide which items each batch has."""
         size, drop_last = self._batch_size, self._drop_last
         return Batching(batch_size=size, samples=None, order="stream", drop_last=drop_last)
 
@@ -285,10 +284,9 @@ class StreamSource:
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the stream.
+        """Yield this rank's part of each global batch of one loop over the stream, from number `first` on.
 
-        A stream has no positions to start from: batches before number `first` are read and dropped.
-        `compare` is called with the type of the dataset alone.
+        Earlier batches are read and dropped. `compare` is called with the class of the dataset.
         """
         if compare is not None:
             compare({"kind": self._kind})
@@ -310,7 +308,7 @@ class StreamSource:
             yield ((m, self._collated(m, batch)) for m in parts)
 
     def close(self) -> None:
-        """End the worker process."""
+        """End the DataLoader worker process."""
         self._items = ()
 
     def _collated(self, microbatch: Microbatch, batch: list[Any]) -> Any:

@@ -1,1 +1,1 @@
-"""Integers of a layout: replicas, samples, random keys, reduction tree. No torch."""
+"""Computation with integers only: shares of replicas and samples, random keys, the reduction tree."""

@@ -9,12 +9,12 @@ from lockstep.errors import UsageError
 
 
 def balance(weights: Sequence[int], parts: int) -> list[range]:
-    """Return `parts` neighbouring pieces of `range(len(weights))`, the heaviest as light as it can be.
+    """Split `range(len(weights))` into `parts` contiguous ranges; minimise the largest sum of weights.
 
-    No piece is empty. Of several such ways it is the one whose early pieces are short.
+    No range is empty. Among several solutions, the first ranges are as short as possible.
 
     Raises:
-        UsageError: if there are fewer things than pieces.
+        UsageError: if there are fewer weights than parts.
     """
     count = len(weights)
     if not 1 <= parts <= count:
@@ -25,7 +25,7 @@ def balance(weights: Sequence[int], parts: int) -> list[range]:
 
     @cache
     def lightest(start: int, left: int) -> tuple[int, int]:
-        """Return the weight of the heaviest of `left` pieces from `start` on, and where the first ends."""
+        """Split from `start` into `left` ranges; return the largest sum and the end of the first range."""
         if left == 1:
             return sums[count] - sums[start], count
         ends = range(start + 1, count - left + 2)

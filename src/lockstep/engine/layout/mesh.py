@@ -1,4 +1,4 @@
-"""Mesh of a run: copies of the model, each over neighbouring ranks."""
+"""`Mesh`: arrangement of the ranks in rows, each of which has one copy of the model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ _WORD = re.compile(r"(\d+)x(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`data` rows of `model` ranks each; the ranks of a row hold one model together.
+    """Arrangement of ranks in `data` rows of `model` ranks; the ranks of a row have one model together.
 
-    Neighbouring ranks make a row: they are on one node wherever that is possible, and talk the most.
-
-    Attributes:
-        data: how many models there are, each for a block of replicas.
-        model: over how many ranks each of them is spread.
+    A row is made of neighbouring ranks, which communicate most and are on one node if possible.
     """
 
-    data: int
-    model: int = 1
+    data: int  # number of copies of the model, each of which computes some of the replicas
+    model: int = 1  # number of ranks over which each copy is distributed
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the mesh."""
         return self.data * self.model
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the row of `rank`, and its place in it."""
+        """Return the row and the column of `rank`."""
         return divmod(rank, self.model)
 
     def __str__(self) -> str:
@@ -41,11 +37,7 @@ class Mesh:
 
 
 def parse(text: str, where: str) -> Mesh:
-    """Return the mesh that `text` spells, such as `2x2`.
-
-    Raises:
-        UsageError: if it spells none.
-    """
+    """Parse a mesh such as `2x2`; raise `UsageError`, naming the origin `where`, for another text."""
     found = _WORD.fullmatch(text)
     if found is None or "0" in (found[1], found[2]):
         raise UsageError(
@@ -56,12 +48,10 @@ def parse(text: str, where: str) -> Mesh:
 
 
 def choose(asked: str | None, strategy: str, size: int) -> Mesh:
-    """Return the mesh of a run on `size` ranks.
-
-    Without one that is asked for, strategies that cut a model to pieces spread one over all ranks.
+    """Return the mesh of a run on `size` ranks: `asked`, or one that fits the strategy.
 
     Raises:
-        UsageError: if the mesh that was asked for has another number of ranks.
+        UsageError: if the mesh in the settings has another number of ranks or does not fit the strategy.
     """
     spreads = STRATEGIES.find(strategy).spreads
     if asked is None:

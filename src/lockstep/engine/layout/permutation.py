@@ -1,9 +1,9 @@
-"""An epoch's order: a keyed permutation of `range(length)`, any part of it in constant memory.
+"""Orders of an epoch's samples; `Shuffled` is a keyed permutation, computed at any position in O(1).
 
-A Feistel network over the smallest power of two that holds `length` is a bijection whatever its
-round function does (Luby and Rackoff, 1988); positions that it sends outside are sent on until they
-land inside ("cycle walking": Black and Rogaway, 2002), fewer than two rounds of it on average. The
-round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+A Feistel network over the smallest power of two that is at least `length` is a bijection with any round
+function (Luby and Rackoff, 1988). A result outside of `range(length)` is permuted again until it is inside
+("cycle walking": Black and Rogaway, 2002), fewer than two times on average. The round function is the
+finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ def _mix(words: _Words) -> _Words:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """The permutation of `range(length)` that belongs to `key`.
-
-    Raises:
-        ValueError: if `length` is negative or above 2**62.
-    """
+    """A random permutation of `range(length)`, for a length up to 2**62, that is determined by `key`."""
 
     length: int
     key: int
@@ -74,7 +70,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """The order of the dataset itself."""
+    """The order of the dataset itself: index `i` at position `i`."""
 
     length: int
 
@@ -88,7 +84,7 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An order that a sampler of the user's has drawn for an epoch."""
+    """The order that a sampler of the script has drawn for an epoch."""
 
     indices: Indices
 

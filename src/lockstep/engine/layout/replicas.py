@@ -1,4 +1,4 @@
-"""Replicas over ranks, samples over replicas: contiguous shares whose sizes differ by at most one."""
+"""Division of replicas over ranks, and of samples over replicas, into contiguous shares of equal size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.errors import UsageError
 def share(total: int, parts: int, part: int) -> range:
     """Return the `part`-th of `parts` contiguous shares of `range(total)`.
 
-    Sizes differ by at most one; the earlier shares are the larger ones. A share may be empty.
+    Sizes differ by at most one, and earlier shares are larger. A share may be empty.
     """
     size, extra = divmod(total, parts)
     start = part * size + min(part, extra)
@@ -16,10 +16,10 @@ def share(total: int, parts: int, part: int) -> range:
 
 
 def block(replicas: int, ranks: int, rank: int) -> range:
-    """Return the replicas that `rank` hosts, when `ranks` ranks host `replicas` replicas.
+    """Return the replicas that `rank` computes when `replicas` are divided over `ranks` ranks.
 
     Raises:
-        UsageError: if there are fewer replicas than ranks, since a rank would host none.
+        UsageError: if there are fewer replicas than ranks, since a rank would have none.
     """
     if replicas < ranks:
         raise UsageError(

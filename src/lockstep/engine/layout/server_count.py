@@ -5,18 +5,14 @@ from __future__ import annotations
 from lockstep.errors import UsageError
 from lockstep.registry import WITH_SERVERS
 
-#: More servers than this are a slip of the finger, not a plan.
+#: Maximal number of servers; a larger number is taken for a typing error.
 _MOST = 64
 
 
 def check(strategy: str | None, servers: int, name: str = "servers") -> None:
-    """Refuse servers without the strategy that uses them, and the strategy without servers.
+    """Raise `UsageError` for servers without strategy `ps`, too many servers, or `ps` without servers.
 
-    `strategy`: what is asked for; `None` where it is not known yet. `name`: what that number was given
-    as.
-
-    Raises:
-        UsageError: if they don't go together.
+    `strategy` is `None` if it is not known yet; `name` is the flag or argument with the number.
     """
     if not 0 <= servers <= _MOST:
         raise UsageError(f"{name} is {servers}; expected 1 to {_MOST} with strategy=ps")

@@ -1,12 +1,12 @@
-"""The fixed binary reduction tree over replicas: the order of every sum.
+"""The fixed binary reduction tree over replicas, which gives the order of additions in every sum.
 
-`tree(lo, hi)` splits at `lo` plus the largest power of two below `hi - lo`. Its shape depends on the
-number of replicas alone, so a sum taken along it has the same bits however the replicas are spread.
+`tree(lo, hi)` splits at `lo` plus the largest power of two below `hi - lo`. The shape of the tree depends
+only on the number of replicas, so a sum in tree order has the same bits on every layout.
 
-A block of neighbouring leaves is reduced with a stack, as a binary counter adds one: push a value,
-then merge the two topmost values as often as they are siblings in the tree. What remains on the
-stack are the *maximal nodes* of the block. Pushing the maximal nodes of all blocks, in order,
-gives the root: the same additions, wherever they happen.
+A block of neighbouring leaves is reduced with a stack, as a binary counter adds one: push a value, then
+merge the two topmost values as long as they are siblings in the tree. The values that remain on the stack
+belong to the *maximal nodes* of the block. Pushing the maximal nodes of all blocks, in order, gives the
+root by the same additions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Value = TypeVar("Value")
 
 
 def split(lo: int, hi: int) -> int:
-    """Return where the node over the replicas `[lo, hi)` splits; `hi - lo` is at least 2."""
+    """Return the first replica of the right child of the node over `[lo, hi)`; `hi - lo` is at least 2."""
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
 
 
 def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
-    """Return whether the two neighbouring intervals are the two children of one node."""
+    """Return whether two intervals of replicas are the two children of one tree node."""
     if left[1] != right[0]:
         return False
     lo, hi = 0, replicas
@@ -42,7 +42,7 @@ def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
 
 
 def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], list[Interval]]:
-    """Return how many merges follow each push of `intervals`, and the nodes that remain at the end."""
+    """Return the number of merges after each push of an interval, and the nodes left on the stack."""
     counts: list[int] = []
     stack: list[Interval] = []
     for interval in intervals:
@@ -57,19 +57,19 @@ def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], lis
 
 
 def leaves(block: range) -> list[Interval]:
-    """Return the leaf intervals of a block of replicas."""
+    """Return the intervals of the tree's leaves, one per replica of a block."""
     return [(replica, replica + 1) for replica in block]
 
 
 def nodes(block: range, replicas: int) -> list[Interval]:
-    """Return the maximal nodes of a block: at most about `2 * log2(replicas)` of them."""
+    """Return the intervals of the largest tree nodes inside a block, about `2 * log2(replicas)` at most."""
     return merges(leaves(block), replicas)[1]
 
 
 def fold(
     values: Sequence[Value], counts: Sequence[int], add: Callable[[Value, Value], Value]
 ) -> list[Value]:
-    """Push `values` with the merges that `counts` asks for, and return what remains on the stack."""
+    """Push `values` on a stack, with `counts[i]` merges after value `i`; return the stack."""
     stack: list[Value] = []
     for value, count in zip(values, counts, strict=True):
         stack.append(value)

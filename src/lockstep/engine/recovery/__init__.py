@@ -1,1 +1,1 @@
-"""State of a run: points, snapshots, checkpoints, resume and preemption."""
+"""Saving and restoring the state of a run: snapshots, checkpoints, resume and preemption."""

@@ -1,4 +1,4 @@
-"""Saving of a run's state: snapshots in memory, checkpoints on disk, preemption."""
+"""`StateSaver`: saves a run's state as snapshots in memory and as checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -34,26 +34,22 @@ from lockstep.state.checkpoint.manager import CheckpointManager
 from lockstep.state.checkpoint.position import Counters, LoopEvent, Position
 from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
 
-#: At which point memory for checkpoints is taken, and what writes them imported: in the background, but
-#: not for runs that are over at once, nor where ranks would gather the state together for it.
+#: Number of the point at which checkpoints are prepared in the background: memory is allocated and modules
+#: are imported. Short runs do without, and so do runs whose ranks would have to gather the state for it.
 _PREPARED_AT = 50
-#: Up to which point ranks look for memory for snapshots, where they gather the state for it together.
+#: Number of the last point at which ranks that gather the state together try to allocate snapshots' memory.
 _LOOKED_UNTIL = 1 << 14
 
 
 class StateSaver(PointListener):
     """Saves the state at points of a run, as snapshots in memory and as checkpoints on disk.
 
+    A point is the moment after a batch, an epoch or `run.save` at which the state is complete.
+
     Args:
-        context: of the run.
-        state: models and all else that is saved.
-        loop: position of the run.
-        metrics: those under way are part of the position.
-        coordination: agreement of all ranks on the point.
-        schedule: of snapshots; `None` without a launcher whose memory outlives this process.
-        checkpoints: on disk.
-        aligned: whether all ranks are of one launcher, and take snapshots at the same points.
-        apart: whether each launcher has a part of the state only, so that all ranks agree on snapshots.
+        schedule: schedule of snapshots; `None` without a launcher whose memory outlives this process.
+        aligned: whether one launcher started all ranks, so that they take snapshots at the same points.
+        apart: whether each launcher has only a part of the state, so that all ranks agree on snapshots.
         variables: returns fingerprints of the script's variables, of the same length on all ranks.
     """
 
@@ -75,34 +71,34 @@ class StateSaver(PointListener):
         self._variables = variables
         self._coordination, self._schedule, self._checkpoints = coordination, schedule, checkpoints
         self._aligned, self._apart = aligned, apart
-        # Those that no script asks for; the main rank's clock counts.
+        # Seconds between periodic checkpoints, which the main rank requests.
         self._every = context.settings.checkpoint_every if context.world.is_main else 0.0
         self.stop_asked = False
         self._saved = time.monotonic()
-        # Whether the script has asked for the state at the next point, and with which score.
+        # Whether the script has called `run.save` since the last point, and with which score.
         self._is_asked = False
         self._best: float | None = None
         self._has_looked = False
         self._points = 0
-        # No other rank has to have the same state.
+        # Whether there is no other rank whose state must have the same bits.
         self._is_alone = context.group is None or not context.settings.exact
 
     def ask(self, best: float | None) -> None:
-        """Save the state at the next point: when the script is done with this batch, or this epoch."""
+        """Request a checkpoint at the next point, after the current batch or epoch, with score `best`."""
         self._is_asked = True
         self._best = self._best if best is None else best
 
     def stop(self) -> None:
-        """End the run, its state saved, at the next step that all ranks agree on."""
+        """Request that all ranks save the state at the same step and then end the run."""
         self.stop_asked = True
         self._coordination.ask("stop")
 
     def at_point(self) -> None:
-        """Save the state, where that is due.
+        """Take a snapshot or write a checkpoint if one is due or requested at this point.
 
         Raises:
-            Preempted: if the run is asked to end; its state is on disk then.
-            CheckpointError: if it cannot be written.
+            Preempted: if the run was asked to end; the state is on disk then.
+            CheckpointError: if a checkpoint cannot be written.
         """
         steps, schedule = self._loop.steps, self._schedule
         if self._every and time.monotonic() - self._saved > self._every:
@@ -146,11 +142,11 @@ class StateSaver(PointListener):
             self._save(text, tensors)
 
     def epoch_begins(self) -> None:
-        """Copy the small registered objects, for a resume in this epoch."""
+        """Copy the small registered objects: a resume in this epoch replays it from its beginning."""
         self._state.epoch_begins()
 
     def arrived(self) -> None:
-        """Warn of loops that only evaluate and ran again with other parameters than before."""
+        """Warn of loops that only evaluate and that replay ran again, with other parameters than before."""
         again = sorted(set(self._loop.progress.evaluated_again))
         if again:
             self._context.record.warn(
@@ -160,53 +156,59 @@ class StateSaver(PointListener):
             )
 
     def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
-        """Save the state before a loop that only evaluates, begun at `counters`, and end the run in it.
+        """End the run inside of `loop`, which only evaluates; save the state from before the loop.
+
+        `counters` are the run's counts of steps, loops and loaders when the loop began.
 
         Raises:
-            Preempted: unless the loop belongs to a metric that trains, too.
+            Preempted: unless a metric around the loop also trains.
         """
         metrics = self._loop.progress.open_metrics
         if not metrics:
             self._loop.progress.trained(replace(loop, batches=0, last=0, losses=[], events=[]))
         elif len(metrics) > 1 or metrics[0].events or metrics[0].value is not None:
-            return  # a loop that trains in a metric continues to its next point
+            return  # inside of a metric that trains, the run ends at the next point
         else:
             counters = metrics[0].after
         position = self._loop.progress.position(self._loop.points)
-        captured = self._state.capture()
-        if not self._is_alone:
-            self._check_same(captured)
-        self._save(*self._capture(captured, replace(position, counters=counters)))
+        self._save_now(replace(position, counters=counters))
         self._wait("a checkpoint")
         raise Preempted(self._loop.steps)
 
+    def _save_now(self, at: Position | None = None) -> None:
+        """Compare the state over ranks, and write a checkpoint with it and the position `at`."""
+        captured = self._state.capture()
+        if not self._is_alone:
+            self._check_same(captured)
+        self._save(*self._capture(captured, at))
+
     def _due(self, schedule: SnapshotSchedule, request: Request | None) -> int:
-        """Return the number of the snapshot that is due now; 0 for none."""
+        """Return the number of the snapshot that is due at this point; 0 for none."""
         due = schedule.due(self._loop.steps)
         if self._apart:
             if due:
                 self._coordination.ask("snapshot")
             return schedule.number if request is not None else 0
         if due and self._loop.progress.open_metrics and not self._aligned:
-            # A metric's partial sums are those of all ranks, which take no snapshot together here.
+            # A metric's partial sums cover all ranks, but ranks of other launchers take no snapshot here.
             schedule.postpone()
             return 0
         return due
 
     def _looks(self, schedule: SnapshotSchedule | None) -> bool:
-        """Whether memory for snapshots may be taken now, the same on all ranks where they gather state."""
+        """Return whether to allocate memory for snapshots now; ranks that gather the state agree."""
         if schedule is None:
             return False
         if self._state.is_gathered:
-            # At points 1, 2, 4, 8 and so on, until there is a snapshot: all ranks take them at the same.
+            # At points 1, 2, 4, 8 and so on, until the first snapshot, which all ranks take together.
             is_time = self._points & (self._points - 1) == 0 and self._points <= _LOOKED_UNTIL
             return is_time and not schedule.taken
         return schedule.needs_memory
 
     def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
-        """Whether all ranks compare their state now: at the first point, and before it is saved."""
+        """Return whether all ranks compare their states now: at the first point, and before saving."""
         if self._is_alone or (self._state.is_gathered and not (saves or due or looks)):
-            return False  # ranks would gather it for nothing else
+            return False  # the gathering of the state would serve only the comparison
         kept = saves or (due > 0 and (self._aligned or self._apart))
         return kept or self._points == 1
 
@@ -254,12 +256,9 @@ class StateSaver(PointListener):
             )
 
     def finish(self) -> None:
-        """Write what the script has asked for, and wait until it is on disk."""
+        """Write the checkpoint that the script has requested, if any; wait until all are on disk."""
         if self._is_asked:
-            captured = self._state.capture()
-            if not self._is_alone:
-                self._check_same(captured)
-            self._save(*self._capture(captured))
+            self._save_now()
         self._wait("the end of the run")
 
     def _wait(self, kind: str) -> None:
@@ -267,7 +266,7 @@ class StateSaver(PointListener):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
-        """Stop; a checkpoint that is being written has `patience` seconds left."""
+        """Stop the writer of checkpoints, after at most `patience` seconds for an unfinished one."""
         self._checkpoints.close(patience)
 
 
@@ -279,7 +278,7 @@ def make_saver(
     catalog: Catalog,
     variables: Callable[[], str],
 ) -> StateSaver:
-    """Return the `StateSaver` of a run, once its newest state has been found; see there for arguments."""
+    """Return the `StateSaver` of a run; the newest saved state must have been loaded before."""
     settings, world = context.settings, context.world
     checkpoints = CheckpointManager(
         catalog,
@@ -290,11 +289,11 @@ def make_saver(
         written=context.record.checkpoint,
     )
     memory = context.memory
-    # All ranks are of one launcher, and so take snapshots at the same points.
+    # Whether one launcher started all ranks, which then take snapshots at the same points.
     aligned = memory is not None and memory.snapshots.parts == world.size
-    # Of a model whose tensors are cut over all ranks each launcher has parts.
+    # Whether each launcher has only parts of a model whose tensors are cut over all ranks.
     apart = STRATEGIES.find(settings.strategy).shards and not aligned
-    # Launchers choose their moments by themselves, where no rank gathers another's part of the state.
+    # Launchers choose their points for snapshots each by itself, unless their ranks gather the state.
     takes_snapshots = aligned or apart or context.groups.mesh is None
     has_room = memory is not None and not memory.snapshots.is_of_later_run and takes_snapshots
     coordination = _coordination(context, aligned=aligned)
@@ -325,12 +324,15 @@ def _coordination(context: Context, *, aligned: bool) -> Coordination:
     if store is None or context.watchdog is None:
         return Alone()
     through_store = ThroughStore(store, world.rank, world.size, ahead=ahead)
-    context.watchdog.also.append(through_store.look)
+    context.watchdog.also.append(through_store.poll)
     return through_store
 
 
 def _store_of(context: Context, purpose: str) -> dist.Store | None:
-    """Return a client of the store for another thread: the main thread's may be waiting."""
+    """Return a new client of the key-value store for another thread; `None` for a single rank.
+
+    The main thread's client may be blocked in a wait.
+    """
     if context.world.size == 1:
         return None
     own: dist.Store = context.rendezvous.store.clone()  # type: ignore[attr-defined]

@@ -1,13 +1,15 @@
-"""Agreement of all ranks on the step after which they save, take a snapshot or end.
+"""Agreement of all ranks on the step after which they save the state, take a snapshot or end the run.
 
-Ranks of one launcher read its status page at every point: rank 0 names the next step there. No rank has
-done that step yet, since none gets through a step without rank 0, which comes to it later. With a
-staleness K ranks may be K steps ahead of rank 0, which names the first step beyond.
+A point is the moment after a batch, an epoch or `run.save` at which the state is complete.
 
-Ranks of several launchers, or of none, have only the store, and to read it at each point costs too much.
-A rank with a request writes it to the store. The watchdog's thread of every rank reads the store now and
-then; where it finds a request, the main thread begins to read at every point, and the rank writes that it
-does. Once all do, rank 0 names the next step. A run without requests reads only a flag.
+Ranks of one launcher share its status page, a piece of memory. At every point they read there the step that
+rank 0 has chosen, which is the next one. No rank has finished that step, since no step ends without rank 0.
+With a staleness K ranks may be K steps ahead of rank 0, which chooses the first step beyond.
+
+Ranks of several launchers, or of none, have only the key-value store, and a read at each point is too slow.
+A rank with a request writes it to the store. The watchdog's thread of every rank polls the store. When the
+thread finds a request, the main thread begins to read the store at every point, and the rank writes that
+it is ready. When all ranks are ready, rank 0 chooses the next step. Without requests a point reads a flag.
 """
 
 from __future__ import annotations
@@ -22,28 +24,28 @@ from lockstep.state.checkpoint.shared_memory import StatusPage
 Request = Literal["snapshot", "save", "stop"]
 
 
-#: Requests by strength: a later one includes those before it.
+#: Requests in order of strength: each one includes the requests before it.
 _REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
 
 
 class Coordination(abc.ABC):
-    """Brings all ranks to one step."""
+    """Agreement of all ranks on a step at which each of them saves the state or ends the run."""
 
     def __init__(self) -> None:
         self._request: Request | None = None
 
     def ask(self, request: Request) -> None:
-        """Ask for the next step that all can agree on; from a signal handler, too."""
+        """Request that all ranks save or stop at the next possible step; a signal handler may call it."""
         self._request = _stronger(self._request, request)
 
     @property
     @abc.abstractmethod
     def stop_is_asked(self) -> bool:
-        """Whether a rank is asked to end the run, as far as this rank has read."""
+        """Whether this rank has read a request to end the run, from itself or from another rank."""
 
     @abc.abstractmethod
     def at_point(self, steps: int) -> Request | None:
-        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+        """Return the request that all ranks carry out after `steps` updates; called after every batch."""
 
 
 def _stronger(one: Request | None, other: Request) -> Request:
@@ -51,23 +53,23 @@ def _stronger(one: Request | None, other: Request) -> Request:
 
 
 class Alone(Coordination):
-    """Coordination of a single rank."""
+    """Coordination of a single rank, which carries out its own requests."""
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether this rank is asked to end the run."""
+        """Whether this rank has a request to end the run."""
         return self._request == "stop"
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request."""
+        """Return this rank's request to save the state or to stop, if any, and clear it."""
         request, self._request = self._request, None
         return request
 
 
 class OnStatusPage(Coordination):
-    """Coordination through the status page of the one launcher of all ranks.
+    """Coordination of ranks of one launcher, through the status page, which is shared memory.
 
-    `leads` says whether this is rank 0, and `ahead` by how many steps another rank may be ahead of it.
+    Rank 0 `leads`; another rank may be up to `ahead` steps ahead of it.
     """
 
     def __init__(self, page: StatusPage, *, leads: bool, ahead: int = 0) -> None:
@@ -77,7 +79,7 @@ class OnStatusPage(Coordination):
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether a rank is asked to end the run; writes this rank's request to the page."""
+        """Whether any rank has requested to end the run; writes this rank's request to the page."""
         self._write_request()
         at, what = self._page.agreed
         agreed = what if at > self._done else 0
@@ -85,11 +87,11 @@ class OnStatusPage(Coordination):
 
     def _write_request(self) -> None:
         if self._request is not None:
-            # At every point until all agree on it: rank 0 may be clearing another rank's request.
+            # Written at every point until a step is agreed on, since rank 0 may clear it with another one.
             self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
 
     def at_point(self, steps: int) -> Request | None:
-        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+        """Return the request that all ranks carry out after `steps` updates; called after every batch."""
         at, what = self._page.agreed
         if self._done < at <= steps:
             self._done = steps
@@ -97,7 +99,7 @@ class OnStatusPage(Coordination):
                 self._request = None
             return _REQUESTS[what]
         self._write_request()
-        # Not while others may still read the agreement before.
+        # Other ranks may still have to read the previous agreement.
         is_past = steps >= max(self._named, self._done + self._next)
         if self._leads and self._page.asked and is_past:
             self._named = steps + self._next
@@ -107,27 +109,27 @@ class OnStatusPage(Coordination):
 
 
 class ThroughStore(Coordination):
-    """Coordination through the store, of ranks of several launchers, or of none.
+    """Coordination of ranks of several launchers, or of none, through the key-value store.
 
-    `store` is a client of its own, and `ahead` is by how many steps another rank may be ahead of rank 0.
+    `store` is a client that no other thread uses. A rank may be up to `ahead` steps ahead of rank 0.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
         super().__init__()
         self._rank, self._size, self._next = rank, size, ahead + 1
         self._turn = 0
-        # The turn that the thread has found; the other ranks read that the main thread heeds it.
+        # Number of the agreement that has a request, once the watchdog's thread has found the request.
         self._ready: int | None = None
         self._store = store
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether a rank is asked to end the run."""
+        """Whether any rank has requested to end the run."""
         turn = self._ready
         return turn is not None and self._store.check([f"{turn}/stop"])
 
     def at_point(self, steps: int) -> Request | None:
-        """Return what all ranks do now, after `steps` updates; every rank calls it at every point."""
+        """Return the request that all ranks carry out after `steps` updates; called after every batch."""
         turn = self._ready
         if turn is None:
             return None
@@ -136,7 +138,7 @@ class ThroughStore(Coordination):
             everybody = [f"{turn}/ready/{rank}" for rank in range(self._size)]
             if self._rank == 0 and self._store.check(everybody):
                 self._store.set(at, str(steps + self._next))
-                self._store.get(at)  # answered when it is there: before this rank begins the step
+                self._store.get(at)  # wait for the store's value before rank 0 begins the step
             return None
         if steps < int(self._store.get(at)):
             return None
@@ -145,13 +147,13 @@ class ThroughStore(Coordination):
         )
         agreed: Request = next(asked, "snapshot")  # type: ignore[arg-type]
         if _stronger(self._request, agreed) == agreed:
-            self._request = None  # a request that came too late for this turn is for the next
+            self._request = None  # a stronger request came too late, and is for the next agreement
         self._turn, self._ready = turn + 1, None
         return agreed
 
-    def look(self) -> None:
-        """Read requests of other ranks, and write this rank's; called now and then, in another thread."""
-        # In this order: while nothing is ready, the main thread leaves the turn alone.
+    def poll(self) -> None:
+        """Write this rank's request to the store and read other ranks'; the watchdog's thread calls it."""
+        # Read `_ready` first: while it is None, the main thread does not change `_turn`.
         if self._ready is not None:
             return
         turn, request = self._turn, self._request
@@ -159,6 +161,6 @@ class ThroughStore(Coordination):
             self._store.set(f"{turn}/{request}", "1")
             self._store.set(f"{turn}/asked", "1")
         if self._store.check([f"{turn}/asked"]):
-            # In this order: what the others read must be true already.
+            # Set `_ready` first: the store's key states that the main thread reads at every point.
             self._ready = turn
             self._store.set(f"{turn}/ready/{self._rank}", "1")

@@ -1,8 +1,8 @@
-"""Evaluations: a run that is asked to end does so in a loop that only evaluates, too.
+"""`Evaluations`: ends a preempted run inside of a loop over a loader that only evaluates.
 
-Saved is the state before the loop, or before the metric that it belongs to: a resumed run evaluates
-again. So the models must be as they were last trained, since a script may have put other weights in their
-place for a while, and registered objects as when the loop began. Otherwise the run ends at its next point.
+The run saves the state from before the loop, or from before the metric around it; a resumed run evaluates
+again. So models must be as they were last trained, since a script may replace their weights for a while,
+and registered objects as when the loop began. Otherwise the run ends after the next trained batch or epoch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _GO_ON = "go on"
 
 
 class Agreement:
-    """Agreement of all ranks to end in one loop.
+    """Agreement of all ranks, through the key-value store, on the batch of a loop at which the run ends.
 
-    Ranks may go through the loop each at its own speed, or need all others in every batch. A rank that is
-    asked to end writes to the store that it is in the loop, and continues. Once all have done so, one of
-    them names the next batch; a rank that comes to the end of the loop before that lets all continue.
+    Ranks may iterate at different speeds, or wait for each other in every batch. A rank with a request to
+    end writes to the store that it is in the loop, and continues. When all ranks have done so, the first
+    rank that reads this chooses its next batch. If a rank ends the loop before that, all ranks continue.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -36,11 +36,11 @@ class Agreement:
         self.is_here = False
 
     def begins(self, loop: str) -> None:
-        """Begin a loop, under a name that is the same on all ranks."""
+        """Begin an agreement in a loop; the name `loop` is the same on all ranks."""
         self._loop, self.is_here = loop, False
 
     def after(self, batch: int) -> bool:
-        """Return whether this rank, which is asked to, ends after `batch` batches of the loop."""
+        """Return whether all ranks end the run after `batch` batches; a rank with a request calls it."""
         store, here = self._store, f"{self._loop}/here"
         if not self.is_here:
             self.is_here = True
@@ -50,27 +50,23 @@ class Agreement:
         return False
 
     def ends(self) -> bool:
-        """Return whether the run ends now that this rank is at the end of the loop."""
+        """Return whether the run ends here, when this rank has reached the end of the loop."""
         return self.is_here and self._decide(_GO_ON) < float("inf")
 
     def _decide(self, wanted: str) -> float:
-        """Return after which batch all ranks end; the first rank's wish is the decision."""
+        """Propose after how many batches all ranks end; return the first proposal, `inf` for no end."""
         text = self._store.compare_set(f"{self._loop}/end", "", wanted).decode()
         return float("inf") if text == _GO_ON else int(text)
 
 
-#: Hashes of models that were not computed.
+#: Placeholder for the hashes of the models where none were computed.
 _UNKNOWN: list[tuple[int, int]] = [(-1, -1)]
 
 
 class Evaluations:
-    """Ends the run in a loop that only evaluates, if it is asked to end.
+    """Ends a run that was asked to end inside of a loop that only evaluates.
 
-    Args:
-        state: models and registered objects, which must not have changed.
-        coordination: knows whether the run is asked to end.
-        agreement: with the other ranks; `None` for a single rank.
-        leave: saves the state and ends the run; given the loop, and the counters when it had begun.
+    `leave` saves the state and ends the run, given the loop and the counters from its beginning.
     """
 
     def __init__(
@@ -89,10 +85,10 @@ class Evaluations:
         self._loop: LoopEvent | None = None
 
     def trained(self) -> None:
-        """Hash the models as they were trained.
+        """Hash the models after a loop that trains, to detect later changes.
 
-        Where loops follow each other so fast that this would take more than 1 % of the time, models are
-        not hashed: a run that is asked to end in an evaluation then ends after it.
+        If loops are so short that hashing would take more than 1 % of the time, models are not hashed; a
+        run that is asked to end in an evaluation then ends after it.
         """
         began = time.monotonic()
         if began < self._next:
@@ -103,7 +99,7 @@ class Evaluations:
         self._next = ended + 100 * (ended - began)
 
     def begins(self, loop: LoopEvent, counters: Counters) -> None:
-        """Begin an outermost loop, which may only evaluate."""
+        """Begin an outermost loop, which may turn out only to evaluate; hash the registered objects."""
         self._loop, self._counters = loop, counters
         if self._models is None:
             self._models = self._sums_of_models()
@@ -113,11 +109,11 @@ class Evaluations:
             self._agreement.begins("/".join(map(str, loop.key)))
 
     def learns(self) -> None:
-        """Note that the loop computes gradients: it does not only evaluate."""
+        """Record that the current loop computes gradients, so that it does not only evaluate."""
         self._loop = None
 
     def batch_ends(self, batch: int) -> None:
-        """End the run after batch number `batch` of the loop, if all ranks agree to.
+        """End the run after `batch` batches of the loop, if it was asked to end and all ranks agree.
 
         Raises:
             Preempted: if the run ends here; its state is on disk then.
@@ -132,11 +128,7 @@ class Evaluations:
             self._leave(loop, self._counters)
 
     def loop_ends(self, *, trained: bool) -> None:
-        """End the loop, and the run with it, if all ranks agree to.
-
-        Raises:
-            Preempted: as `batch_ends`.
-        """
+        """End the loop; then raise `Preempted` if the run was asked to end and all ranks agree."""
         if trained:
             self.trained()
         loop, self._loop = self._loop, None
@@ -155,7 +147,7 @@ class Evaluations:
     def _sums_of_models(self) -> list[tuple[int, int]]:
         modules = [model.module for model in self._state.models]
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        # Some have no values on this rank, or none until their first forward pass.
+        # Meta tensors have no values on this rank; lazy ones have none until their first forward pass.
         return read([bits(t) for t in tensors if not (is_lazy(t) or t.is_meta)])
 
     def _sum_of_registered(self) -> str:

@@ -1,4 +1,4 @@
-"""Preemption: on a signal the run ends after a step that all ranks agree on, with saved state."""
+"""Preemption: on a signal such as SIGTERM, all ranks save the state after one step and end the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = TABLE["preempt_signal"].variable
 
 
 class Preempted(SystemExit):
-    """The run was asked to end, and has saved its state after step number `step`."""
+    """Exit of a run that a signal asked to end, and that saved its state after step number `step`."""
 
     def __init__(self, step: int) -> None:
         super().__init__(PREEMPTED)
@@ -24,21 +24,17 @@ class Preempted(SystemExit):
 
 
 def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
-    """Return the signals that ask a run to end: SIGTERM, and the one that the user has chosen.
-
-    Raises:
-        UsageError: if the variable names none.
-    """
+    """Return the signals that ask a run to end: SIGTERM and the signal of `--preempt-signal`, if any."""
     name = TABLE["preempt_signal"].read(environ)
     chosen = signal.SIGTERM if name is None else signal_of(name, VARIABLE)
     return [signal.SIGTERM, *([chosen] if chosen != signal.SIGTERM else [])]
 
 
 class Signals:
-    """Signal handlers while a run is open: the first signal calls `ask`, the second ends the process.
+    """Signal handlers of an open run: the first signal calls `ask`, a second one ends the process.
 
-    Where the script has handlers of its own, or runs in another thread, there are none of ours. When
-    `patient`, further signals change nothing: a launcher passes them on, and knows when to end.
+    A handler is installed only in the main thread and where the script has none for the signal. If
+    `patient`, further signals have no effect: the launcher, which forwards signals, ends the process.
     """
 
     def __init__(self, ask: Callable[[], None], *, patient: bool) -> None:
@@ -47,7 +43,7 @@ class Signals:
         self.handled: list[signal.Signals] = []
 
     def listen(self) -> None:
-        """Install the handlers."""
+        """Install the signal handlers."""
         wanted = chosen_signals(os.environ)
         if threading.current_thread() is not threading.main_thread():
             return
@@ -67,21 +63,21 @@ class Signals:
         os.kill(os.getpid(), signum)
 
     def close(self) -> None:
-        """Restore the default actions."""
+        """Restore the default actions of the handled signals."""
         while self.handled:
             signal.signal(self.handled.pop(), signal.SIG_DFL)
         if self in _listening:
             _listening.remove(self)
 
 
-#: Handlers of this process that are installed.
+#: The `Signals` of this process whose handlers are installed.
 _listening: list[Signals] = []
-#: Signals that a forking thread blocks otherwise, by thread.
+#: Signal masks that are restored after a fork, by the identifier of the forking thread.
 _masks: dict[int, set[signal.Signals | int]] = {}
 
 
 def _before_fork() -> None:
-    """Block handled signals, which wait in the child until it has its own actions."""
+    """Block the handled signals, so that a child receives them only when it has the default actions."""
     handled = {signum for signals in _listening for signum in signals.handled}
     _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
@@ -91,7 +87,7 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    """Give a forked child the default actions: it has no run to save."""
+    """Restore the default actions of signals in a forked child, which has no run to save."""
     while _listening:
         _listening[-1].close()
     _after_fork()

@@ -1,15 +1,13 @@
-"""Progress of a run through its script, and replay: a resumed run repeats calls up to its saved position.
+"""`Progress`: the position of a run in its script, and the replay of a resumed run up to that position.
 
-A script that is started again runs from its top. Until it comes to the position, its calls return what
-they returned before:
+A script that is started again runs from its top. Replay: up to the saved position, its calls of the run
+return the results that they returned before the restart.
 
-- of a phase that is over, the last epoch is entered again;
-- of a loop that is over, the last batch is computed again, so that the names which the loop's body assigns
-  are there; the state that follows from it is that of the position, which is loaded afterwards;
-- a metric returns the value that it had, and computes nothing;
-- `run.save` does nothing.
-
-Loops that only evaluate, outside of metrics, run again.
+- Of a phase (a call of `run.epochs`) that is over, only the last epoch is entered again.
+- Of a loop over a loader that is over, only the last batch is computed again, so that the loop's body
+  assigns its variables. The saved state is loaded afterwards.
+- A metric (`run.mean`, `run.sum`, `run.gather`) returns its recorded value; `run.save` saves nothing.
+- A loop that only evaluates, outside of metrics, runs again.
 """
 
 from __future__ import annotations
@@ -30,37 +28,31 @@ from lockstep.state.checkpoint.position import (
     SaveEvent,
 )
 
-EventT = TypeVar("EventT", PhaseEvent, MetricEvent, SaveEvent)
+EventT = TypeVar("EventT", PhaseEvent, LoopEvent, MetricEvent, SaveEvent)
 
-#: A batch is computed again of so many of the first and of the last loops that are over: a script that
-#: makes its epochs by itself may have thousands of them.
+#: Number of the first, and of the last, finished loops of which replay computes a batch again. A script
+#: that counts its epochs without `run.epochs` may have thousands of loops.
 _AGAIN = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """Events of a script within a phase, a metric or a loop's batch, or outside of all.
+    """Events, which are loops and calls of the run, that a script makes inside one event, or outside."""
 
-    Attributes:
-        events: those that the script has reached.
-        ahead: during replay, those still to be reached; `None` inside of an event that was not recorded.
-        of: the phase, metric or loop; `None` outside of all.
-        waits: whether the position lies behind the end of `of`, which is replayed.
-    """
-
-    events: list[Event]
+    events: list[Event]  # events that the script has reached
+    #: during replay, recorded events not reached yet; `None` inside of an event without a record
     ahead: list[Event] | None = field(default_factory=list)
-    of: Event | None = None
-    waits: bool = False
+    of: Event | None = None  # the event around these events; `None` at the top level
+    waits: bool = False  # whether `of` is replayed and the saved position lies behind its end
 
 
 class Progress:
-    """Counts steps, epochs, loops and metrics, and replays them up to a saved position, the target.
+    """Counts steps, epochs, loops and metrics, and replays them up to the target, a saved position.
 
     Attributes:
-        stretch: number of the stretch: another one for every epoch and every phase, part of all keys.
-        is_replaying: whether the target has not been reached yet.
-        evaluated_again: loaders of loops that ran again, since they only evaluate.
+        stretch: number that differs for every epoch and phase; the keys of random numbers contain it.
+        is_replaying: whether a resumed run has not reached the target yet.
+        evaluated_again: numbers of the loaders whose loops only evaluate and ran again during replay.
     """
 
     def __init__(self) -> None:
@@ -70,17 +62,17 @@ class Progress:
         self._loaders = 0
         self._levels = [_Level([])]
         self._target: Position | None = None
-        self._last: Event | None = None  # before the target
+        self._last: Event | None = None  # the last recorded event before the target
         self.evaluated_again: list[int] = []
 
-    # --- where it is -----------------------------------------------------------------------------
+    # --- the position ----------------------------------------------------------------------------
 
     def position(self, points: int) -> Position:
-        """Return the position of the run, at point number `points`."""
+        """Return the run's position in the script; `points` is the number of complete states so far."""
         return Position(points=points, counters=self.counters(), events=self._levels[0].events)
 
     def counters(self) -> Counters:
-        """Return the numbers of steps, stretches, loaders and rounds."""
+        """Return the counts of steps, epochs and phases, loaders, and loops over each loader."""
         rounds = tuple(sorted(self._rounds.items()))
         return Counters(self.steps, self.stretch, self._loaders, rounds)
 
@@ -95,22 +87,18 @@ class Progress:
 
     @property
     def open_metrics(self) -> list[MetricEvent]:
-        """Unfinished calls of metrics, the outermost first."""
+        """The calls of metrics such as `run.mean` that have not returned yet, the outermost first."""
         return [level.of for level in self._levels if isinstance(level.of, MetricEvent)]
 
     @property
     def depth(self) -> int:
-        """Number of phases, metrics and loops around the script's current line."""
+        """Number of calls of `run.epochs`, metrics and loops around the script's current line."""
         return len(self._levels) - 1
 
     # --- phases and epochs -----------------------------------------------------------------------
 
     def phase_begins(self, count: int) -> range:
-        """Return the epochs of a phase of `count` epochs that are still to be run, or replayed.
-
-        Raises:
-            StepError: inside of a metric.
-        """
+        """Begin a call of `run.epochs`, not inside of a metric; return the epochs to be run or replayed."""
         metrics = self.open_metrics
         if metrics and not self.is_in_epoch:
             raise StepError(
@@ -141,35 +129,30 @@ class Progress:
         return next(level.of for level in self._levels[::-1] if isinstance(level.of, PhaseEvent))
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Begin an epoch of the current call of `run.epochs`."""
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None and (level.ahead or level.waits or phase.epoch == epoch):
-            return  # a replayed epoch begins as it did
+            return  # a replayed epoch keeps its recorded beginning
         self._begin_stretch()
         phase.epoch, phase.begin, phase.ended = epoch, self.counters(), False
         phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """End an epoch.
-
-        Raises:
-            CheckpointError: if the run had reached another event before.
-        """
+        """End the current epoch; raise `CheckpointError` if its replay lacks a recorded event."""
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None:
-            self._skip(level)
-            if level.ahead or not level.waits:
+            if not (level.waits and all(map(self._may_be_missing, level.ahead or ()))):
                 raise _elsewhere(f"at the end of epoch {phase.epoch}")
             self._set(phase.after)
-            level.waits = phase.complete
+            level.waits, level.ahead = phase.complete, []
             return
         self._begin_stretch()
         phase.ended, phase.after = True, self.counters()
 
     def phase_ends(self) -> None:
-        """End a phase, after its epochs or by a `break`."""
+        """End the current call of `run.epochs`, after its epochs or by `break`."""
         phase = self._phase
         self._levels.remove(self._level_of(phase))
         if self._target is not None:
@@ -179,29 +162,29 @@ class Progress:
         phase.complete, phase.after = True, self.counters()
 
     def phase_left(self) -> None:
-        """End a phase that was left by `break`, or by an exception, which looks the same here."""
+        """End the current epoch and call of `run.epochs`, left by `break` or an exception."""
         if self._target is None:
             self.epoch_ends()
         elif not self._phase.complete:
-            return  # not as before: the next call raises an error
+            return  # the recorded phase had not ended: the script's next call raises an error
         self.phase_ends()
 
     # --- loops -----------------------------------------------------------------------------------
 
     def new_loader(self) -> int:
-        """Return the number of a new loader, part of its loops' keys."""
+        """Return the number of a new loader; the keys of random numbers contain it."""
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
     def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Begin a loop over `loader`; return its event and its first batch.
+        """Begin a loop over the loader number `loader`; return its event and its first batch.
 
         Raises:
-            RunDirectoryError: if the run was in the middle of the loop, with another `batching`.
+            RunDirectoryError: if the run stopped in the middle of the loop, with another `batching`.
         """
         epoch, round_ = self.stretch, self._rounds[loader]
         self._rounds[loader] += 1
-        done, many = self._expect_loop((loader, epoch, round_))
+        done = self._expect(LoopEvent, (loader, epoch, round_))
         if done is None:
             event = LoopEvent(loader=loader, stretch=epoch, round=round_, batching=batching)
             self._levels.append(_Level(event.events, None if self._target else [], event))
@@ -211,11 +194,11 @@ class Progress:
             self._check_batching(done, batching)
         length = done.batching.batches
         is_done = over or length is None or done.batches >= length
-        again = done.last if is_done and not many else None  # else other batches follow
+        again = done.last if is_done and not (over and self._is_among_many()) else None
         if again is None:
             self.steps = done.steps
             self._enter(done)
-            if not done.batches and not over:  # it only evaluates
+            if not done.batches and not over:  # the loop only evaluates
                 self._around.events.remove(done)
         else:
             ahead, done.events = done.events, []
@@ -224,26 +207,18 @@ class Progress:
         batch = done.batches
         return Start(epoch=epoch, round=round_, batch=batch, again=again, is_over=over, loop=done)
 
-    def _expect_loop(self, key: tuple[int, int, int]) -> tuple[LoopEvent | None, bool]:
-        """Return the loop with this key to be reached, and whether it is one of many in the middle."""
-        level = self._around
-        ahead = level.ahead or []
-        loop = next((event for event in ahead if not self._may_be_missing(event)), None)
-        if self._target is None or not isinstance(loop, LoopEvent) or loop.key != key:
-            return None, False
-        self._skip(level)
-        ahead.remove(loop)
-        passed = sum(isinstance(event, LoopEvent) for event in level.events)
-        coming = sum(isinstance(event, LoopEvent) for event in ahead)
-        return loop, loop.complete and passed >= _AGAIN and coming >= _AGAIN
+    def _is_among_many(self) -> bool:
+        """Return whether `_AGAIN` recorded loops come before the next one, and as many after it."""
+        around = (self._around.events, self._around.ahead or ())
+        return all(sum(isinstance(e, LoopEvent) for e in events) >= _AGAIN for events in around)
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether the script is in an epoch."""
+        """Whether the script is inside a call of `run.epochs`."""
         return any(isinstance(level.of, PhaseEvent) for level in self._levels)
 
     def _check_batching(self, loop: LoopEvent, batching: Batching) -> None:
-        """Refuse to continue in the middle of a loop that makes other batches now."""
+        """Raise an error if a loop that continues in its middle makes other batches than before."""
         differences = loop.batching.differences(batching)
         if differences:
             where = f" of epoch {self._phase.epoch}" if self.is_in_epoch else ""
@@ -256,19 +231,19 @@ class Progress:
             )
 
     def trained(self, loop: LoopEvent) -> None:
-        """Record a loop that has updated parameters: it is part of positions from here on."""
+        """Record a loop that has updated parameters, so that saved positions contain it."""
         events = self._around.events
         if not events or events[-1] is not loop:
             events.append(loop)
 
     def repeated(self, loop: LoopEvent) -> None:
-        """Note that the last batch of a loop has been computed again."""
+        """Record that replay has computed the last batch of a finished loop again."""
         level = self._level_of(loop)
         level.waits, level.ahead = False, []
         self.steps = loop.steps
 
     def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
-        """End a loop: not always the innermost, where loops are zipped."""
+        """End a loop, not always the innermost one: a script may zip two loaders."""
         level = self._level_of(loop)
         if self._target is not None and level.ahead is None and not early:
             self.evaluated_again.append(loop.loader)
@@ -277,7 +252,7 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Begin a call of a metric; during replay its event has the value that it returned."""
+        """Begin a call of a metric; during replay the returned event has the value of the recorded call."""
         event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call, after=self.counters())
@@ -293,41 +268,41 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """End a call of a metric, which returns `value`; the events of its items are dropped."""
+        """End a call of a metric that returns `value`; drop the events inside of it."""
         self._levels.remove(self._level_of(event))
         event.done, event.value, event.key, event.after = True, value, key, self.counters()
         event.events = []
 
     def metric_left(self, event: MetricEvent) -> None:
-        """Remove a call of a metric that has ended with an exception."""
+        """Remove a call of a metric that ended with an exception."""
         self._levels.remove(self._level_of(event))
         events = self._levels[-1].events
         if events and events[-1] is event:
             events.pop()
 
     def passes_save(self) -> bool:
-        """Note a call of `run.save` outside of loops; return whether it is replayed, and saves nothing."""
-        event = self._expect(SaveEvent)
-        if event is not None or self._target is None:
-            self._levels[-1].events.append(event or SaveEvent())
-        return event is not None or self._target is not None
+        """Record a call of `run.save` outside of loops; return whether it is replayed and saves nothing."""
+        event = self._expect(SaveEvent) if self.is_replaying else SaveEvent()
+        if event is not None:
+            self._levels[-1].events.append(event)
+        return self.is_replaying
 
     # --- levels ----------------------------------------------------------------------------------
 
-    def _expect(self, kind: type[EventT], call: str = "") -> EventT | None:
-        """Return the event of this kind that the run has reached here before; `None` for a new one.
+    def _expect(self, kind: type[EventT], name: object = None) -> EventT | None:
+        """Return the recorded event of this class and name that replay reaches now; `None` for a new one.
 
-        A script may decide by the best value so far, say, whether it saves or evaluates. During replay it
-        lacks that value. So these calls may be missing, and there may be new ones.
+        A script may decide whether it saves or evaluates by values, such as a best score, that it lacks
+        during replay. So recorded saves and metrics may be missing, and new ones may come.
 
         Raises:
-            CheckpointError: if the run has reached another event, without which it cannot continue.
+            CheckpointError: if `kind` is a phase, and another event that may not be missing comes first.
         """
-        level = self._around if kind is PhaseEvent else self._levels[-1]
+        level = self._around if kind in (PhaseEvent, LoopEvent) else self._levels[-1]
         if self._target is None or level.ahead is None:
             return None
         for event in level.ahead:
-            if isinstance(event, kind) and getattr(event, "call", "") == call:
+            if isinstance(event, kind) and _name(event) == name:
                 del level.ahead[: level.ahead.index(event) + 1]
                 return event
             if not self._may_be_missing(event):
@@ -340,11 +315,6 @@ class Progress:
         is_done = isinstance(event, MetricEvent) and event.done
         return (is_done or isinstance(event, SaveEvent)) and event is not self._last
 
-    def _skip(self, level: _Level) -> None:
-        """Drop calls that are missing in this replay, up to the first that may not be."""
-        while level.ahead and self._may_be_missing(level.ahead[0]):
-            level.ahead.pop(0)
-
     def _enter(
         self, event: Event, ahead: list[Event] | None = None, *, waits: bool = False
     ) -> None:
@@ -354,7 +324,7 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """The innermost level that is no loop's: iterators of loops that were left may be alive."""
+        """The innermost level that belongs to no loop; a loop left by an exception may still have one."""
         levels = reversed(self._levels)
         return next(level for level in levels if not isinstance(level.of, LoopEvent))
 
@@ -364,45 +334,45 @@ class Progress:
     # --- replay ----------------------------------------------------------------------------------
 
     def begin_replay(self, target: Position) -> None:
-        """Replay from here on, up to `target`."""
+        """Begin the replay of a resumed run up to its saved position, `target`."""
         self._target, self.is_replaying = target, True
         self._levels = [_Level([], list(target.events))]
         events = target.events
         while events:
             self._last = last = events[-1]
-            # The target is inside of the last event if that is open.
-            if isinstance(last, PhaseEvent):
-                events = () if last.ended or last.complete else last.events
-            else:
-                is_open = isinstance(last, MetricEvent) and not last.done
-                events = last.events if is_open else ()
+            is_open = isinstance(last, PhaseEvent) and not (last.ended or last.complete)
+            is_open |= isinstance(last, MetricEvent) and not last.done
+            events = last.events if is_open else ()  # the target is inside of an open event
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the script's current call is replayed, and its results are known."""
+        """Whether the script is in a call or loop that was recorded before the restart."""
         return self._target is not None and self._levels[-1].ahead is not None
 
     def check_arrived(self) -> None:
-        """Check at the end of the script that replay is over.
-
-        Raises:
-            CheckpointError: if the script has not come to the target.
-        """
+        """Raise `CheckpointError` if the script has ended before replay reached the target."""
         if self._target is not None:
             raise _elsewhere("at its end")
 
     @property
     def has_arrived(self) -> bool:
-        """Whether replay has come to its target; `arrive` ends it."""
+        """Whether replay has reached its target, the saved position."""
         is_open = any(level.waits or level.ahead for level in self._levels)
         return self._target is not None and not is_open
 
     def arrive(self) -> Position:
-        """End replay, and return the target."""
+        """End replay and return its target, the saved position."""
         target, self._target, self.is_replaying = self._target, None, False
         assert target is not None, "replay has a target"
         self._set(target.counters)
         return target
+
+
+def _name(event: Event) -> object:
+    """Return the key of a loop, the call of a metric, or `None`, which identifies events of a class."""
+    if isinstance(event, LoopEvent):
+        return event.key
+    return event.call if isinstance(event, MetricEvent) else None
 
 
 def _elsewhere(where: str) -> CheckpointError:

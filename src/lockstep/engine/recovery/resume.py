@@ -1,4 +1,4 @@
-"""Resume: the newest state of a run, from its directory or from snapshots in memory."""
+"""Resume of a run: finding its directory, and loading its newest state from memory or disk."""
 
 from __future__ import annotations
 
@@ -29,27 +29,20 @@ from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 _NO_RANK = "-1"
-#: Settings that ask for the newest unfinished run, and for one by its directory.
+#: Variables by which a user continues the newest unfinished run, or the run in a given directory.
 _VARIABLES = {"resume": "LOCKSTEP_RESUME=1", "run_dir": "LOCKSTEP_RUN_DIR="}
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeInfo:
-    """What a run's directory says of it.
+    """Facts about earlier starts of a run, read by the main rank from the run's directory."""
 
-    Attributes:
-        generations: how often its processes were started before.
-        is_ours: whether this launch has recorded it, before its processes were restarted.
-        directory: of the unfinished run that continues, where none was named.
-        note: the line that names an unfinished run, where a new one begins.
-    """
-
-    generations: int = 0
-    replicas: int | None = None
-    threads: int | None = None
-    is_ours: bool = False
-    directory: str | None = None
-    note: str | None = None
+    generations: int = 0  # number of times that the run's processes were started before
+    replicas: int | None = None  # number of replicas that the run began with; `None` for a new run
+    threads: int | None = None  # number of threads that the run began with; `None` for a new run
+    is_ours: bool = False  # whether this launch began the run, and has now restarted its processes
+    directory: str | None = None  # directory of an unfinished run that continues
+    note: str | None = None  # line for the user about an unfinished run
 
     @property
     def is_new(self) -> bool:
@@ -58,20 +51,20 @@ class ResumeInfo:
 
 
 def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the name of this process's launch; `None` without one."""
+    """Return the name of the launch of `lockstep run` that started this process; `None` without one."""
     return environ.get("LOCKSTEP_LAUNCH") if world.environment == "lockstep" else None
 
 
 def recall(
     rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> ResumeInfo:
-    """Return what the main rank finds in the run's directory, the same on all ranks.
+    """Read the run's directory on the main rank; broadcast the result and return it on all ranks.
 
     Without `run_dir` the run continues in the directory of an unfinished run, or begins in a new one.
 
     Raises:
-        RunDirectoryError: if the record there is damaged.
-        UsageError: if an unfinished run is to continue, and there is none.
+        RunDirectoryError: if the directory's record of the run is damaged.
+        UsageError: if the user wants to continue an unfinished run, and none exists.
         PeerError: if the main rank cannot continue.
     """
 
@@ -79,7 +72,7 @@ def recall(
         chosen, line = _choose(rendezvous, run_dir, launch, settings)
         found = None if chosen is None or chosen == run_dir else str(chosen)
         recorded = (None if chosen is None else run_file.read(chosen)) or {}
-        # A restart continues with what this launch has begun, fresh or not.
+        # A restart continues the run that this launch began, also with --fresh.
         is_of_launch = launch is not None or rendezvous.world.generation > 0
         is_ours = recorded.get("launch") == launch and is_of_launch
         generations, identity = recorded.get("generations", []), recorded.get("identity", {})
@@ -95,10 +88,10 @@ def recall(
 def _choose(
     rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> tuple[Path | None, str | None]:
-    """Return the run's directory, `None` for a new one, and the line that names an unfinished run."""
+    """Return the run's directory (`None`: a new one), and a line for the user about an unfinished run."""
     world, is_first = rendezvous.world, rendezvous.number == 0
     if world.environment == "lockstep" or not (settings.resume or (run_dir is None and is_first)):
-        return run_dir, None  # a launcher has chosen
+        return run_dir, None  # the launcher has chosen the directory
     if settings.resume and settings.fresh:
         raise unfinished.contradicting("LOCKSTEP_RESUME", "LOCKSTEP_FRESH")
     names = ("name", "seed", "replicas", "threads", "precision")
@@ -117,23 +110,16 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved state.
+    """A run's state that was saved in memory or on disk."""
 
-    Attributes:
-        text: its position and its numbers, JSON.
-        tensors: by name, each read where it is needed.
-        source: its place, for messages.
-        is_part: whether it has this rank's parts, and not all, of tensors that are cut over ranks.
-    """
-
-    text: str
-    tensors: Mapping[str, Stored]
-    source: str
-    is_part: bool = False
+    text: str  # JSON of the position and of all values that are not tensors
+    tensors: Mapping[str, Stored]  # tensors by name; each is read at its first use
+    source: str  # path, `memory`, or the rank that sent the state, for messages
+    is_part: bool = False  # whether it has only this rank's parts of sharded tensors
 
     @property
     def position(self) -> Position:
-        """Position of the run."""
+        """Position of the run in its script when the state was saved."""
         prefix = f"{ANSWERS}."
         own = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         answers = {name.removeprefix(prefix): tensor.read() for name, tensor in own.items()}
@@ -141,12 +127,15 @@ class Saved:
 
     @property
     def variables(self) -> str:
-        """Fingerprints of the script's variables; empty in a state of an earlier version."""
+        """Fingerprints of the script's variables; empty if an earlier version saved the state."""
         text = json.loads(self.text).get("variables", "")
         return text if isinstance(text, str) else ""
 
     def restore(self, state: State, *, whole: bool) -> None:
-        """Load the saved state into the objects of `state`."""
+        """Load this saved state into the models, optimizers and other objects of `state`.
+
+        `whole` requires the script to have made all objects; else those that exist are loaded.
+        """
         needed = state.needed_whole(self.tensors)
 
         def tensor(name: str) -> Any:
@@ -155,14 +144,17 @@ class Saved:
 
         try:
             values = state_codec.rebuild(_content(self.text, "state"), tensor)
-            del values[ANSWERS]  # the position has them
+            del values[ANSWERS]  # results of metrics, which the position contains
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise _unreadable(f"its state cannot be read ({error!r})") from error
         state.load(values, whole=whole)
 
 
 class Search:
-    """Looks for the state of a run in memory and on disk, together with the other ranks."""
+    """A search of all ranks for the newest state of a run, in shared memory and on disk.
+
+    The newest state is the one after most points, which are the ends of batches and epochs.
+    """
 
     def __init__(
         self,
@@ -183,10 +175,10 @@ class Search:
         self._found: Found | None = None
 
     def find(self) -> Saved | None:
-        """Return the newest state, the same on all ranks; `None` where the run begins.
+        """Return the newest saved state, the same on all ranks; `None` if no state was saved.
 
         Raises:
-            RunDirectoryError: if a checkpoint in the directory is of another run.
+            RunDirectoryError: if a checkpoint in the directory belongs to another run.
             CheckpointError: if the disk cannot be read.
         """
         if self._size == 1:
@@ -197,21 +189,21 @@ class Search:
         own = self._memory if 0 <= newest == _points(self._memory) else None
         if path:
             own = None if self._found is None else _read(self._found)
-            if own is None:  # on a node that does not see the main rank's disk there is nothing
+            if own is None:  # a node may not see the main rank's disk
                 with contextlib.suppress(CheckpointError):
                     own = _read(look(Path(path)))
         return self._spread(own)
 
     def _on_disk(self, *, beyond: int) -> Found | None:
-        """Return the newest checkpoint, if its position is beyond so many points."""
+        """Return the newest checkpoint if more than `beyond` batches and epochs precede it, else `None`."""
         there = self._disk.newest_text()
         if there is not None and _points_of(there) <= beyond:
             return None
-        found = self._disk.newest()  # where no text can be read, this says why
+        found = self._disk.newest()  # raises an error if the checkpoint cannot be read
         return None if found is None or _points_of(found.manifest.text) <= beyond else found
 
     def _newest(self, answers: list[str]) -> str:
-        """Return the points of the newest state in memory, and the path of a newer checkpoint."""
+        """Return JSON: the number of points before the newest state in memory, a newer state's path."""
         newest = _newest_whole([json.loads(answer) for answer in answers])
         self._found = self._on_disk(beyond=newest)
         return json.dumps([newest, "" if self._found is None else str(self._found.path)])
@@ -220,12 +212,16 @@ class Search:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
-        """Let ranks that have the state send it to those that lack it."""
-        source = self._conclude("source", "0" if own is None else "1", _first_with_state)
+        """Broadcast the newest state from the first rank that has it, if any rank lacks it."""
+
+        def first_with_state(have: list[str]) -> str:
+            return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
+
+        source = self._conclude("source", "0" if own is None else "1", first_with_state)
         return own if source == _NO_RANK else self._broadcast(own, int(source))
 
     def _broadcast(self, own: Saved | None, source: int) -> Saved:
-        """Return the state that rank `source` sends to ranks without one."""
+        """Broadcast the state of rank `source` to the ranks whose `own` is `None`; return it."""
         store, is_source = self._rendezvous.store, self._rank == source
         if is_source:
             assert own is not None
@@ -242,7 +238,7 @@ class Search:
                 tensor = own.tensors[name].read()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            # As bytes: not all types can be broadcast.
+            # As bytes, since not all dtypes can be broadcast.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=self._group)
             if own is None:
                 tensors[name] = Stored.of(tensor)
@@ -250,18 +246,13 @@ class Search:
 
 
 def _newest_whole(states: list[Any]) -> int:
-    """Return the points of the newest state that is in memory with all of its parts; -1 without one.
+    """Return the number of batches and epochs before the newest complete state in memory; -1 without one.
 
-    `states` has for each rank the points of what its memory has, and whether that is a part.
+    `states` has this number for the state in each rank's memory, and whether this state is only a part.
     """
-    # Each rank has its part of it, or some of it is lost.
+    # Parts make a complete state only if every rank has its part of the same state.
     has_all = all(state == states[0] for state in states)
     return max((points for points, is_part in states if has_all or not is_part), default=-1)
-
-
-def _first_with_state(have: list[str]) -> str:
-    """Return the first rank that has the state, where some lack it; else `_NO_RANK`."""
-    return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
 
 
 def _read(found: Found) -> Saved:
@@ -278,11 +269,7 @@ def _points_of(text: str) -> int:
 
 
 def _content(text: str, part: str) -> Any:
-    """Return a part of a saved state's text.
-
-    Raises:
-        CheckpointError: if the text has no such part.
-    """
+    """Return the value of the key `part` in the JSON `text`; raise `CheckpointError` if it is missing."""
     try:
         return json.loads(text)[part]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

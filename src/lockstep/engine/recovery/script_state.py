@@ -1,4 +1,4 @@
-"""`run.state`: variables of a script that are part of the run's state."""
+"""`ScriptState`, which `run.state` returns: variables of a script that are saved with the run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from lockstep.errors import UsageError, VariableError
 
 
 class ScriptState:
-    """Variables that are saved with the run, as attributes; made by `Run.state`.
+    """Namespace whose attributes are variables that are saved with the run; `run.state` makes it.
 
-    It takes the names that it was made with, and values that a state can have: numbers, text, None,
-    tensors, arrays, and containers of them.
-
-    Args:
-        name: what it is called in messages and in what is saved.
-        values: the variables, with their first values.
-        device: where tensors are after a resume.
+    Its attributes are the names in `values`, and no others. Their values are numbers, text, None, tensors,
+    arrays, and containers of them. After a resume tensors are on `device`.
     """
 
     __slots__ = ("__device", "__name", "__values")
@@ -45,7 +40,7 @@ class ScriptState:
         self.__values[variable] = value
 
     def __getattr__(self, variable: str) -> Any:
-        if variable.startswith("_ScriptState__"):  # of an object that `copy` has not filled
+        if variable.startswith("_ScriptState__"):  # `copy` makes an object without attributes first
             raise AttributeError(variable)
         self.__check(variable)
         return self.__values[variable]
@@ -72,11 +67,11 @@ class ScriptState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the variables."""
+        """Return a dictionary of the namespace's variables."""
         return dict(self.__values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the variables as they were saved."""
+        """Set the variables to their values in a saved `state`."""
         before = dict(self.__values)
         self.__values.clear()
         for variable, value in state.items():
@@ -87,7 +82,7 @@ class ScriptState:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """Return a value with its tensors on `device`."""
+    """Move the tensors of a saved value, in containers too, to `device`; return the value."""
     if device.type == "cpu":
         return value
     if isinstance(value, torch.Tensor):

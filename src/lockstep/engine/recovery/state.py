@@ -1,4 +1,4 @@
-"""State of a run: everything that snapshots and checkpoints save and restore."""
+"""`State`: the models, optimizers, schedulers and registered objects that a run saves and restores."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lockstep.errors import CheckpointError, ModelError
 from lockstep.state.checkpoint import state_codec
 from lockstep.world import accelerator
 
-#: Name under which values of metrics are saved that are tensors.
+#: Key in the saved state of those results of metrics that are tensors.
 ANSWERS = "answers"
 
-#: Saved tensors that may be cut over ranks, besides those of optimizers.
+#: Keys of the saved state whose tensors may be cut over ranks, besides `optimizers`.
 _OF_MODELS = ("models", "gradients")
-#: Bytes up to which the state of a registered object is copied when an epoch begins: counters and best
-#: values, not averages of weights.
+#: Maximal size, in bytes, of a registered object's state that is copied when an epoch begins: counters and
+#: best values are smaller, averages of weights are larger.
 _SMALL = 1 << 16
-#: For each group its parameters: the number of the model, and the name there.
+#: For each parameter group of an optimizer: the number of the model and the name of each parameter.
 _Names = list[list[tuple[int, str]]]
 
 
 class State:
-    """Models, optimizers, schedulers and registered objects of a run, in the script's order."""
+    """Models, optimizers, schedulers and registered objects of a run, in the order the script made them."""
 
     def __init__(self) -> None:
         self.scaler: Scaler | None = None
@@ -47,7 +47,7 @@ class State:
         self._groups: list[list[list[int]]] = []  # of each optimizer, when it was added
 
     def epoch_begins(self) -> None:
-        """Copy the state of small registered objects: during replay a script decides by it as it did."""
+        """Copy the states of small registered objects, which a replay of this epoch begins with."""
         self._before = {}
         for name, value in self.registered.items():
             state = value.state_dict()
@@ -61,9 +61,9 @@ class State:
         self._groups.append(_ids(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """Return the state of each model and registered object, under a name for messages.
+        """Return the state of each model and registered object by a name for messages.
 
-        All ranks call this: some tensors may be cut over ranks, which gather them together.
+        All ranks call it together, since they gather tensors that are cut over ranks.
         """
         for model in self.models:
             model.check_gathering()
@@ -76,7 +76,7 @@ class State:
         return named | {f"state of {name}": v.state_dict() for name, v in self.registered.items()}
 
     def capture(self) -> dict[str, Any]:
-        """Return the whole state; tensors are the ones in use, and some may be cut over ranks."""
+        """Return the complete state, as nested dictionaries; tensors are not copied, and may be sharded."""
         return {
             "models": _numbered([model.state() for model in self.models]),
             "buffers": _numbered([model.unsaved_buffers() for model in self.models]),
@@ -85,7 +85,7 @@ class State:
             "extras": _numbered([model.extras() for model in self.models]),
             "optimizers": _numbered([self._optimizer_state(own) for own in self.optimizers]),
             "optimizer_extras": self._extras(),
-            # Parameters of optimizers whose groups the script has changed.
+            # Names of parameters, only of optimizers whose groups the script has changed.
             "groups": {
                 str(number): _names_of(optimizer, self.models)
                 for number, optimizer in enumerate(self.optimizers)
@@ -98,14 +98,14 @@ class State:
         }
 
     def load(self, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Load the state that `capture` has returned.
+        """Load a state that `capture` returned into the models, optimizers and other objects of the run.
 
         Args:
-            state: nothing else refers to its tensors; those not in `needed_whole` may be `Stored`.
-            whole: whether all objects are expected to exist; before, a script may still make some.
+            state: its tensors are used nowhere else; tensors not in `needed_whole` may be `Stored`.
+            whole: whether the script must have made all objects; else only those that exist are loaded.
 
         Raises:
-            CheckpointError: if the script has made other objects than the state has.
+            CheckpointError: if the script made other objects than the saved run.
         """
         models: dict[str, Callable[[Any], object]] = {}
         for number, model in enumerate(self.models):
@@ -115,7 +115,7 @@ class State:
                     part, _, own = name.rpartition(".")
                     module = model.module.get_submodule(part)
                     prune.custom_from_mask(module, own, mask)  # type: ignore[no-untyped-call]
-            if whole or not masks:  # a script prunes a model before its position, or replays that
+            if whole or not masks:  # the script may still prune the model before the saved position
                 models[str(number)] = model.load
         _load("model", models, state["models"], whole=whole)
         for number, model in enumerate(self.models):
@@ -131,7 +131,7 @@ class State:
         _load("scheduler", schedulers, state["schedulers"], whole=whole)
         registered = {name: own.load_state_dict for name, own in self.registered.items()}
         saved, before = state["registered"], state["before"]
-        # An epoch is replayed from its beginning up to the position.
+        # Replay begins with the states from the beginning of the epoch, `before`.
         _load("registered object", registered, saved if whole else {**saved, **before}, whole=whole)
         self._before = copy.deepcopy(before)
         if self.scaler is not None and state.get("scaler"):
@@ -142,7 +142,7 @@ class State:
         optimizers = {
             str(number): functools.partial(self._load_optimizer, own, groups.get(str(number)))
             for number, own in enumerate(self.optimizers)
-            # A script adds or removes a group before its position, or replays that.
+            # The script may still add or remove a group before the saved position.
             if whole or len(groups.get(str(number), own.param_groups)) == len(own.param_groups)
         }
         _load("optimizer", optimizers, state["optimizers"], whole=whole)
@@ -153,15 +153,11 @@ class State:
         }
         _load("attributes of optimizer", extras, state.get("optimizer_extras", {}), whole=False)
         for optimizer in self.optimizers:
-            # It has stepped, in an earlier process; torch's schedulers warn where it has not.
+            # torch's schedulers warn about an optimizer without steps; this one stepped before the restart.
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _load_optimizer(self, optimizer: Optimizer, groups: _Names | None, state: Any) -> None:
-        """Load the state of an optimizer, with the groups that it had; new ones get the usual settings.
-
-        Raises:
-            KeyError: if a model has no parameter of that name.
-        """
+        """Load the state of an optimizer; `groups` names its saved groups if the script changed them."""
         if groups is not None:
             pairs = zip(optimizer.param_groups, _names_of(optimizer, self.models), strict=True)
             optimizer.param_groups[:] = [group for group, own in pairs if own in groups]
@@ -174,7 +170,7 @@ class State:
         take(optimizer, state)
 
     def register(self, name: str, value: Any) -> None:
-        """Add a registered object."""
+        """Add an object of `run.register`; raise `ModelError` if it cannot be saved or `name` is taken."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise ModelError(
@@ -188,18 +184,19 @@ class State:
 
     @property
     def is_split(self) -> bool:
-        """Whether no rank has the whole state."""
+        """Whether a model is distributed over ranks, so that no rank has the whole state."""
         return any(model.is_split for model in self.models)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether ranks capture the state together, since some of them have nothing of a tensor."""
+        """Whether `capture` is a collective call, since a rank may lack all elements of a tensor."""
         return any(model.is_split and not model.is_cut for model in self.models)
 
     def needed_whole(self, names: Iterable[str]) -> set[str]:
-        """Return those of the saved tensors `names` of which this rank needs all.
+        """Return the names of the saved tensors that this rank reads completely.
 
-        Of models that are cut over ranks a rank reads its part, of models not made yet nothing.
+        Of a model whose tensors are cut over ranks a rank reads only its part; of a model that the script
+        has not made yet, nothing.
         """
         holders = [self._holder(optimizer) for optimizer in self.optimizers]
         models = [str(n) for n, model in enumerate(self.models) if not model.is_cut]
@@ -209,7 +206,7 @@ class State:
         return {n for n in names if n.startswith(tuple(whole)) or not n.startswith(cut)}
 
     def _holder(self, optimizer: Optimizer) -> WrappedModel | None:
-        """Return the split model whose parameters an optimizer has, if there is one."""
+        """Return the model with the optimizer's parameters if it is distributed over ranks, else `None`."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         split = [model for model in self.models if model.is_split]
         return next((m for m in split if own & {id(p) for p in m.parameters}), None)
@@ -219,7 +216,7 @@ class State:
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
     def _extras(self) -> dict[str, Any]:
-        """Return attributes that optimizers of whole models have beside their `state_dict`."""
+        """Return the attributes that `state_dict` lacks, of optimizers whose models are not split."""
         known = {id(own) for own in self.optimizers}
         return {
             str(number): extras
@@ -228,7 +225,7 @@ class State:
         }
 
     def forgotten_attributes(self) -> str | None:
-        """Return the optimizer of a split model whose attributes are not saved, and their names."""
+        """Return the type of an optimizer with attributes that are not saved, and the attributes' names."""
         for optimizer in self.optimizers:
             if self._holder(optimizer) is not None:
                 extras = optimizer_extras.capture(optimizer).values()
@@ -238,10 +235,10 @@ class State:
         return None
 
     def forgotten_scheduler(self) -> str | None:
-        """Return the optimizer whose learning rate scheduler is not part of the run, if there is one."""
+        """Return the type of an optimizer whose scheduler did not go through `run.scheduler`, or `None`."""
         known = {id(getattr(scheduler, "optimizer", None)) for scheduler in self.schedulers}
         for optimizer in self.optimizers:
-            # Set by torch.optim.lr_scheduler on the optimizer that it counts the steps of.
+            # torch.optim.lr_scheduler sets this attribute on the optimizer whose steps it counts.
             if (
                 getattr(optimizer.step, "_wrapped_by_lr_sched", False)
                 and id(optimizer) not in known
@@ -251,11 +248,7 @@ class State:
 
 
 def check_savable(name: str, state: Mapping[str, Any]) -> None:
-    """Refuse a state that can be neither saved nor hashed, before anything is computed with it.
-
-    Raises:
-        ModelError: naming the value and its type.
-    """
+    """Raise `ModelError`, naming the value and its type, if `state` cannot be saved and hashed."""
     try:
         state_codec.flatten({name: state})
     except CheckpointError as error:
@@ -273,7 +266,7 @@ def _fill(
     gradients: Mapping[str, torch.Tensor] | None,
 ) -> None:
     for parameter in model.parameters:
-        parameter.grad = None  # of a batch that was computed again
+        parameter.grad = None  # the gradient of a replayed batch
     own = dict(model.module.named_buffers())
     for name, value in (buffers or {}).items():
         if name in own:
@@ -282,7 +275,7 @@ def _fill(
 
 
 def _modes(model: WrappedModel) -> str:
-    """Return `1` for each module of a model in training mode, `0` for the others."""
+    """Return a text with `1` for each module in training mode, and `0` for each in evaluation mode."""
     return "".join("1" if part.training else "0" for part in model.module.modules())
 
 
@@ -297,7 +290,7 @@ def _load(
     *,
     whole: bool,
 ) -> None:
-    # The script may make more after the point than there was before.
+    # The script may make more objects after the saved position.
     if whole and not saved.keys() <= there.keys():
         raise CheckpointError(
             f"the state has {len(saved)} {what}(s) ({', '.join(saved) or 'none'}), the script has made "
@@ -318,12 +311,12 @@ def _load(
 
 
 def footprint(state: State, device: torch.device) -> dict[str, int]:
-    """Return this rank's memory of models and optimizers, and its peaks, in bytes.
+    """Return this rank's memory for models and optimizers and its peak memory, in bytes.
 
     Returns:
-        `parameters`, `buffers`, `gradients` (as they were when an optimizer first stepped) and `optimizer`:
-        this rank's own part of each; `peak_host`: the largest resident size of the process so far, all of
-        torch in it; `peak_device`: the most that torch has taken of a GPU.
+        `parameters`, `buffers`, `gradients` (at the first step of an optimizer) and `optimizer`: bytes of
+        this rank's part of these tensors; `peak_host`: largest resident size of the process so far, with
+        torch's libraries; `peak_device`: largest memory that torch allocated on the GPU.
     """
     modules = [model.module for model in state.models]
     used = {
@@ -337,7 +330,7 @@ def footprint(state: State, device: torch.device) -> dict[str, int]:
             for value in tree_leaves(own)
             if isinstance(value, torch.Tensor)
         ),
-        # Linux counts in units of 1024 bytes.
+        # Linux reports it in units of 1024 bytes.
         "peak_host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if (peak := accelerator.peak_memory(device)) is not None:
@@ -353,7 +346,7 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
-    """Return the names of the parameters in each group of `optimizer`."""
+    """Return the model's number and the name of each parameter, for each group of `optimizer`."""
     named = {
         id(p): (number, name)
         for number, model in enumerate(models)
@@ -363,7 +356,7 @@ def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
 
 
 def _masks(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the masks of parameters that are pruned in `state`, a `state_dict`, and not in `module`."""
+    """Return masks by name of parameters that are pruned in the `state_dict` but not yet in `module`."""
     names = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
     own = dict(module.named_parameters()) if names else {}
     return {n: state[f"{n}_mask"] for n in names if n in own and f"{n}_orig" in state}

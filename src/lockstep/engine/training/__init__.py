@@ -1,1 +1,1 @@
-"""`lockstep.Run` and its parts: loop, loaders, models, optimizers, metrics, checkpointing."""
+"""The parts of `lockstep.Run`: loop, loaders, models, optimizers, metrics, audit, watchdog."""

@@ -1,4 +1,4 @@
-"""Averages of weights and other modules that the run does not train, but whose buffers loops change."""
+"""`Averages`: keeps the buffers of untrained modules, such as averages of weights, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,23 @@ from lockstep.engine.strategies.untrained_module import UntrainedModule
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.listeners import Listener
 
-#: Frames between a loop that begins and torch's function: those of the loader, and what is put around it.
+#: Maximal number of stack frames between the beginning of a loop and torch's `update_bn` around it.
 _DEPTH = 16
 
 
 class Averages(Listener):
-    """Follows modules, so that their buffers are replica 0's on every rank.
+    """Modules that the run does not train, but whose buffers are set to replica 0's on every rank.
 
-    Args:
-        context: where the run's models live.
-        models: those that the run holds.
-
-    Attributes:
-        followed: the followed modules, which the run's loop tells of its microbatches.
+    The run's loop calls the modules in `followed` at each microbatch.
     """
 
     def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:
         self.followed: list[UntrainedModule] = []
         self._context, self._models = context, models
-        self._passing: list[UntrainedModule] = []  # for the length of a loop
+        self._passing: list[UntrainedModule] = []  # modules that leave at the end of the loop
 
     def add(self, value: Any) -> UntrainedModule | None:
-        """Follow `value` from here on; `None` where it is no module, or is followed already."""
+        """Add a module and return its wrapper, or `None` if `value` is no module or already added."""
         if not isinstance(value, nn.Module) or self._context.replicas == 1:
             return None
         if _share_parts(value, [*self._models, *self.followed]):
@@ -47,9 +42,9 @@ class Averages(Listener):
         return own
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins: follow the model of torch's `update_bn`, if it is that one's."""
+        """For the length of this loop, add the model of torch's `update_bn` if it runs the loop."""
         for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
-            one.leave()  # the run has got it as a model since, and follows it as such
+            one.leave()  # the script has passed it to `run.model` since
             self.followed.remove(one)
         if torch.is_grad_enabled():
             return
@@ -58,7 +53,7 @@ class Averages(Listener):
             self._passing.append(added)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over."""
+        """Remove the modules that were added for the length of the loop."""
         while self._passing:
             followed = self._passing.pop()
             followed.leave()
@@ -71,9 +66,9 @@ def _share_parts(module: nn.Module, known: Sequence[WrappedModel | UntrainedModu
 
 
 def _of_update_bn(frame: FrameType | None) -> Any:
-    """Return the model whose statistics torch's function computes, if it is what called `frame`, or `None`.
+    """Return the model that torch's `update_bn` was called with, if it is among the callers of `frame`.
 
-    The function has no place to hook into, and gives the model to nothing but its own loop.
+    `update_bn` has no hooks and passes its model to no other function.
     """
     swa_utils = sys.modules.get("torch.optim.swa_utils")
     if swa_utils is None:

@@ -1,9 +1,9 @@
-"""`run.backward`: the backward pass of one microbatch, with its weight.
+"""`Backward`, behind `run.backward`: the backward pass of one microbatch, with the weight of its loss.
 
-A loss may be a mean over something else than samples, such as tokens. The mean over a global batch is
+A loss may be a mean over tokens, say, instead of samples. The mean over a global batch is
 `sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. The sum of the weights is known only
-when the last replica has been computed. So gradients of `w_r * loss_r` are summed, in tree order, and
-divided by the sum of the weights then.
+when the last replica has been computed. So gradients of `w_r * loss_r` are summed in tree order, and then
+divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from lockstep.errors import (
     UsageError,
 )
 
-#: Weights that are cached as tensors: a run without weights of its own has a few.
+#: Maximal number of weights that are cached as tensors; without `weight=` a run has a few different ones.
 _CACHED = 64
 
 
 class Backward:
-    """Runs backward passes.
+    """Implementation of `run.backward`: runs the backward pass of a microbatch's loss.
 
     Attributes:
         passes: number of backward passes so far.
-        recomputed: compares losses with those from before a crash; the run sets it.
+        recomputed: compares losses with those of the same steps before a restart; the session sets it.
     """
 
     def __init__(self, context: Context, state: State, loop: Loop, faults: Faults | None) -> None:
@@ -56,7 +56,7 @@ class Backward:
         self.recomputed: Recomputed | None = None
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        """Compute the gradients of `loss`, and sum them over the global batch; see `Run.backward`."""
+        """Compute the gradients of `loss` and sum them over the global batch; see `Run.backward`."""
         microbatch = self._loop.require_microbatch("run.backward")
         self._loop.first_error.check()
         try:
@@ -98,14 +98,14 @@ class Backward:
         if weight is not None:
             self._weighting.finish(microbatch, models)
         if scaler is not None and microbatch.last:
-            # Ranks with parts of a model agree here, inside the watched collective.
+            # Ranks with parts of a model all-reduce here, while the watchdog still observes the call.
             scaler.after_backward(models)
         loop.saw_loss(microbatch, loss)
         if self._context.watchdog is not None:
             self._context.watchdog.backward_ends()
 
     def _compute(self, loss: torch.Tensor, weight: float | None) -> None:
-        """Compute gradients of the weighted loss; zero gradients without a weight."""
+        """Compute the gradients of `weight * loss`; zero gradients if the weight is `None`."""
         if weight is None:  # 0 times NaN would be NaN
             leaves = list(_leaves_behind(loss))
             torch.autograd.backward(leaves, [missing_like(leaf) for leaf in leaves])
@@ -115,7 +115,7 @@ class Backward:
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
-        """Tell the watchdog of the backward pass, and record the loss."""
+        """Report the beginning of the backward pass to the watchdog, and record the loss."""
         if (watchdog := self._context.watchdog) is not None:
             numbers = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, numbers)
@@ -129,7 +129,7 @@ class Backward:
             self._faults.before_backward()
 
     def _reached(self, loss: torch.Tensor) -> list[WrappedModel]:
-        """Return the models that the loss depends on."""
+        """Return the models whose parameters the loss depends on."""
         used = [model for model in self._state.models if model.used]
         if len(used) > 1:
             owners = {id(p): model for model in used for p in model.leaves}
@@ -140,7 +140,7 @@ class Backward:
         return used
 
     def _unreached(self, loss: torch.Tensor) -> RunError:
-        """Return the error of a loss without a forward pass that waits for its backward pass."""
+        """Return the error for a loss that depends on no forward pass of this microbatch."""
         for model in self._state.models:
             if _owners_behind(loss, {id(p): model for p in model.leaves}, 1):
                 return StepError(
@@ -155,17 +155,17 @@ class Backward:
         )
 
     def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return the weight as a tensor like `loss`: the gradient that backward starts with."""
+        """Return the weight as a tensor with the dtype and shape of `loss`, for `loss.backward`."""
         key = weight, loss.dtype, loss.shape
         if key not in self._weights:
-            if len(self._weights) > _CACHED:  # numbers of tokens differ from batch to batch
+            if len(self._weights) > _CACHED:  # numbers of tokens differ between batches
                 self._weights.clear()
             self._weights[key] = torch.full_like(loss.detach(), weight)
         return self._weights[key]
 
 
 class Weighting:
-    """Weights the losses of a run."""
+    """Computation of the factors by which losses and summed gradients are multiplied, from `weight=`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -178,12 +178,12 @@ class Weighting:
         loss: torch.Tensor,
         weight: torch.Tensor | float | None,
     ) -> float:
-        """Return the factor of a microbatch's gradients in their sum.
+        """Return the factor of a microbatch's gradients in the sum over the global batch.
 
         Raises:
-            StepError: for an invalid weight, or one for some microbatches of a batch only; for a loss that
-                is not finite, with the weight 0, of the only replica.
-            UsageError: where ranks update by themselves before all weights are known.
+            StepError: if the weight is invalid, only some microbatches of the batch have a weight, or the
+                only replica has weight 0 and a loss that is not finite.
+            UsageError: if parameters are updated before all weights are known.
         """
         if weight is None:
             if self._weights:
@@ -222,7 +222,7 @@ class Weighting:
     def _check_all(
         self, microbatch: Microbatch, models: Sequence[WrappedModel], expected: int
     ) -> None:
-        """Refuse a batch of which only some replicas have a weight."""
+        """Raise an error unless `expected` microbatches of this rank had a weight."""
         weights = self._weights.get(_key(models), {})
         if not expected and microbatch.first:
             weights.clear()
@@ -233,18 +233,14 @@ class Weighting:
             )
 
     def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:
-        """Divide summed gradients by the weight of the global batch.
-
-        Raises:
-            StepError: if that is zero.
-        """
+        """Divide the summed gradients by the sum of weights; raise `StepError` if the sum is zero."""
         if not microbatch.last or self._context.replicas == 1:
             return
         weights = torch.zeros(self._context.replicas, dtype=torch.float64)
         for replica, weight in self._weights.pop(_key(models)).items():
             weights[replica] = weight
         if self._context.groups.data is not None:
-            # Every element is non-zero on one rank at most, so that this adds nothing but zeros.
+            # Every element is non-zero on at most one rank, so that the sum is exact.
             dist.all_reduce(weights, group=self._context.groups.data)
         numbers: list[float] = weights.tolist()
         summed = total(numbers, operator.add)
@@ -273,7 +269,7 @@ def _check_loss(loss: torch.Tensor) -> None:
 def _check_whole(
     microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
 ) -> None:
-    """Refuse to leave a microbatch out of a split model, whose ranks wait for each other."""
+    """Raise an error if a model is distributed over ranks, which must all run its backward pass."""
     for model in models:
         if model.is_split:
             raise StepError(
@@ -296,12 +292,12 @@ def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
 
 
 def _unit(microbatch: Microbatch) -> float:
-    """Return the power of two next to the batch's size: gradients stay as large as those of a mean."""
+    """Return the largest power of two up to the batch size, a divisor that keeps gradients small."""
     return float(1 << (microbatch.total.bit_length() - 1))
 
 
 def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: int) -> set[int]:
-    """Return the ids of the models whose parameters the graph of `loss` reaches."""
+    """Return ids of up to `enough` models in the graph of `loss`; `owners` maps parameters to models."""
     found: set[int] = set()
     for leaf in _leaves_behind(loss):
         if (owner := owners.get(id(leaf))) is not None:
@@ -312,7 +308,7 @@ def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: 
 
 
 def _leaves_behind(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a backward pass of `loss` computes gradients of."""
+    """Yield the leaf tensors, such as parameters, in the autograd graph of `loss`."""
     seen = set()
     pending: list[Any] = [loss.grad_fn]
     while pending:

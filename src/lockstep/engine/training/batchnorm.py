@@ -1,4 +1,4 @@
-"""`run.sync_batchnorm`: conversion of BatchNorm, and refusal where statistics cannot be summed."""
+"""`run.sync_batchnorm`: conversion of BatchNorm layers, and errors if statistics cannot be summed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.world.rendezvous.store import TIMEOUT
 
 
 def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -> nn.Module:
-    """Return `module` with statistics over the global batch; see `Run.sync_batchnorm`."""
+    """Make BatchNorm layers of `module` use statistics of the global batch; see `Run.sync_batchnorm`."""
     _check(context, state, module)
     replicas, ranks = context.replicas, context.dims.mesh.data
     if replicas > ranks:
@@ -85,7 +85,7 @@ def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
 
 
 def _group(context: Context) -> dist.ProcessGroup | None:
-    """Return a group of its own: gradients are summed in the run's group at the same time."""
+    """Return a new process group for statistics: the run's group may be summing gradients meanwhile."""
     data = context.groups.data
     if data is None or dist.get_world_size(data) == 1:
         return None

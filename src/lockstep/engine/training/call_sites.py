@@ -1,4 +1,4 @@
-"""Call sites in the script that give models, optimizers and schedulers to the run."""
+"""`CallSites`: the lines of the script that call `run.model`, `run.optimizer` and `run.scheduler`."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from lockstep.engine.training.loop import Loop
 from lockstep.errors import StepError
 from lockstep.state.record import stacks
 
-#: A call, and the stack from which the script makes it.
+#: Name of a method of the run, and the stack of the script's call.
 _Site = tuple[str, tuple[stacks.Frame, ...]]
 
 
 class CallSites:
-    """Refuses objects that the script makes anew in each epoch or batch.
+    """Raises an error if a line of the script makes a new model, say, in each epoch or batch.
 
-    A run that resumes passes over epochs and batches that are done, so that it makes fewer of them.
-
-    Args:
-        loop: where the run stands.
+    A resumed run skips finished epochs and batches, so that it would make fewer objects than before.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._iterations: dict[_Site, dict[Any, int]] = {}  # in which epoch or batch each was
+        self._iterations: dict[_Site, dict[Any, int]] = {}  # epoch and batch of the first call
         self._calls: Counter[str] = Counter()
 
     def count(self, call: str) -> int:
-        """Return how many calls of this name there are, with this one.
+        """Return how often the run's method `call` was called so far, this call included.
 
         Raises:
-            StepError: if the same line has made one in an earlier epoch of this `run.epochs`, or in an
-                earlier batch of this loop.
+            StepError: if the same line called it in an earlier epoch or batch of the current loop.
         """
         frames = stacks.of(sys._getframe(1))
         now = self._loop.iterations

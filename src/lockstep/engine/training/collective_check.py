@@ -1,7 +1,7 @@
-"""Collective check: every call of all ranks begins by comparing which call each rank makes.
+"""Collective check: in every collective call of a run, ranks first compare which call each of them makes.
 
-Costs one small message per call. The watchdog compares, by the same function, calls that take too long,
-and backward passes, which send no message.
+The comparison costs one small message per call. Backward passes send no message; the watchdog compares
+them, and calls that take too long, with the same function.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
-#: Bytes of a message: kind of the call, and the line of the script.
+#: Bytes of a message, which has the name of the call and the line of the script.
 _LENGTH = 256
-#: How long a rank whose peer is gone waits for the reason.
+#: Seconds that a rank waits for the reason why another rank has ended.
 _SECONDS = 1.0
 HINT = (
     "every rank must make the same calls in the same order: none of them may stand under an `if` that "
     "depends on the rank or on one rank's values"
 )
-#: Fields of a backward pass's detail that name its batch; those after them name models.
+#: Number of fields in the detail of a backward pass that identify its batch; models follow.
 BATCH = 5
 _MODELS_HINT = (
     "let the loss depend on the same models in every batch, on every rank; a model whose output does "
@@ -40,7 +40,7 @@ _MODELS_HINT = (
 
 
 class CollectiveCheck:
-    """Compares the calls that all ranks make together."""
+    """Compares, at the beginning of a collective call, the calls that the ranks make."""
 
     def __init__(
         self,
@@ -54,11 +54,7 @@ class CollectiveCheck:
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Compare with all ranks that they are in the call `kind`, whose body follows.
-
-        Raises:
-            MismatchError: if another rank is in another call.
-        """
+        """Return a context for the collective call `kind`; raise an error if another rank makes another."""
         if self._group is None:
             yield
             return
@@ -87,7 +83,7 @@ class CollectiveCheck:
 
 
 class RankOrder:
-    """Runs a body on the main rank first, for `run.main_process_first`."""
+    """Implementation of `run.main_process_first`: a body runs on the main rank before the other ranks."""
 
     def __init__(self, world: World, store: dist.Store, heartbeat: Heartbeat) -> None:
         self._world, self._store, self._heartbeat = world, store, heartbeat
@@ -95,76 +91,65 @@ class RankOrder:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Run the body on the main rank, then on one rank per node, then on all others."""
+        """Return a context; its body runs on the main rank, then on one rank per node, then on the rest."""
         world = self._world
         self._taken += 1
         prefix = f"first/{self._taken}"
-        mine = f"{prefix}/{world.node_rank}/{world.local_rank}"
-        if not world.is_main:
-            leader = 0 if world.local_rank == 0 else world.node_rank
-            with self._heartbeat.collective("run.main_process_first"):
-                try:
+        leader = 0 if world.local_rank == 0 else world.node_rank
+        with self._heartbeat.collective("run.main_process_first"):
+            try:
+                if not world.is_main:
                     self._store.wait([f"{prefix}/{leader}/0"], TIMEOUT)
-                except dist.DistError as error:
-                    raise PeerError(
-                        f"the first rank of node {leader} did not leave run.main_process_first() "
-                        f"within {TIMEOUT}"
-                    ) from error
-        else:
-            self._heartbeat.enter("run.main_process_first")
-            self._heartbeat.leave()
+            except dist.DistError as error:
+                raise PeerError(
+                    f"the first rank of node {leader} did not leave run.main_process_first() "
+                    f"within {TIMEOUT}"
+                ) from error
         yield
-        self._store.set(mine, "done")
+        self._store.set(f"{prefix}/{world.node_rank}/{world.local_rank}", "done")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRank:
-    """A rank that waits in a collective call.
-
-    Attributes:
-        looks: how often in a row the watchdog has seen it there.
-        place: the line of its script.
-        recent: its latest calls; it is in the last one.
-    """
+    """A rank that waits in a collective call, for a comparison with other ranks."""
 
     rank: int
-    looks: int
-    place: str
-    recent: tuple[Call, ...]
+    looks: int  # number of consecutive readings at which the watchdog found the rank in this call
+    place: str  # line of the script in which the rank is
+    recent: tuple[Call, ...]  # the rank's latest collective calls; it waits in the last one
 
     @staticmethod
     def of_call(rank: int, text: bytes) -> WaitingRank:
-        """Return a rank in its one call, given as the kind, a line feed, and the line of the script."""
+        """Parse a message: the name of the call, a line feed, and the line of the script."""
         kind, _, place = text.decode(errors="ignore").partition("\n")
         return WaitingRank(rank=rank, looks=0, place=place, recent=(Call(0, kind, ()),))
 
     def dump(self) -> str:
-        """Return the rank as JSON."""
+        """Return this record of a waiting rank as JSON, for the store."""
         return json.dumps([self.rank, self.looks, self.place, self.recent])
 
     @staticmethod
     def load(text: str | bytes) -> WaitingRank:
-        """Return the rank that `dump` has written."""
+        """Return the record of a waiting rank from the JSON that `dump` returned."""
         rank, looks, place, recent = json.loads(text)
         calls = tuple(Call(number, kind, tuple(detail)) for number, kind, detail in recent)
         return WaitingRank(rank=rank, looks=looks, place=place, recent=calls)
 
     @property
     def now(self) -> Call:
-        """The call that the rank waits in."""
+        """The collective call in which the rank waits."""
         return self.recent[-1]
 
     def at(self, number: int) -> Call | None:
-        """Return call number `number`, if that is one of the latest."""
+        """Return the rank's call number `number`; `None` if it is not among the latest calls."""
         return next((call for call in self.recent if call.number == number), None)
 
 
 def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
-    """Return the error of two ranks that wait in different calls; `None` if they may still continue.
+    """Return an error if two ranks wait in different collective calls; `None` if they may continue.
 
-    A rank waits in its call for all others. Where the latest calls differ, and so do those of the same
-    number, which the slower rank is in, neither can continue. Where the calls of that number agree, one
-    rank is only further, and waits for a third.
+    Calls are compared by number. Let n be the number of the slower rank's current call. If call n of the
+    ranks differs, neither rank can continue. If it agrees, the faster rank waits for a third rank.
     """
     number = min(own.now.number, other.now.number)
     mine, theirs = own.at(number), other.at(number)

@@ -1,4 +1,4 @@
-"""Sums with a column for each replica: totals have the same bits on every layout."""
+"""`Columns`: sums that are kept per replica, so that their totals have the same bits on every layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lockstep.errors import StepError
 
 ValueT = TypeVar("ValueT")
 Addend = torch.Tensor | float | int
-#: Of a tensor; `None` for a number.
+#: Shape of a tensor; `None` for a number.
 _Shape = tuple[int, ...] | None
 
 
 class Columns:
-    """Named sums, each a column with one value per replica: floats in float64, integers exact.
+    """Named sums, each a list with one value per replica, in float64 or exact for integers.
 
-    A rank adds to the replicas of its `block` only.
+    A rank adds only values of the replicas in its `block`.
     """
 
     def __init__(self, replicas: int, block: range, group: dist.ProcessGroup | None) -> None:
@@ -31,11 +31,7 @@ class Columns:
         self._columns: dict[str, list[Addend | None]] = {}
 
     def add(self, name: str, replica: int, value: Addend) -> None:
-        """Add a number, or a tensor of the shape of all others of this name.
-
-        Raises:
-            StepError: if it has another shape than before.
-        """
+        """Add a number or tensor to the sum `name` of a replica; raise `StepError` if shapes differ."""
         if isinstance(value, torch.Tensor):
             kind = torch.float64 if value.is_floating_point() else torch.int64
             # A copy, since the script may reuse its tensor.
@@ -47,11 +43,7 @@ class Columns:
         column[replica] = value if there is None else there + value
 
     def complete(self) -> dict[str, list[Addend | None]]:
-        """Return the columns of all ranks, which call this together.
-
-        Raises:
-            StepError: if ranks have added values of different shapes.
-        """
+        """Gather the sums of all replicas, a collective call; raise `StepError` if shapes differ."""
         merged: dict[str, list[Addend | None]] = {}
         for columns in of_all(self._columns, self._group):
             for name, column in columns.items():
@@ -63,14 +55,14 @@ class Columns:
         return merged
 
     def totals(self) -> dict[str, Any]:
-        """Return the sum of each column in tree order, the same on all ranks, which call this together."""
+        """Return each sum over all replicas, added in tree order; a collective call."""
         return {
             name: total([0 if v is None else v for v in column], operator.add)
             for name, column in self.complete().items()
         }
 
     def resume(self, columns: Mapping[str, list[Addend | None]]) -> None:
-        """Take this rank's replicas of the columns that `complete` has returned."""
+        """Set the sums of this rank's replicas to those that `complete` returned before a restart."""
         for name, column in columns.items():
             own = [column[r] if r in self._block else None for r in range(self._replicas)]
             self._columns[name] = own
@@ -90,9 +82,9 @@ def _check_shapes(name: str, shapes: list[_Shape]) -> None:
 
 
 def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
-    """Gather a value of each rank, in rank order: tensors, numbers and text in lists and mappings.
+    """Gather a value of every rank, in rank order: tensors, numbers and text in lists and mappings.
 
-    `all_gather_object` would unpickle anything.
+    `all_gather_object` is not used, since it would unpickle any object.
     """
     if group is None:
         return [own]

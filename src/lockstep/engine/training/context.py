@@ -1,4 +1,4 @@
-"""`Context`: world, groups, device, settings and record of a run, constant until its end."""
+"""`Context`: ranks, process groups, device, settings and record of a run, constant until its end."""
 
 from __future__ import annotations
 
@@ -43,50 +43,43 @@ from lockstep.world.devices import (
 from lockstep.world.devices_asked import CORES
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_ranks
 
-#: Directories that earlier runs of this process have taken.
+#: Directories that earlier runs of this process use.
 taken_directories: set[Path] = set()
-#: Directory of the run before this one, and the process that it was in.
+#: Process id and directory of the previous run.
 _before: tuple[int, Path] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A run as all of its parts see it.
-
-    Attributes:
-        says_replicas: whether the script, the launch or an earlier launch says how many replicas there are.
-        exchange: name of the exchange; `none` on a single rank.
-        memory: shared with the launcher; `None` without one.
-        watchdog: `None` on a single rank.
-    """
+    """Objects and settings of a run that all of its parts share."""
 
     settings: Settings
     rendezvous: RankRendezvous
     identity: Identity
     resume_info: ResumeInfo
-    says_replicas: bool
+    says_replicas: bool  # whether script or launch set the number of replicas
     dims: ParallelDims
     groups: Groups
     device: torch.device
     threads: int
     strategy: StrategyEntry
-    exchange: str
+    exchange: str  # name of the algorithm that sums gradients over ranks; `none` on a single rank
     connection: Connection
     heartbeat: Heartbeat
     first_error: FirstError
     collectives: CollectiveCheck
-    memory: Memory | None
+    memory: Memory | None  # memory that this rank shares with its launcher; `None` without one
     record: Recorder
-    watchdog: Watchdog | None
+    watchdog: Watchdog | None  # detects ranks that wait in vain; `None` on a single rank
 
     @property
     def world(self) -> World:
-        """Rank and number of processes."""
+        """Rank of this process, and number of processes."""
         return self.rendezvous.world
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of all ranks."""
+        """Number of replicas, the logical data-parallel workers of the run."""
         return self.dims.replicas
 
     @property
@@ -95,14 +88,14 @@ class Context:
         return self.groups.everyone
 
     def exactness(self, *of_models: str) -> str:
-        """Return `exact`, `close` where another layout rounds otherwise, or `approximate`."""
+        """Return the worst class of exactness of strategy, exchange, servers and `of_models`."""
         asked = self.settings
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
         of_sums = exactness_of(self.exchange, self.dims.forest)
         return worst([self.strategy.exactness, of_sums, servers, *of_models])
 
     def of_model(self, number: int, servers: object = None) -> ModelContext:
-        """Return the context in which a strategy wraps model `number`; `servers` are the run's."""
+        """Return the `ModelContext` with which a strategy wraps the run's model number `number`."""
         return ModelContext(
             number=number,
             device=self.device,
@@ -128,10 +121,10 @@ class Context:
 
 
 def join(settings: Settings, world: World, store: dist.Store | None = None) -> Context:
-    """Join the other ranks, by a `store` of the script's own if it has one; return the common context.
+    """Join the other ranks at the rendezvous, through the script's `store` if given; return the context.
 
     Raises:
-        UsageError: for settings that cannot go together, or not here.
+        UsageError: if settings contradict each other or do not fit the layout.
         WorldError: if the rendezvous fails.
         DeviceError: if there are not enough devices.
         RunDirectoryError: if the directory cannot be used.
@@ -149,7 +142,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         asked = settings.threads or resume_info.threads or settings.default_threads
         threads = asked or _default_threads(rendezvous, here.replicas * mesh.model)
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # the bits of sums depend on their number
+            torch.set_num_threads(threads)  # the bits of sums depend on the number of threads
         _prepare(device, settings)
         identity = describe(settings, replicas=here.replicas, threads=threads, device=device.type)
         memory = Memory.find(os.environ, rendezvous, identity, settings.staleness or 0)
@@ -194,14 +187,14 @@ def _prepare(device: torch.device, settings: Settings) -> None:
 def _run_dir(settings: Settings, number: int) -> Path | None:
     run_dir = settings.run_dir
     if run_dir is not None and number > 0 and run_dir in taken_directories:
-        # The launcher names one directory; further runs of the script are written below it.
+        # The settings name one directory; further runs of the script are written below it.
         return run_dir / f"{settings.name}-{number + 1}"
     return run_dir
 
 
 def _default_threads(rendezvous: RankRendezvous, replicas: int) -> int:
-    """Return one default for all ranks: cores may differ, but a run computes with as many threads."""
-    # A launcher that binds its ranks to cores names those that they share.
+    """Return the default number of threads, the same on all ranks even if their numbers of cores differ."""
+    # A launcher that binds its ranks to cores sets the variable `CORES`.
     alone = rendezvous.world.size == 1 or CORES in os.environ
     cores = None if alone else shared_cores(rendezvous)
     return int(
@@ -237,7 +230,7 @@ def _open_record(
         method=method,
     )
     with rendezvous.reporting_failure():
-        if not rendezvous.world.is_main:  # which may refuse the directory
+        if not rendezvous.world.is_main:  # wait, as the main rank may find the directory unusable
             rendezvous.wait(["directory"], "begin")
         record = Recorder(asked, identity, rendezvous.world, rendezvous.store)
     if settings.run_dir is not None:

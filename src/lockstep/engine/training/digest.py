@@ -1,8 +1,8 @@
-"""Digests of state: equal if and only if every bit is.
+"""SHA-256 digests of state: two states have the same digest if and only if all of their bits are equal.
 
-A state is hashed entry by entry, depth first: path, type and shape, then bytes, whose number these give.
-Keys that look like a path are quoted, so that no two states have the same entries. Accepted are the types
-that `state/checkpoint/state_codec.py` can save: the text of another object may have its address.
+A state is hashed entry by entry, depth first: path, type and shape, which give the number of bytes, then
+the bytes. Keys that look like a path are quoted, so that different states have different entries. Types
+that `state/checkpoint/state_codec.py` cannot save raise an error: their text may contain an address.
 
 All ranks gather tensors that are cut over ranks, one at a time, in the order in which they are hashed.
 """
@@ -20,19 +20,15 @@ import torch
 from lockstep.errors import ModelError
 from lockstep.state.checkpoint.parts import whole
 
-#: Values whose text has all of their bits.
+#: Types whose `repr` determines all bits of the value.
 _NUMBERS_AND_TEXT = (int, float, complex, str, type(None), torch.dtype, torch.device)
 _LISTS = ("list", "tuple", "deque", "Size")
-#: Characters that a key may not contain, or not begin with, to be part of a path without quotes.
+#: A key that contains one of the first characters, or begins with one of the second, is quoted in a path.
 _SEPARATORS, _QUOTES = "/:\0", ("'", '"', "(")
 
 
 def digest(states: Iterable[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of everything in `states`: names, types, shapes and bits.
-
-    Raises:
-        ModelError: for a value of another type.
-    """
+    """Return the SHA-256 of names, types, shapes and bits; raise `ModelError` for an unknown type."""
     hasher = hashlib.sha256()
     for state in states:
         _hash_items(hasher, "", state)
@@ -66,7 +62,7 @@ def _hash(hasher: Any, path: str, value: Any) -> None:
 
 def _hash_container(hasher: Any, path: str, value: Any) -> None:
     if isinstance(value, AbstractSet):
-        # Sorted by digests: the order of a set depends on Python's hashes, others in every process.
+        # Sorted by digests, since the order of a set depends on hashes that differ between processes.
         parts = sorted(_digest_of(path, item) for item in value)
         hasher.update(f"{path}:set {len(parts)}\0".encode() + b"".join(parts))
         return
@@ -89,7 +85,7 @@ def _digest_of(path: str, value: Any) -> bytes:
 
 
 def _part(key: Any) -> str:
-    """Return the part of a path for a key, another text for every key."""
+    """Return a text for a key as one part of a path; different keys have different texts."""
     if not isinstance(key, str):
         return f"({_digest_of('', key).hex()})"
     is_plain = key and not key.startswith(_QUOTES) and not any(c in key for c in _SEPARATORS)

@@ -1,7 +1,7 @@
-"""Divergence checks over ranks: data of each loader in its first loop, states that are kept, the end.
+"""Comparisons over ranks: of each loader's data in its first loop, of states before saving, of results.
 
-A script that draws a split or an order before its run, without a seed, gives each rank another one. Each
-rank compares itself with rank 0, which does not wait.
+A script that draws a split or an order before its run, without a seed, gives each rank different data. Each
+rank compares its data with rank 0's; rank 0 does not wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.errors import DivergenceError, PeerError
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.waiting import await_any
 
-#: Names of compared values, in this order, and the message of a difference.
+#: Names of the values that are compared, in this order, with the message about a difference.
 _WORDS = {
     "kind": "rank 0 has data of the kind {theirs}, rank {rank} of the kind {own}",
     "length": "rank 0 has {theirs} samples, rank {rank} has {own}",
@@ -34,9 +34,9 @@ _HINT = (
     "draw what makes the data (random_split, shuffle, permutation) inside `with lockstep.Run(…)`, or seed "
     "before: torch.manual_seed, numpy.random.seed, random.seed"
 )
-#: Bytes of a rank's checksums, and names of differences in a message.
+#: Maximal bytes of a rank's checksums, and maximal number of differences that a message names.
 _ROOM, _SHOWN = 256, 3
-#: Seconds for which a rank waits until rank 0 has come to the loop, too.
+#: Seconds that a rank waits for rank 0 to begin the loop, too.
 _SECONDS = 20.0
 _OWN_GENERATOR = (
     "; a dataset that draws by a generator of its own is not set by the run's seed, and exact=False passes "
@@ -46,23 +46,18 @@ _OWN_GENERATOR = (
 
 @dataclass(frozen=True, slots=True)
 class SameData:
-    """Compares the data of loaders with the data of rank 0.
-
-    Attributes:
-        exact: whether values count, and not only indices and order.
-        audits: whether samples must be the same when they are fetched again.
-    """
+    """Comparison of the data of this rank's loaders with the data of rank 0."""
 
     rendezvous: RankRendezvous
-    exact: bool
-    audits: bool
+    exact: bool  # whether values of samples are compared, and not only indices and their order
+    audits: bool  # whether samples that are fetched again must have the same values
 
     def compare(self, loader: int, own: dict[str, str]) -> None:
-        """Compare this rank's data with that of rank 0, which does not wait.
+        """Compare the checksums `own` of this rank's data with those of rank 0, which does not wait.
 
         Raises:
-            DivergenceError: if it differs, or does when it is fetched again.
-            PeerError: if the store is gone.
+            DivergenceError: if they differ, or if samples differ when they are fetched again.
+            PeerError: if the key-value store is gone.
         """
         if self.exact and self.audits and own.get("again") != own.get("samples"):
             raise DivergenceError(
@@ -79,7 +74,7 @@ class SameData:
         if rank == 0:
             store.set(key, json.dumps(own))
             return
-        # Where rank 0 never comes here it is in another call: the next call of this rank says so.
+        # If rank 0 never begins the loop, it is in another call, which the next collective call reports.
         try:
             is_there = await_any(store, [["failed"], [key]], _SECONDS) == 1
         except RuntimeError as error:
@@ -99,7 +94,7 @@ class SameData:
 def differing(
     own: Mapping[str, str], theirs: Mapping[str, str], *, values: bool = True
 ) -> str | None:
-    """Return the name of the first difference, with or without those of `values`."""
+    """Return the name of the first checksum that differs; without `values`, skip those of sample values."""
     names = [name for name in _WORDS if values or name not in ("values", "samples")]
     return next((name for name in names if own.get(name) != theirs.get(name)), None)
 
@@ -107,13 +102,13 @@ def differing(
 def check_same(
     rendezvous: RankRendezvous, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
 ) -> None:
-    """Wait until all ranks have come to their end, and compare their digests.
+    """Wait until all ranks have ended, and compare their digests.
 
-    Where digests differ, those of `parts`, models and registered objects, say which.
+    If they differ, the digests of single models and registered objects, from `parts`, find the difference.
 
     Raises:
         DivergenceError: if `exact`, and the digest of a rank differs.
-        PeerError: if a rank does not come to its end.
+        PeerError: if a rank does not reach the end of its run.
     """
     found = json.loads(rendezvous.conclude("digest", own, _first_other, "the end"))
     if found is not None and exact:
@@ -137,7 +132,7 @@ def _first_other(digests: list[str]) -> str:
 def _exchanged(
     rendezvous: RankRendezvous, own: Any, ranks: tuple[int, int], what: str
 ) -> list[Any]:
-    """Return the values of two ranks; all ranks call this together, before they end."""
+    """Exchange a value through the store, a collective call; return the values of two ranks."""
     keys = [f"parts/{rank}" for rank in ranks]
     rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
     rendezvous.wait(keys, what)
@@ -151,12 +146,12 @@ def check_states(
     steps: int,
     models: list[str],
 ) -> None:
-    """Compare the states of all ranks, which call this together, before they are saved.
+    """Compare the states of all ranks before they are saved, a collective call.
 
-    The message has `steps`, the updates so far, and `models`, the classes of the run's models.
+    `steps`, the number of updates, and `models`, the class names of the run's models, are for the message.
 
     Raises:
-        DivergenceError: if a rank's state differs from another that should be the same.
+        DivergenceError: if the states of two ranks differ that should be equal.
     """
     texts = [told.decode() for told in gather_texts(own.brief().encode(), _ROOM, group)]
     whole, cut = [t.split(" ", 1)[0] for t in texts], [t.split(" ", 1)[1] for t in texts]
@@ -179,7 +174,7 @@ def check_states(
 
 
 def _shown(name: str, models: list[str]) -> str:
-    """Return the name of a part of the state in the script's words."""
+    """Return a readable name for the key `name` of a part of the state."""
     kind, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
     if kind == "models":

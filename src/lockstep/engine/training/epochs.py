@@ -1,4 +1,4 @@
-"""The epochs of a run, as `run.epochs` yields them: those that are still to be run."""
+"""The generator behind `run.epochs`: it yields the epochs that a new or resumed run still has to run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lockstep.engine.training.loop import Loop
 
 
 def epochs_left(loop: Loop, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
-    """Yield the epochs of a phase of `count` epochs that are still to be run.
+    """Yield the epochs that are still to be run of one call of `run.epochs` with `count` epochs.
 
-    `epoch_ends` is called at the end of each that was not run before.
+    `epoch_ends` is called with the number of each epoch that was not run before a restart, at its end.
     """
     return observed(_epochs(loop, count, epoch_ends), loop)
 

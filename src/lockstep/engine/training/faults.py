@@ -1,4 +1,4 @@
-"""Fault injection for tests and `lockstep verify`: a rank kills or signals itself, or computes wrongly."""
+"""Fault injection for tests and `lockstep verify`: a rank kills or signals itself, or flips a bit."""
 
 from __future__ import annotations
 
@@ -15,40 +15,32 @@ from lockstep.engine.training.listeners import PointListener
 from lockstep.errors import UsageError
 from lockstep.world.model import World
 
-#: Such as `kill@30,term@60` or `flip@30`.
+#: Environment variable with the faults to inject, such as `kill@30,term@60` or `flip@30`.
 VARIABLE = "LOCKSTEP_FAULTS"
 _KINDS = ("kill", "term", "flip")
-#: The bit of an element of 32 bits that is flipped: one in the middle of the fraction.
+#: The bit of a 32-bit float that is flipped, in the middle of its fraction.
 _BIT = 1 << 16
 
 
 @dataclass
 class Faults(PointListener):
-    """Faults of this rank in this generation.
+    """Faults that this rank injects into itself, until its process ends."""
 
-    Attributes:
-        kill: step in whose backward pass it is killed; 0 for none.
-        term: steps after which it is asked to end; where the state is not whole there, at the next point.
-        flip: step from which on the first matrix product of a model has a wrong bit; 0 for none.
-        step: the last step that is done.
-    """
-
-    kill: int = 0
-    term: frozenset[int] = frozenset()
-    flip: int = 0
-    step: int = 0
-    _sent: int = 0  # the step up to which signals have been sent
+    kill: int = 0  # step in whose backward pass the process kills itself; 0 for none
+    term: frozenset[int] = frozenset()  # steps after which it sends itself SIGTERM
+    flip: int = 0  # step from which on a model's first matrix product has a wrong bit
+    step: int = 0  # the last step that is done
+    _sent: int = 0  # the last step whose signals have been sent
 
     @staticmethod
     def of(environ: Mapping[str, str], world: World) -> Faults | None:
-        """Return this rank's faults; `None` without any.
+        """Return the faults of this rank from `LOCKSTEP_FAULTS`; `None` without any.
 
-        Each kill is the last rank's and happens once: the first in the first generation, the second in
-        the next. Rank 0 is asked to end, in any generation that does the step. The last rank computes
-        wrongly, in any generation.
+        `kill` happens on the last rank: the first one before any restart, the second one after the first
+        restart, and so on. `term` happens on rank 0 and `flip` on the last rank, after a restart, too.
 
         Raises:
-            UsageError: if the variable makes no sense.
+            UsageError: if the variable cannot be parsed.
         """
         text = environ.get(VARIABLE, "")
         pairs = [_parse(word, text) for word in text.split(",") if word]
@@ -61,7 +53,7 @@ class Faults(PointListener):
         return faults if faults.kill or faults.term or faults.flip else None
 
     def damage(self, module: nn.Module) -> None:
-        """Flip a bit of the first matrix product of `module` from step `flip` on."""
+        """Register a hook that flips a bit of the first matrix product of `module` from step `flip` on."""
         products = (part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d))
         first = next(products, None)
         if not self.flip or first is None:
@@ -77,20 +69,20 @@ class Faults(PointListener):
         first.register_forward_hook(flip)
 
     def resume(self, step: int) -> None:
-        """Continue after step number `step`: its faults have happened."""
+        """Continue after step number `step` without repeating the faults up to it."""
         self.step = self._sent = step
 
     def before_backward(self) -> None:
-        """Kill this process where the step has that fault."""
+        """Kill this process if the current step is `kill`."""
         if self.step + 1 == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Step number `step` is done."""
+        """Record that step number `step` is done."""
         self.step = step
 
     def at_point(self) -> None:
-        """Send the signal of the steps that are done: a batch may have had several."""
+        """Send SIGTERM to this process if one of the steps since the last call is in `term`."""
         sent, self._sent = self._sent, self.step
         if any(sent < term <= self.step for term in self.term):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`FirstError`: the error that ends a run, also where the script catches it."""
+"""`FirstError`: the first error of a run, which ends the run even if the script catches it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from lockstep.errors import LockstepError, StepError
 
 
 class FirstError:
-    """The first error of a call that all layouts must make alike.
+    """The first error in a loop or a call that every rank makes; every later call raises it again.
 
-    Every later call raises it again: other ranks may have computed what this rank has not.
+    The run cannot continue, since other ranks may not have the error.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -17,14 +17,14 @@ class FirstError:
         self._error: LockstepError | Preempted | None = None
 
     def check(self) -> None:
-        """Raise the first error, if there is one."""
+        """Raise the run's first error, if there is one."""
         if self._error is not None:
             raise self._error
 
     def keep(self, error: BaseException) -> None:
-        """Keep an error that a loop, or a call, raises to the script.
+        """Record an error that a loop or a call of the run raises in the script, if it is the first.
 
-        With several replicas errors of the data count, too: other replicas may not have them.
+        With several replicas an error of the script's data is recorded, too, as other replicas may lack it.
         """
         if self._error is not None:
             return

@@ -1,6 +1,6 @@
-"""Heartbeat and collective calls of this rank, for its launcher and the watchdog.
+"""`Heartbeat`: a count of this rank's events and a log of its collective calls, for launcher and watchdog.
 
-Costs less than a microsecond per event: a step has a handful of them.
+An event costs less than a microsecond, and a step has a handful of events.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lockstep.engine.training.listeners import Listener
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.state.record import stacks
 
-#: Numbers of a backward pass: loader, epoch, round, batch and turn, then its models.
+#: Numbers that identify a backward pass: loader, epoch, round, batch, iteration over the batch, models.
 Detail = tuple[int, ...]
 
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
-#: Collective calls that are remembered: more than can be passed before another rank comes to them.
+#: Number of collective calls in the log; a rank can be ahead of another one by fewer calls.
 _RECENT = 16
 
 
 class Call(NamedTuple):
-    """A collective call: its number on its rank, its name, and the numbers that identify it."""
+    """A collective call: its number on its rank, its name, and further numbers that identify it."""
 
     number: int
     kind: str
@@ -32,15 +32,12 @@ class Call(NamedTuple):
 
 
 class Heartbeat(Listener):
-    """Counts events of this rank, and keeps a log of its collective calls.
-
-    Args:
-        slot: memory that the launcher reads; `None` without one.
+    """Counts events of this rank and logs its collective calls; writes both to the launcher's `slot`.
 
     Attributes:
-        beat: grows with each event.
-        recent: the latest calls.
-        waits: whether the rank is in the last of them.
+        beat: number of events so far.
+        recent: the latest collective calls.
+        waits: whether the rank is inside of the last one in `recent`.
     """
 
     def __init__(self, slot: Slot | None = None) -> None:
@@ -53,7 +50,7 @@ class Heartbeat(Listener):
 
     @staticmethod
     def begin(slot: Slot | None, environ: Mapping[str, str]) -> Heartbeat:
-        """Return the heartbeat of a rank that opens a run; with a launcher, prepare to write its stacks."""
+        """Return a new heartbeat; with a launcher, prepare this process to write its stack on request."""
         if slot is not None:
             stacks.offer(environ)
         heartbeat = Heartbeat(slot)
@@ -61,25 +58,25 @@ class Heartbeat(Listener):
         return heartbeat
 
     def closes(self, *, left: bool = False) -> None:
-        """Note the end of the run: the rank may wait in the script's own code, unless it `left` to end."""
+        """Record the end of the run, and, unless the script `left` by `sys.exit`, that it continues."""
         self.moves()
         if not left:
             self._slot.waiting = AFTER_RUN
 
     def moves(self) -> None:
-        """Count an event of this rank."""
+        """Count an event of this rank, a sign of its progress."""
         self.beat += 1
         self._slot.beat = self.beat + self._elsewhere
 
     def others_move(self) -> None:
-        """Count an event of another rank, so that a launcher takes this rank's wait for no hang."""
+        """Count an event of another rank, so that the launcher does not take this rank for hung."""
         self._elsewhere += 1
         self._slot.beat = self.beat + self._elsewhere
 
     # --- collective calls ------------------------------------------------------------------------
 
     def enter(self, kind: str, detail: Detail = ()) -> None:
-        """Enter a collective call."""
+        """Record that this rank enters the collective call `kind`."""
         self._entered += 1
         self.recent.append(Call(self._entered, kind, detail))
         self.waits = True
@@ -88,16 +85,17 @@ class Heartbeat(Listener):
         self.moves()
 
     def leave(self) -> None:
-        """Leave a collective call: all ranks have entered it."""
+        """Record that this rank leaves the current collective call."""
         self.waits = False
         self._slot.waiting = 0
         self.moves()
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Enter a collective call, and leave it after the body.
+        """Return a context whose body is the collective call `kind`.
 
-        Inside another call, such as a backward pass with layers that sum, that one is entered again.
+        Inside another collective call, such as a backward pass with layers that all-reduce, the outer call
+        is entered again after the body.
         """
         around = self.recent[-1] if self.waits else None
         self.enter(kind)
@@ -106,24 +104,24 @@ class Heartbeat(Listener):
         finally:
             self.leave()
         if around is not None:
-            # Under a new number: other ranks may be in the inner call still.
+            # With a new number, since other ranks may still be in the inner call.
             self.enter(around.kind, around.detail)
 
     # --- callbacks of the loop --------------------------------------------------------------------
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """The parameters have been updated."""
+        """Write the number of the step to the launcher's memory; count an event."""
         self._slot.step = step
         self.moves()
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins."""
+        """Count the beginning of a loop over a loader as an event."""
         self.moves()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """A microbatch begins."""
+        """Count the beginning of a microbatch as an event."""
         self.moves()
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over."""
+        """Count the end of a loop over a loader as an event."""
         self.moves()

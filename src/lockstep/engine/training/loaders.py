@@ -1,4 +1,4 @@
-"""Making the loaders of a run."""
+"""`Loaders`: makes the loaders of a run from datasets or DataLoaders."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Loaders:
             exact=context.settings.exact,
             audits=context.settings.audit != "off",
         )
-        # Weak, so that a script may make a loader per epoch and let it go.
+        # Weak references, so that loaders that a script makes for one epoch are freed.
         self.made: weakref.WeakSet[Loader] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Close the loaders, with their DataLoader workers."""
+        """Close all loaders and end their DataLoader worker processes."""
         for loader in self.made:
             loader.close()
 
     def make(self, data: Any, asked: dict[str, Any]) -> Loader:
-        """Return a loader of `data`, a dataset or a DataLoader; `asked` is what `Run.loader` was given.
+        """Return a loader of `data`, a dataset or a DataLoader; `asked` are the arguments of `Run.loader`.
 
         Raises:
-            LoaderError: if the data cannot be split as asked.
+            LoaderError: if the data cannot be split over the replicas with these arguments.
         """
         if isinstance(data, DataLoader):
             check_nothing_beside(asked)
@@ -72,6 +72,7 @@ class Loaders:
             compare=partial(self._same_data.compare, number) if context.replicas > 1 else None,
             measure=context.record.pace.data.over,
             dataset=dataset,
+            sampler=settings.any_sampler,
         )
         self.made.add(loader)
         context.record.loader_made(loader, dataset, settings)

@@ -1,4 +1,4 @@
-"""`Loop`: position of a run in its epochs, loops over loaders, microbatches and steps."""
+"""`Loop`: the state of a run's training loop, in epochs, loops over loaders, microbatches and steps."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ class Loop:
     """The state machine behind `for epoch in run.epochs(…): for batch in loader: …`.
 
     Attributes:
-        epochs: epochs of the current `run.epochs`; 0 outside of one.
-        phases: calls of `run.epochs` so far.
-        resumed: step after which the run continues; 0 for a new run.
-        followed: modules, such as averages of weights, whose buffers follow replica 0's.
+        epoch: number of the current epoch.
+        epochs: number of epochs of the current call of `run.epochs`; 0 outside of a call.
+        phases: number of calls of `run.epochs` so far.
+        points: number of points so far: ends of batches and epochs at which the state was complete.
+        resumed: step after which a resumed run continues; 0 for a new run.
+        followed: modules that are not trained, such as averages of weights, whose buffers are replica 0's.
     """
 
     def __init__(
@@ -57,17 +59,17 @@ class Loop:
         self._on_microbatch: list[Callable[[Microbatch], None]] = []
         self._on_step: list[Callable[[int, Microbatch], None]] = []
         self._active: list[Microbatch] = []
-        self._loops: list[LoopEvent] = []  # the current ones, the outermost first
-        self._losses: list[float] = []  # of the batch that is computed again
-        self._saved: tuple[Saved, State] | None = None  # until the state is restored
-        self._fresh = False  # whether there was an update since the last point
+        self._loops: list[LoopEvent] = []  # the current loops, the outermost first
+        self._losses: list[float] = []  # recorded losses of the batch that replay computes again
+        self._saved: tuple[Saved, State] | None = None  # the state to resume from, until loaded
+        self._fresh = False  # whether parameters were updated since the last point
         self._updated = self._has_averaged = self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
-        self.closed = False  # at the end of the run: further calls of its loops do nothing
+        self.closed = False  # whether the run has ended: further calls of its loops do nothing
         self.epoch = self.epochs = self.phases = self.points = self.resumed = 0
 
     def listen(self, listeners: Iterable[Listener]) -> None:
-        """Call `listeners` from here on."""
+        """Register `listeners`, whose callbacks are called from now on."""
         self._listeners = [*self._listeners, *listeners]
         self._on_microbatch = overriding(self._listeners, "microbatch_begins")
         self._on_step = overriding(self._listeners, "step_ends")
@@ -75,16 +77,16 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Steps that are done; during replay as many as when the script was here first."""
+        """Number of finished steps; during replay, the number at the same line before the restart."""
         return self.progress.steps
 
     @property
     def updates(self) -> int:
-        """Updates of the parameters, with the step that is under way."""
+        """Number of updates of the parameters, including one in the current microbatch."""
         return self.progress.steps + self._updated
 
     def resume(self, saved: Saved, state: State) -> None:
-        """Replay the script up to a saved state, restored at the first loop and at its position."""
+        """Begin the replay of the script up to the position of a saved state, which is loaded there."""
         position = saved.position
         self.progress.begin_replay(position)
         self.points, self.resumed = position.points, position.steps
@@ -92,11 +94,11 @@ class Loop:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script has not come to the position that the run resumes from."""
+        """Whether a resumed run has not reached its saved position in the script yet."""
         return self.progress.is_replaying
 
     def approach(self) -> None:
-        """Load the state that exists, when the script comes to its first loop, epoch or metric."""
+        """Load the saved state into the existing objects, at the script's first loop, epoch or metric."""
         if self._saved is not None and not self._has_approached:
             self._has_approached = True
             saved, state = self._saved
@@ -105,12 +107,12 @@ class Loop:
             self.arrive()
 
     def arrive(self) -> None:
-        """Load the whole state, and end replay, if the script has come to the saved position."""
+        """Load the complete saved state and end replay, if the script has reached the saved position."""
         if not self.progress.has_arrived:
             return
         assert self._saved is not None, "replay has a target"
         saved, state = self._saved
-        # Before replay ends: an error here may be lost with a loop that was left, and is raised again.
+        # Before replay ends, so that an error that a closed generator swallows here is raised again later.
         with undisturbed():
             saved.restore(state, whole=True)
         position, self._saved = self.progress.arrive(), None
@@ -122,7 +124,7 @@ class Loop:
             listener.arrived()
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begin an epoch; listeners hear of those that are not replayed."""
+        """Begin an epoch; call listeners unless it is replayed."""
         self.epoch = epoch
         self.progress.epoch_begins(epoch)
         self.arrive()
@@ -132,7 +134,7 @@ class Loop:
 
     @property
     def iterations(self) -> dict[Any, int]:
-        """Numbers of the current epoch and batches, by phase and loop."""
+        """Numbers of the current epoch and of the current batch of each loop around the script's line."""
         numbers: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
         if self.progress.is_in_epoch:
             numbers["phase", self.phases] = self.epoch
@@ -144,13 +146,16 @@ class Loop:
         return bool(self._loops)
 
     def point(self) -> None:
-        """Tell listeners that the state is whole here, unless models of ranks differ for some steps."""
+        """Call listeners at a point, where the state is complete: after a batch or epoch, or in `run.save`.
+
+        Between two averages of local SGD the models of the ranks differ, and there is no point.
+        """
         if self.progress.is_replaying:
             return
         # A loop that was left in the middle of a batch has not synchronized the ranks' buffers.
         self.finish_buffers()
-        # Models count their own steps until an average: where one has, all do, or there might never be a
-        # batch after which all are whole.
+        # Each model counts the steps to its own next average. When one model has averaged, all do, since
+        # otherwise there might never be a batch after which all are averaged.
         if self._has_averaged or not self._loops:
             self.average_models(waits=not self._loops)
         for model in self._models:
@@ -170,15 +175,11 @@ class Loop:
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The microbatch of the innermost loop's body, if any."""
+        """The current microbatch of the innermost loop; `None` outside of a loop's body."""
         return self._active[-1] if self._active else None
 
     def require_microbatch(self, call: str) -> Microbatch:
-        """Return the current microbatch.
-
-        Raises:
-            StepError: outside of a loop over a loader.
-        """
+        """Return the current microbatch; raise `StepError` outside of a loop over a loader."""
         if not self._active:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
@@ -189,12 +190,10 @@ class Loop:
         return self._active[-1]
 
     def require_common_point(self, call: str, *, of_models: bool = True) -> None:
-        """Refuse a collective call inside a microbatch, where ranks may host different numbers of replicas.
+        """Raise `StepError` if the collective call `call` is made in a microbatch, with several replicas.
 
-        With `of_models` models whose ranks train independently are averaged here.
-
-        Raises:
-            StepError: inside a microbatch, with several replicas.
+        A rank that computes several replicas would make the call more often than others. With `of_models`,
+        models that are trained by local SGD are averaged.
         """
         self.first_error.check()
         if self._active and self._replicas > 1:
@@ -209,7 +208,7 @@ class Loop:
             self.average_models()
 
     def finish_buffers(self) -> None:
-        """Broadcast replica 0's buffers, where a `break` has left that open; all ranks call this."""
+        """Broadcast replica 0's buffers if a `break` has prevented that; all ranks call it."""
         for module in self._buffered:
             module.finish_buffers()
 
@@ -218,7 +217,7 @@ class Loop:
         return [*self._models, *self.followed]
 
     def average_models(self, *, waits: bool = True) -> None:
-        """Average models whose ranks train independently, and wait for late updates of servers."""
+        """Average models of local SGD over the ranks; if `waits`, wait for updates from servers, too."""
         if not self._active:
             self._has_averaged = False
             for model in self._models:
@@ -227,28 +226,28 @@ class Loop:
                     model.show_newest()
 
     def acts_now(self) -> bool:
-        """Whether an update is due: outside of loops, and on the last microbatch of a global batch."""
+        """Return whether `step()` updates now: outside of loops, or in a batch's last microbatch."""
         return not self._active or self._active[-1].last
 
     def step_is_read(self) -> None:
-        """Note that the script asks for the step or the batch: it may leave a loop by that."""
+        """Record that the script reads the number of the step or batch, by which it may leave a loop."""
         if self.audit is not None:
             self.audit.step_was_read = True
 
     def updated(self) -> None:
-        """Note that an optimizer is about to update its parameters."""
+        """Record that an optimizer is about to update its parameters."""
         self._updated = True
 
     def stepped(self, model: WrappedModel) -> None:
-        """Note an update of a model whose ranks are independent: if it is whole now, it was averaged."""
+        """Record a step of a model of local SGD, and whether this step averaged it over the ranks."""
         self._has_averaged |= model.is_synchronized
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over `loader`; return its first batch.
+        """Begin a loop over the loader number `loader`; return its numbers and its first batch.
 
         Raises:
             StepError: inside a microbatch, with several replicas.
-            RunDirectoryError: if the run was in the middle of this loop, which makes other batches now.
+            RunDirectoryError: if the loop resumes in its middle, but makes other batches than before.
         """
         self.require_common_point("iterating over a loader")
         self.approach()
@@ -266,17 +265,17 @@ class Loop:
         return start
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
-        """Begin a global batch; one that is shown to the script has its own random numbers."""
+        """Begin a global batch; seed the random generators if the script receives it as an object."""
         loop: LoopEvent = start.loop
         if shown:
             self.generators.start(keys.BETWEEN, *loop.key, step, -1)
-        if start.again is None or not self.progress.is_replaying:  # else it is computed again
+        if start.again is None or not self.progress.is_replaying:  # else replay computes it again
             loop.last, loop.before = step, self.progress.steps
             loop.losses.clear()
             loop.events.clear()
 
     def audit_plan(self, start: Start) -> Audited:
-        """Return a function that says which replica of a global batch is computed twice."""
+        """Return a function from a global batch's number to the replica to compute twice, or to `None`."""
         if self.audit is None:
             return no_audit
         loop: LoopEvent = start.loop
@@ -284,7 +283,7 @@ class Loop:
         return self.audit.plan(start, self.phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether the loop's body sees a microbatch now: stand-ins take part in collective calls alone."""
+        """Return whether to yield a microbatch; one without samples serves only collective calls."""
         audit = self.audit
         if microbatch.audit:
             return audit is not None and not self.is_replaying and audit.takes(microbatch)
@@ -294,19 +293,19 @@ class Loop:
 
     @property
     def is_audited(self) -> bool:
-        """Whether the loop's body computes a microbatch of an audit, whose gradients are discarded."""
+        """Whether the loop's body computes the additional microbatch of an audit."""
         return bool(self._active) and self._active[0].audit
 
     @property
     def record(self) -> Record | None:
-        """Record of what the microbatch computes, where an audit compares it."""
+        """The audit's record of the values that the current microbatch computes; `None` without one."""
         return None if self.audit is None else self.audit.record
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Begin a microbatch: the loop's body sees it next."""
+        """Begin a microbatch, before it is yielded to the loop's body."""
         self.first_error.check()
         self._active.append(microbatch)
-        if len(self._active) == 1:  # else it is an evaluation inside of a microbatch
+        if len(self._active) == 1:  # else this is an evaluation inside of a microbatch
             for model in self._buffered:
                 model.microbatch_begins(microbatch)
             if self.audit is not None:
@@ -316,9 +315,9 @@ class Loop:
         self.generators.microbatch_begins(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch, or leave it by `break` or an exception."""
+        """End a microbatch, which the script may have `left` by `break` or an exception."""
         if self.closed:
-            return  # an exception ended the run; its loops are only now collected
+            return  # an exception ended the run, and the generator of the loop is deleted only now
         if not left:
             self.first_error.check()
         if len(self._active) == 1:
@@ -331,7 +330,7 @@ class Loop:
             self._count_update(microbatch)
 
     def batch_ends(self, start: Start) -> bool:
-        """End a global batch of a loop; return whether that was the last."""
+        """End a global batch of a loop; return whether the loop must end, as after a replayed batch."""
         loop: LoopEvent = start.loop
         passed = self.generators.passed
         if self._updated and passed is not None and not self._active:
@@ -341,7 +340,7 @@ class Loop:
             self.arrive()
             return start.is_over
         if len(self._loops) != 1 or self._active:
-            return False  # inside of another loop: its batch is not done
+            return False  # the batch of a loop around this one is not finished
         loop.batches, loop.steps = loop.batches + 1, self.progress.steps
         if self._fresh:
             self.progress.trained(loop)
@@ -361,7 +360,7 @@ class Loop:
             call(progress.steps, microbatch)
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        """End the loop in global batch `step`: early by `break`, or after the last one."""
+        """End the loop in global batch `step`, `early` by `break` or after the last batch."""
         if self.closed:
             return
         ended: LoopEvent = start.loop
@@ -378,20 +377,20 @@ class Loop:
             if self.evaluations is not None and not self.is_replaying:
                 self.evaluations.loop_ends(trained=trained)
         if start.again is not None and self.progress.is_replaying:
-            self.progress.repeated(ended)  # it was left in the middle
+            self.progress.repeated(ended)  # the script left the loop inside of the replayed batch
         self.progress.loop_ends(ended, early=early)
         self.arrive()
         for listener in self._listeners:
             listener.loop_ends(*ended.key, step, early=early)
 
     def saw_loss(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Note a loss whose gradients were computed: the loop does not only evaluate."""
+        """Record a loss whose gradients were computed, so that the loop does not only evaluate."""
         if self.evaluations is not None:
             self.evaluations.learns()
         if self.audit is not None:
             self.audit.trains(microbatch)
-        # With one replica a script may decide by its losses after the loop, the same on every layout: those
-        # of a batch that is computed again get the values that they had.
+        # With one replica a script may read its losses after the loop. So replay sets the losses of a batch
+        # that it computes again, with other parameters, to their recorded values.
         if self._replicas == len(self._loops) == 1:
             if not self.is_replaying:
                 self._loops[0].losses.append(loss.detach())

@@ -1,13 +1,13 @@
-"""Loss scale of fp16, updated as in torch's GradScaler, and the same on every layout.
+"""`Scaler`: the loss scale of fp16, updated as in torch's GradScaler, with the same bits on every layout.
 
-Gradients below 6e-8 are zero in fp16. So the backward pass starts from a loss that is many times larger,
-and gradients are divided by as much after their sum. Where they do not fit into fp16 any more, the step
-is left out and the scale halved; after many steps without, it is doubled. See Micikevicius et al., "Mixed
-Precision Training", ICLR 2018 (arXiv:1710.03740).
+Gradients below 6e-8 are zero in fp16. So the loss is multiplied by a large scale before the backward pass,
+and the summed gradients are divided by it. If gradients overflow in fp16, the step is skipped and the scale
+is halved; after many steps without overflow, it is doubled. See Micikevicius et al., "Mixed Precision
+Training", ICLR 2018 (arXiv:1710.03740).
 
-`torch.amp.GradScaler` divides at the optimizer's step, by calls of the script, and each rank decides for
-itself. Here gradients are divided after their sum, before the script sees them, and their sum is checked:
-the same bits on all ranks. The numbers and the kernel are GradScaler's.
+`torch.amp.GradScaler` divides at the optimizer's step, called by the script, and each rank decides for
+itself. Here gradients are divided right after they are summed over ranks, and the sums are checked, which
+have the same bits on all ranks. Constants and kernel are those of GradScaler.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from lockstep.state.checkpoint.parts import local
 FIRST = 65536.0
 GROWTH, BACKOFF = 2.0, 0.5
 INTERVAL = 2000
-#: Below this, the smallest normal number of fp16, a scale cannot be what keeps gradients from being finite.
+#: Smallest scale, the smallest normal number of fp16: with it, the scale is not the cause of an overflow.
 LEAST = 2.0**-14
-#: Above this, fp32 would not hold scaled numbers.
+#: Largest scale, so that scaled values do not overflow in fp32.
 _MOST = 2.0**100
 
 
 class Scaler(Listener):
-    """Scales losses, divides gradients by as much, and skips steps whose gradients are not finite.
+    """Multiplies losses by a scale, divides gradients by it, and skips steps with gradients not finite.
 
-    `group` has all ranks, which agree where models are split over them.
+    `group` is the process group over which ranks with parts of one model agree on a skipped step.
 
     Attributes:
-        scale: the current factor of losses.
+        scale: current factor of the losses.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Scaler(Listener):
     # --- a backward pass -------------------------------------------------------------------------
 
     def before_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Scale gradients that are being accumulated, as with one replica."""
+        """Multiply gradients of earlier backward passes by the scale: the next ones are added to them."""
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:
                 torch._foreach_mul_(waiting, self.scale)
 
     def after_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Divide the summed gradients of `models` by the scale, and check if they are finite."""
+        """Divide the summed gradients of `models` by the scale, and check whether they are finite."""
         for model in models:
             self._found[id(model)] = found = self._unscale(gradients_of(model))
             if model.is_split and self._group is not None:
@@ -91,11 +91,7 @@ class Scaler(Listener):
     # --- a step ----------------------------------------------------------------------------------
 
     def skips(self, models: Iterable[WrappedModel]) -> bool:
-        """Whether an optimizer of `models` skips its step, since gradients are not finite.
-
-        Raises:
-            NonFiniteLossError: if the scale is at its least.
-        """
+        """Return whether gradients of `models` overflow; raise an error if the scale is the smallest."""
         found = any(one.item() for model in models for one in self._found.get(id(model), ()))
         if found and self.scale <= LEAST:
             raise NonFiniteLossError(
@@ -107,7 +103,7 @@ class Scaler(Listener):
         return found
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Choose the scale of the step after number `step`."""
+        """Halve the scale if step number `step` was skipped; double it after `INTERVAL` other steps."""
         before = self.scale
         if self._skipped:
             self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
@@ -126,14 +122,14 @@ class Scaler(Listener):
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale, and the number of steps since it was changed."""
+        """Return the scale, and the number of steps since its last change."""
         return {"scale": self.scale, "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load a `state_dict`."""
+        """Load a state that `state_dict` returned."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
 def gradients_of(model: WrappedModel) -> list[torch.Tensor]:
-    """Return this rank's gradients, or its parts of them."""
+    """Return the gradients of a model's parameters, of sharded ones this rank's part."""
     return [local(p.grad) for p in model.parameters if p.grad is not None]

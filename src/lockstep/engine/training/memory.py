@@ -1,4 +1,4 @@
-"""Shared memory of this rank: its slot on the launcher's status page, and its snapshots."""
+"""`Memory`: the shared memory of this rank's launcher, with a status page, snapshots and losses."""
 
 from __future__ import annotations
 
@@ -20,42 +20,36 @@ from lockstep.state.files.run_file import Identity
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
-#: Number of a worker among its launcher's ranks, and their number: `index/count`.
+#: Environment variable with a rank's index among its launcher's ranks and their count: `index/count`.
 SLOT_VARIABLE = "LOCKSTEP_SLOT"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The launcher's memory, as one of its ranks sees it.
+    """The launcher's shared memory, which outlives the ranks, as opened by one rank."""
 
-    Attributes:
-        page: shared by the ranks of the launcher.
-        slot: this rank's part of the page.
-        losses_before: losses of this launcher's ranks in earlier generations of the run, by key.
-    """
-
-    page: StatusPage
-    slot: Slot
-    snapshots: Snapshots
-    schedule: SnapshotSchedule
-    losses: LossRing
-    losses_before: Mapping[int, int]
+    page: StatusPage  # status page, which all ranks of the launcher write
+    slot: Slot  # this rank's part of the status page
+    snapshots: Snapshots  # memory with copies of the run's state
+    schedule: SnapshotSchedule  # schedule of snapshots
+    losses: LossRing  # memory with this rank's latest losses
+    losses_before: Mapping[int, int]  # losses of its ranks before a restart, by key
 
     @staticmethod
     def find(
         environ: Mapping[str, str], rendezvous: RankRendezvous, identity: Identity, ahead: int
     ) -> Memory | None:
-        """Return the launcher's memory; `None` without one, as under `torchrun`.
+        """Open the launcher's memory; return `None` if there is none, as under `torchrun`.
 
-        `ahead` is by how many steps ranks may be ahead of rank 0.
+        `ahead` is the number of steps by which a rank may be ahead of rank 0.
         """
-        world, run = rendezvous.world, rendezvous.number  # of the runs that this process makes
+        world, run = rendezvous.world, rendezvous.number  # 0 for this process's first run
         if (found := _descriptors(environ, world)) is None:
             return None
         descriptors, index, count = found
         page = StatusPage(descriptors.page)
         slot = page.slot(index)
-        # An earlier run of this process has left its own numbers here.
+        # An earlier run of this process has left its numbers on the page.
         if index == 0 and run > 0:
             page.begin_run()
         slot.run, slot.step = run, 0
@@ -74,13 +68,13 @@ class Memory:
 
 
 def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
-    """Return this rank's slot on the status page; `None` without a launcher's memory."""
+    """Return this rank's part of the launcher's status page; `None` without a launcher's memory."""
     found = _descriptors(environ, world)
     return None if found is None else StatusPage(found[0].page).slot(found[1])
 
 
 def _descriptors(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
-    """Return the launcher's memory, the number of this rank in it, and the number of ranks."""
+    """Return the launcher's memory, this rank's index among its ranks, and their count, or `None`."""
     descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
     text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")
     is_given = text.isdecimal() and number.isdecimal()

@@ -1,7 +1,7 @@
-"""Metrics over all samples: each counted once, summed in tree order, the same on every rank.
+"""`run.mean`, `run.sum`, `run.gather`, `run.all_gather`: metrics over the samples of all ranks.
 
-Their results, and partial sums of a call under way, are part of the position: a script that resumes after
-a crash gets the values that it had.
+Each sample is counted once, and sums are taken in tree order, so that results have the same bits on every
+layout. Results, and partial sums of an unfinished call, are saved with the run's position in the script.
 """
 
 from __future__ import annotations
@@ -22,36 +22,31 @@ from lockstep.errors import StepError
 from lockstep.state.checkpoint.position import MetricEvent
 
 Value = torch.Tensor | float | int | bool
-#: Item of a metric, one per microbatch; in `run.mean` also a pair of a value and its weight.
+#: The value of a metric on one microbatch; for `run.mean` also a pair of a value and its weight.
 Item = Value | tuple[Value, Value]
 Number = float | int
 
 
 class _Partial(Protocol):
-    """Partial result of a metric, over the items of this rank."""
+    """Interface of a metric that is being computed: a partial result over the microbatches so far."""
 
     def add(self, item: Any, microbatch: Microbatch) -> None:
-        """Add the item of a microbatch."""
+        """Add the metric's value on a microbatch."""
 
     def partial(self) -> Any:
-        """Return the partial result of all ranks, which call this together."""
+        """Return the partial result over all ranks, a collective call."""
 
     def resume(self, partial: Any) -> None:
-        """Continue from the partial result of all ranks."""
+        """Set the partial result to one that `partial` returned before a restart."""
 
     def result(self) -> Any:
-        """Return the result; all ranks call this together."""
+        """Return the metric's result over all ranks, a collective call."""
 
 
 class Metrics:
-    """Sums and means of values that a script computes per microbatch.
+    """Implementation of the metrics of a run: sums, means and rows of values per microbatch.
 
-    Args:
-        loop: its microbatch says which samples a value belongs to.
-        replicas: number of replicas of all ranks.
-        block: replicas of this rank.
-        group: the process group, or `None` for a single rank.
-        collective: given a call's name, returns the context of its collective part.
+    `block` are the replicas of this rank. `collective` returns a context for a collective call by its name.
     """
 
     def __init__(
@@ -69,12 +64,12 @@ class Metrics:
         self._under_way: list[tuple[MetricEvent, _Partial]] = []
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the weighted mean over all samples; of each entry of mappings."""
+        """Return the weighted mean over all samples; for mappings, the mean of each entry."""
         sums, weights = (Columns(self._replicas, self._block, self._group) for _ in range(2))
         return self._compute("run.mean", items, _Mean(sums, weights))
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
-        """Return the sum over all samples, or of whole items of any shape; of each entry of mappings."""
+        """Return the sum over all samples, or, without `per_sample`, the sum of items of any shape."""
         sums = Columns(self._replicas, self._block, self._group)
         return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))
 
@@ -86,7 +81,7 @@ class Metrics:
     def all_gather(
         self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
     ) -> torch.Tensor:
-        """Return one row per sample of a global batch, in its order, without gradients, on the CPU."""
+        """Return `function`'s rows of all samples of a global batch, without gradients, on the CPU."""
         call = "run.all_gather"
         if not isinstance(batch, GlobalBatch):
             raise StepError(
@@ -105,7 +100,7 @@ class Metrics:
                         hint="torch.stack several of one shape along dimension 1",
                     )
                 seen.add(item, self._loop.require_microbatch(call))
-        # Nothing is noted for a resume: a batch that is computed again updates nothing.
+        # The result is not recorded, since replay computes it again with the batch.
         with self._collective(call):
             indices_turns_rows = seen.partial()
         assert indices_turns_rows is not None, "a global batch has samples"
@@ -114,7 +109,7 @@ class Metrics:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Keep an exception of the body: other ranks may have all of their items."""
+        """Return a context that records an exception of its body, for ranks that wait for this one."""
         try:
             yield
         except BaseException as error:
@@ -122,10 +117,10 @@ class Metrics:
             raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
-        """Return `compute()`; during replay its result when the script was here first.
+        """Return `compute()`; in the replay of a resumed run, return the recorded result instead.
 
-        On a rank's earlier microbatches the call has another name: only ranks with several replicas make
-        it.
+        In microbatches before a rank's last one the record has another name, since only ranks with several
+        replicas make the call there.
         """
         loop = self._loop
         if loop.closed or loop.is_audited:
@@ -153,7 +148,7 @@ class Metrics:
         event = loop.progress.metric_begins(call)
         if event.done and event.key is not None:
             loop.generators.set(event.key)
-        loop.arrive()  # where the run has ended at, or in, this metric
+        loop.arrive()  # the saved position may be at, or in, this metric
         if event.done:
             return _copy(event.value)
         event.key = loop.generators.key
@@ -171,15 +166,13 @@ class Metrics:
         finally:
             self._under_way.pop()
         key = None if loop.generators.key == event.key else loop.generators.key
-        if (
-            key is not None
-        ):  # a resumed run continues with the random numbers after those of the items
+        if key is not None:  # so that a resumed run continues with the same random numbers
             loop.generators.set(key)
         loop.progress.metric_ends(event, value, key)
         return _copy(value)
 
     def _add(self, call: str, items: Iterable[Any], seen: _Partial) -> None:
-        # An item that is computed again in replay is part of the partial result.
+        # The partial result already contains an item that replay computes again.
         again = self._loop.progress.is_repeating
         with self._kept():
             for item in items:
@@ -188,36 +181,32 @@ class Metrics:
                     seen.add(item, microbatch)
 
     def note_partial(self) -> None:
-        """Store partial sums of the calls under way in the position; all ranks call this together."""
+        """Store the partial results of unfinished calls in the run's position, a collective call."""
         for event, seen in self._under_way:
             with self._collective(event.call):
                 event.value = seen.partial()
 
 
 class _Mean:
-    """The mean of each entry."""
+    """Computation of `run.mean`: sums of values and of weights, for each entry of a mapping."""
 
     def __init__(self, sums: Columns, weights: Columns) -> None:
         self._sums, self._weights = sums, weights
 
     def add(self, item: Item | Mapping[str, Item], microbatch: Microbatch) -> None:
-        """Add the item of a microbatch."""
         for name, value in _named(item).items():
             summed, weight = _weighed(value, microbatch)
             self._sums.add(name, microbatch.replica, summed)
             self._weights.add(name, microbatch.replica, weight)
 
     def partial(self) -> Any:
-        """Return sums and weights of all replicas."""
         return [self._sums.complete(), self._weights.complete()]
 
     def resume(self, partial: Any) -> None:
-        """Continue from these."""
         self._sums.resume(partial[0])
         self._weights.resume(partial[1])
 
     def result(self) -> Any:
-        """Return the means."""
         sums, weights = self._sums.totals(), self._weights.totals()
         empty = [name for name, weight in weights.items() if not weight]
         if empty or not weights:
@@ -227,13 +216,12 @@ class _Mean:
 
 
 class _Sum:
-    """The sum of each entry."""
+    """Computation of `run.sum`: a sum for each entry of a mapping."""
 
     def __init__(self, sums: Columns, *, per_sample: bool) -> None:
         self._sums, self._per_sample = sums, per_sample
 
     def add(self, item: Value | Mapping[str, Value], microbatch: Microbatch) -> None:
-        """Add the item of a microbatch."""
         for name, value in _named(item).items():
             if self._per_sample:
                 summed: Any = _summed(value, microbatch)
@@ -242,27 +230,26 @@ class _Sum:
             self._sums.add(name, microbatch.replica, summed)
 
     def partial(self) -> Any:
-        """Return the sums of all replicas."""
         return self._sums.complete()
 
     def resume(self, partial: Any) -> None:
-        """Continue from these."""
         self._sums.resume(partial)
 
     def result(self) -> Any:
-        """Return the sums; zero where there was no item."""
         return _unwrap(self._sums.totals() or {"": 0})
 
 
 class _Rows:
-    """Rows of samples, each with its index in the dataset and its turn."""
+    """Computation of `run.gather`: a row per sample, with its dataset index and the time of its drawing.
+
+    The time, `turn`, is a number that grows with the batch and the replica.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, replicas: int, *, is_first: bool) -> None:
         self._group, self._replicas, self._is_first = group, replicas, is_first
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, item: torch.Tensor, microbatch: Microbatch) -> None:
-        """Add the rows of a microbatch."""
         _check_rows(item, microbatch)
         size = microbatch.size
         turn = microbatch.step * self._replicas + microbatch.replica
@@ -272,16 +259,13 @@ class _Rows:
         self._parts.append((indices, torch.full((size,), turn), rows))
 
     def partial(self) -> Any:
-        """Return indices, turns and rows of all ranks."""
         return _joined([part for part in of_all(_joined(self._parts), self._group) if part])
 
     def resume(self, partial: Any) -> None:
-        """Continue from these, which one rank takes for all."""
         if self._is_first:
             self._parts = [tuple(partial)]
 
     def result(self) -> torch.Tensor:
-        """Return the rows in dataset order; those of a sample that was drawn twice, by turn."""
         if (partial := self.partial()) is None:
             raise StepError("run.gather saw no samples; expected at least one")
         index, turn, rows = partial
@@ -298,17 +282,17 @@ def _named(item: Any) -> Mapping[str, Any]:
     if not isinstance(item, Mapping):
         return {"": item}
     for name in item:
-        if not isinstance(name, str):  # other ranks and checkpoints have it as text
+        if not isinstance(name, str):  # names are sent to ranks and saved as text
             raise StepError(
                 f"a mapping of metrics has the key {name!r}, of type {type(name).__name__}; expected "
                 "names of type str",
                 hint=f"take str({name!r})",
             )
-    return {str(name): value for name, value in item.items()}  # of a subclass, too
+    return {str(name): value for name, value in item.items()}  # from subclasses of str, too
 
 
 def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
-    """Return the weighted sum of an item of `run.mean`, and its weight, by default its samples."""
+    """Return an item of `run.mean` times its weight, and the weight, by default the number of samples."""
     if not isinstance(item, tuple):
         return _summed(item, microbatch, mean=True), microbatch.size
     if len(item) != 2:
@@ -323,7 +307,7 @@ def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
 
 
 def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
-    """Return the sum of a value over the microbatch's samples; 0 for a stand-in."""
+    """Return the sum of a value over the microbatch's samples; 0 if the microbatch has no samples."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         _check_rows(value, microbatch)
         value = value[: microbatch.size].detach()
@@ -335,14 +319,14 @@ def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Numb
 
 
 def _whole(value: Any) -> Any:
-    """Return an item as a number, or as a tensor on the CPU."""
+    """Convert an item to a number, or to a detached tensor on the CPU."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return torch.as_tensor(value).detach().cpu()
     return _number(value)
 
 
 def _zero(value: Value) -> Number:
-    """Return 0 of the type of `value`, which may be NaN."""
+    """Return `0.0` or `0`, the zero of the type of `value`, which may itself be NaN."""
     return 0.0 if isinstance(_number(value), float) else 0
 
 
@@ -352,7 +336,7 @@ def _number(value: Value) -> Number:
             f"run.mean was given a value of shape {tuple(value.shape)} with a weight; expected the mean "
             "over what it weighs, a single number"
         )
-    number = value.item() if hasattr(value, "item") else value  # NumPy's scalars have it too
+    number = value.item() if hasattr(value, "item") else value  # a tensor or a NumPy scalar
     return int(number) if isinstance(number, bool) else number
 
 
@@ -372,7 +356,7 @@ def _unwrap(values: dict[str, Any]) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy for the script, which may change it."""
+    """Return a copy of a result of a metric, so that the script may change it."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {n: _copy(own) for n, own in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""`run.model`: check a module, place it, and wrap it with the strategy."""
+"""`Models`, behind `run.model`: checks a module, moves it to the device and wraps it for the strategy."""
 
 from __future__ import annotations
 
@@ -33,37 +33,33 @@ from lockstep.state.checkpoint.weights_only import check_fit
 
 
 class Models:
-    """Wraps modules for the strategy, and adds them to the run's state."""
+    """The models of a run: wraps modules for the strategy and adds them to the run's state."""
 
     def __init__(self, context: Context, state: State, faults: Faults | None = None) -> None:
         self._context, self._state, self._faults = context, state, faults
-        self._tried = (
-            0  # models that were to be wrapped: a failed one has left notes for other ranks
-        )
+        self._tried = 0  # number of calls; a failed one counts, as it has left keys in the store
         asked, directory = context.settings, context.record.directory
         self._servers = Servers(context.rendezvous, asked.servers, directory, context.threads)
 
     def add(self, model: Any, keywords: Mapping[str, Any]) -> nn.Module:
-        """Check, place and wrap `model`, a module or a list of them; return the module to be called.
+        """Check, move and wrap `model`, a module or a list of modules; return the module to be called.
 
         Raises:
-            ModelError: if it is no module, part of the run already, or differs between ranks.
-            ExactnessError: for a setting that makes the result depend on the layout.
+            ModelError: if `model` is no module, belongs to the run already, or differs between ranks.
+            ExactnessError: if a setting makes the result depend on the layout.
         """
         module, before = as_module(model), self.exactness
         if any(module in (known.module, known.wrapped) for known in self._state.models):
             raise ModelError(f"this {type(module).__name__} belongs to the run already")
-        context, strategy = (
-            self._context.of_model(self._tried, self._servers),
-            self._context.strategy,
-        )
+        context = self._context.of_model(self._tried, self._servers)
+        strategy = self._context.strategy
         own = check(module, keywords, self._context.settings.strategy, strategy, context)
         extra = {k: v for k, v in module.state_dict().items() if not isinstance(v, torch.Tensor)}
         check_savable(type(module).__name__, extra)
         self._place(module)
         if self._faults is not None:
             self._faults.damage(module)
-        # What a strategy draws must not change what the next model starts from.
+        # Random numbers that a strategy draws must not change the initial weights of the next model.
         with undisturbed(), self._context.collectives.collective("run.model"):
             self._tried += 1
             wrapped = self._wrap(module, strategy, context, own)
@@ -76,7 +72,7 @@ class Models:
         return wrapped.wrapped
 
     def _place(self, module: nn.Module) -> None:
-        """Move a module to this rank's device, but for one whose parts are to stay where they are."""
+        """Move a module to this rank's device, unless the strategy or the script places its parts."""
         device, precision = self._context.device, self._context.settings.precision
         by_strategy = self._context.strategy.places and is_trainable(module)
         if not by_strategy and not spans_devices(module):
@@ -98,21 +94,21 @@ class Models:
         model: WrappedModel = wrap(module, context, keywords)
         parts = [layer.ranks.exactness for layer in layers(module)]
         model.exactness = worst([model.exactness, *parts])
-        # DistributedDataParallel's; without effect, as gradients are summed once per global batch anyway.
+        # As in DistributedDataParallel, but without effect: gradients are summed once per global batch.
         if not hasattr(model.wrapped, "no_sync"):
             model.wrapped.__dict__["no_sync"] = contextlib.nullcontext
         return model
 
     @property
     def exactness(self) -> str:
-        """Class of exactness of the run, with its models."""
+        """Class of exactness of the run with its models: `exact`, `close` or `approximate`."""
         return self._context.exactness(*(model.exactness for model in self._state.models))
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into a model of the run.
 
         Raises:
-            ModelError: if `model` is none of the run's, or the weights don't fit it.
+            ModelError: if `model` does not belong to the run, or the weights don't fit it.
         """
         wrapped = self.find(model)
         state = wrapped.state()
@@ -120,10 +116,10 @@ class Models:
         wrapped.load({**state, **weights})
 
     def find(self, model: nn.Module | None) -> WrappedModel:
-        """Return the wrapped `model`, by default the only one.
+        """Return the wrapped model of the module `model`; for `None`, the run's only model.
 
         Raises:
-            ModelError: if `model` is none of the run's, or missing and there are several.
+            ModelError: if `model` does not belong to the run, or is `None` and the run has several models.
         """
         models = self._state.models
         if model is None and len(models) == 1:

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that act once per global batch; clipping the gradients of a whole one."""
+"""Optimizers and schedulers whose `step()` acts once per global batch, and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Scheduler = TypeVar("Scheduler")
 
 
 class _StepRandomness:
-    """Random numbers of an optimizer's or scheduler's step: the same on all ranks.
+    """Random generators of an optimizer's or scheduler's `step()`, with the same numbers on all ranks.
 
-    Those of the code around the step are as without it.
+    The code around the step draws the same random numbers as if the step drew none.
     """
 
     def __init__(self, loop: Loop, purpose: str, index: int) -> None:
@@ -39,7 +39,7 @@ class _StepRandomness:
         self._step, self._calls = -1, 0
 
     def during(self, act: Callable[[], Any]) -> Any:
-        """Return `act()`, with generators at a key of the step."""
+        """Return `act()`, called with the generators set to a key of the current step."""
         step = self._loop.updates
         self._calls = self._calls + 1 if self._step == step else 0
         self._step = step
@@ -50,11 +50,11 @@ class _StepRandomness:
 
 
 class _Gate:
-    """An optimizer's checks and its update, once per global batch.
+    """Checks of an optimizer's `step()` in every microbatch, and its update once per global batch.
 
     Attributes:
-        own: the models whose parameters the optimizer has.
-        ids: of these parameters.
+        own: the models that the optimizer's parameters belong to.
+        ids: ids of the optimizer's parameters.
     """
 
     def __init__(
@@ -67,17 +67,13 @@ class _Gate:
         self._asked: Microbatch | None = None
         self._settings: list[Any] = []
         self._randomness = _StepRandomness(loop, keys.OPTIMIZER, index)
-        # Without a `step` that the script has put in its place; schedulers wrap it.
+        # Whether the script has replaced the optimizer's `step`; torch's schedulers wrap it, too.
         own = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
         self._is_torchs = _is_torchs(optimizer) and not own
         self.update_groups()
 
     def update_groups(self) -> None:
-        """Read the optimizer's parameters, where the script has added or removed groups.
-
-        Raises:
-            ModelError: if the run cannot let it step.
-        """
+        """Read the optimizer's parameters again if the script has added or removed groups."""
         groups = self._optimizer.param_groups
         if len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups)):
             return
@@ -93,11 +89,7 @@ class _Gate:
             model.optimized |= self.ids
 
     def check(self) -> None:
-        """Check that a step means the same on every layout.
-
-        Raises:
-            StepError: if it does not.
-        """
+        """Raise `StepError` if a call of `step()` has not the same effect on every layout."""
         microbatch, asked = self._loop.microbatch, self._asked
         if (record := self._loop.record) is not None:
             record.step(self._index, self._optimizer.param_groups)
@@ -110,7 +102,7 @@ class _Gate:
             for model in self.own:
                 model.check_gradients(self.ids)
             return
-        has_others = not (microbatch.first and microbatch.last)  # of this batch, on this rank
+        has_others = not (microbatch.first and microbatch.last)  # several microbatches on this rank
         if has_others:
             self._check_every_microbatch(microbatch, asked)
         for model in self.own:
@@ -119,7 +111,7 @@ class _Gate:
             self._check_settings(microbatch)
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Update the parameters by `act`, the optimizer's own step."""
+        """Update the parameters by `act`, the optimizer's original `step`."""
         if not self._is_torchs or _has_hooks(self._optimizer):
             act = functools.partial(self._randomness.during, act)
         update = functools.partial(self.own[0].update, act) if len(self.own) == 1 else act
@@ -134,7 +126,7 @@ class _Gate:
         return result
 
     def _check_every_microbatch(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
-        """Refuse steps in some microbatches of a batch only, as of scripts that accumulate gradients."""
+        """Raise an error if `step()` was called in only some microbatches, as to accumulate gradients."""
         if microbatch.first:
             is_missed, replica = asked is not None and not asked.last, -1
         else:
@@ -152,7 +144,7 @@ class _Gate:
             )
 
     def _check_settings(self, microbatch: Microbatch) -> None:
-        """Refuse settings of parameter groups that change between the replicas of one batch."""
+        """Raise an error if settings of parameter groups change between microbatches of one batch."""
         groups = self._optimizer.param_groups
         if microbatch.first:
             self._settings = parameter_groups.settings_of(groups)
@@ -166,7 +158,7 @@ class _Gate:
 
 
 def _is_torchs(value: object) -> bool:
-    """Whether the class of an optimizer or scheduler is torch's own, which draws no random numbers."""
+    """Return whether an optimizer or scheduler is of a class of torch, which draws no random numbers."""
     return type(value).__module__.startswith("torch.optim.")
 
 
@@ -180,7 +172,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 class _NoScaler:
-    """Raises an error with a hint where `torch.amp.GradScaler` asks if the optimizer can unscale."""
+    """Attribute of an optimizer that raises an error when `torch.amp.GradScaler` reads it."""
 
     def __bool__(self) -> bool:
         raise StepError(
@@ -200,7 +192,7 @@ def gate_optimizer(
 ) -> OptimizerT:
     """Make `optimizer.step()` act once per global batch, on its last microbatch; return the optimizer.
 
-    With a scaler, a step whose gradients are not finite counts as one, and changes nothing.
+    With a scaler, a step whose gradients are not finite is counted but changes no parameter.
 
     Raises:
         ModelError: if a parameter belongs to no model of the run, or the state cannot be saved.
@@ -224,7 +216,7 @@ def gate_optimizer(
             loop.finish_buffers()  # also of averages, which a hook may update
             loop.updated()
             if loop.is_replaying or (scaler is not None and scaler.skips(gate.own)):
-                # torch's schedulers warn where they find that no step came before theirs.
+                # torch's schedulers warn if the optimizer has not stepped before them.
                 self._opt_called = True  # type: ignore[attr-defined]
                 return None
             return update() if loop.audit is None else loop.audit.step(update)
@@ -241,7 +233,7 @@ def gate_optimizer(
 
 
 def _check_state(optimizer: Optimizer, index: int) -> None:
-    """Refuse an optimizer whose state cannot be saved and loaded."""
+    """Raise an error if the optimizer's state cannot be saved and loaded."""
     state, name = optimizer.state_dict(), type(optimizer).__name__
     missing = [key for key in ("state", "param_groups") if key not in state]
     if missing:
@@ -255,7 +247,7 @@ def _check_state(optimizer: Optimizer, index: int) -> None:
 
 
 def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
-    """Refuse an optimizer of several models where one of them must have its own."""
+    """Raise an error if an optimizer has several models of which one needs an optimizer of its own."""
     mixed = all(model.mixes for model in own)
     alone = [model for model in own if (model.is_split and not mixed) or model.steps_locally]
     if alone and len(own) > 1:
@@ -267,7 +259,7 @@ def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) 
 
 
 def _check_removed(optimizer: Optimizer, index: int) -> None:
-    """Refuse state of parameters whose group was removed: `state_dict` has no number for them."""
+    """Raise an error if an optimizer has state of removed parameters, which `state_dict` cannot save."""
     own = {p for group in optimizer.param_groups for p in group["params"]}
     removed = sum(isinstance(p, torch.Tensor) and p not in own for p in optimizer.state)
     if removed:
@@ -282,7 +274,7 @@ def _check_removed(optimizer: Optimizer, index: int) -> None:
 def _models_of(
     optimizer: Optimizer, models: Sequence[WrappedModel], index: int
 ) -> list[WrappedModel]:
-    # The module's parameters may be whole ones that were gathered for a pass.
+    # The module of a sharded model may have whole parameters, gathered for a forward pass.
     owner = {
         id(p): model for model in models for p in (*model.module.parameters(), *model.parameters)
     }
@@ -300,8 +292,8 @@ def _models_of(
 def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
     """Make `scheduler.step()`, of the run's scheduler `index`, act once per global batch in a loop.
 
-    Outside of loops every call acts. The object gets a subclass of its class: an attribute would be part
-    of its `state_dict()`.
+    Outside of loops every call acts. The object's class is replaced by a subclass, since a new attribute
+    would become part of its `state_dict()`.
 
     Raises:
         StepError: if the scheduler has no `step`, or cannot save and load its state.
@@ -319,14 +311,14 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
 
     @functools.wraps(act)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # During replay its effect is part of the loaded state.
+        # During replay the loaded state already contains the effect of the step.
         if not loop.acts_now() or loop.is_replaying:
             return None
         own_step = functools.partial(act, self, *args, **kwargs)
         return randomness.during(own_step) if may_draw else own_step()
 
     named = {"step": step, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    named["__slots__"] = ()  # as large as its class, or Python would not let it change
+    named["__slots__"] = ()  # Python changes an object's class only to one of the same size
     scheduler.__class__ = type(own.__name__, (own,), named)
     return scheduler
 
@@ -335,7 +327,7 @@ def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
 
 
 def listed(parameters: Any) -> list[torch.Tensor]:
-    """Return the parameters of a model, a tensor, or an iterable of tensors as a list."""
+    """Return `parameters`, a model, a tensor or an iterable of tensors, as a list of tensors."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -347,10 +339,10 @@ def clip(
     norm_type: float,
     models: Sequence[WrappedModel],
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; return the norm before.
+    """Scale gradients so that their total norm is at most `max_norm`; return the norm before scaling.
 
     Raises:
-        ModelError: if they belong to several models of which one is split over ranks.
+        ModelError: if the parameters belong to several models of which one is distributed over ranks.
     """
     if not any(model.is_split for model in models):
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -372,7 +364,7 @@ def clip(
 def clip_values(
     parameters: Sequence[torch.Tensor], value: float, models: Sequence[WrappedModel]
 ) -> None:
-    """Clamp gradients of `parameters` to `-value` to `value`."""
+    """Clamp each element of the gradients of `parameters` to `-value` to `value`."""
     for model in models:
         own = {id(p) for p in model.parameters}
         model.clip_values([p for p in parameters if id(p) in own], value)

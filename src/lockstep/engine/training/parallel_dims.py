@@ -1,4 +1,7 @@
-"""Parallel dimensions: groups of ranks that share one model, and that hold the same part."""
+"""`ParallelDims`, `Groups`: this rank's position in the mesh of ranks, and its process groups.
+
+In the mesh, the ranks of a row have one model together, and the ranks of a column have the same part of it.
+"""
 
 from __future__ import annotations
 
@@ -27,59 +30,41 @@ NAMES = ("data", "model")
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Position of this rank in the mesh.
-
-    Attributes:
-        row: number of the model that this rank has a part of.
-        column: number of the part.
-        replicas: number of replicas of all ranks.
-        block: replicas of this rank's model.
-        forest: tree nodes of the ranks in this column.
-    """
+    """Position of this rank in the mesh, and the replicas that it computes."""
 
     mesh: Mesh
-    row: int
-    column: int
-    replicas: int
-    block: range
-    forest: Forest
+    row: int  # number of the model of which this rank has a part
+    column: int  # number of this part
+    replicas: int  # number of replicas of all ranks
+    block: range  # replicas that this rank's row computes
+    forest: Forest  # nodes of the reduction tree that the ranks in this column sum
 
     @staticmethod
     def of(mesh: Mesh, rank: int, replicas: int) -> ParallelDims:
-        """Return the position of `rank` in `mesh`.
-
-        Raises:
-            UsageError: if there are fewer replicas than models.
-        """
+        """Return the position of `rank` in `mesh`; raise `UsageError` for fewer replicas than rows."""
         row, column = mesh.place(rank)
         own = block(replicas, mesh.data, row)
         return ParallelDims(mesh, row, column, replicas, own, Forest.of(replicas, mesh.data, row))
 
     @property
     def ranks_of_row(self) -> range:
-        """The ranks that share this rank's model."""
+        """The ranks of this rank's row, which have one model together."""
         return range(self.row * self.mesh.model, (self.row + 1) * self.mesh.model)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of this rank.
+    """The process groups of this rank."""
 
-    Attributes:
-        everyone: all ranks; `None` for a single rank that needs no group.
-        data: the ranks of this column; `None` as before.
-        mesh: torch's DeviceMesh, where models are spread or sharded.
-    """
-
-    everyone: dist.ProcessGroup | None
-    data: dist.ProcessGroup | None
-    mesh: DeviceMesh | None
+    everyone: dist.ProcessGroup | None  # all ranks; `None` for a rank without a group
+    data: dist.ProcessGroup | None  # the ranks in this rank's column
+    mesh: DeviceMesh | None  # torch's DeviceMesh; `None` if each rank has a whole model
 
     @staticmethod
     def of(
         everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
     ) -> Groups:
-        """Make the groups; all ranks call this together."""
+        """Make the process groups of the mesh, a collective call."""
         if everyone is None or not STRATEGIES.find(strategy).meshed:
             return Groups(everyone, everyone, None)
         settings: dict[str, Any] = {}
@@ -94,11 +79,12 @@ class Groups:
 
 
 def choose_mesh(settings: Settings, world: World) -> Mesh:
-    """Return the mesh of a run.
+    """Return the mesh of a run's ranks, after checks of the settings for strategy, exchange and servers.
 
     Raises:
-        UsageError: if strategy, mesh, number of ranks and of servers cannot go together, or a setting
+        UsageError: if strategy, mesh, number of ranks and of servers do not fit together, or a setting
             would have no effect.
+        ExactnessError: if `exact` is set and the strategy is approximate.
     """
     strategy = STRATEGIES.find(settings.strategy)
     if strategy.one_rank and world.size > 1:
@@ -120,7 +106,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 
 
 def _check_servers(settings: Settings, world: World) -> None:
-    """Refuse settings of parameter servers that do not go together."""
+    """Raise `UsageError` if the strategy cannot work with the number of servers or the staleness."""
     strategy, late = settings.strategy, settings.staleness
     if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)
@@ -140,7 +126,7 @@ def _check_servers(settings: Settings, world: World) -> None:
 
 
 def _check_exchange(strategy: StrategyEntry, name: str) -> None:
-    """Refuse an exchange that the strategy cannot use."""
+    """Raise `UsageError` if the strategy cannot use the exchange `name`."""
     exchange = EXCHANGES.find(name)
     if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
         raise UsageError(
@@ -156,7 +142,7 @@ def _check_exchange(strategy: StrategyEntry, name: str) -> None:
 
 
 def _check_averages(settings: Settings) -> None:
-    """Refuse `sync_every` for strategies that sum gradients in every step."""
+    """Raise `UsageError` if `sync_every` is set for a strategy that sums gradients in every step."""
     if settings.sync_every is not None and not STRATEGIES.find(settings.strategy).averages:
         averaging = STRATEGIES.where(lambda entry: entry.averages)
         raise UsageError(
@@ -167,11 +153,11 @@ def _check_averages(settings: Settings) -> None:
 
 
 def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device: str) -> str:
-    """Return the name of the exchange of several ranks.
+    """Return the name of the exchange, the algorithm by which several ranks sum gradients.
 
     Raises:
-        UsageError: for an exchange that does not work here.
-        ExactnessError: for one that makes the result depend on the layout.
+        UsageError: if the exchange in the settings does not work with the layout or the other settings.
+        ExactnessError: if `exact` is set and the exchange makes the result depend on the layout.
     """
     strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
     reasons = {

@@ -1,4 +1,4 @@
-"""Settings of an optimizer's parameter groups, compared over the microbatches of a global batch."""
+"""Comparison of the settings in an optimizer's parameter groups between microbatches of a global batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-#: A parameter group, as an optimizer has it.
+#: An element of `param_groups` of a PyTorch optimizer.
 Group = dict[str, Any]
-#: Types of values that are compared as they are; unknown types are not compared.
+#: Types of values that are compared with `==`; values of unknown types are not compared.
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _EXACTLY = frozenset(_PLAIN)  # quicker to look up
 
 
 def settings_of(groups: Sequence[Group]) -> list[Group]:
-    """Return copies of parameter groups, to be compared later; parameters are shared."""
+    """Return copies of parameter groups for a later comparison; parameters themselves are not copied."""
     copies = [dict(group) for group in groups]
     for group in copies:
         for name, value in group.items():
@@ -36,12 +36,12 @@ def _kept(value: Any) -> Any:
 
 
 def changed(before: Sequence[Group], groups: Sequence[Group]) -> tuple[str, Any, Any] | None:
-    """Return the first setting that has changed, its value before, and its value now."""
+    """Return the first setting of the parameter groups that has changed, with its old and new value."""
     if len(before) != len(groups):
         return "the number of parameter groups", len(before), len(groups)
     for number, (old, group) in enumerate(zip(before, groups, strict=True)):
         if all(map(operator.is_, old.values(), group.values())):
-            continue  # as nearly always
+            continue  # all values are the same objects, as in nearly every step
         for name, value in old.items():
             now = group.get(name)
             if value is not now and name != "params" and not _same(value, now):

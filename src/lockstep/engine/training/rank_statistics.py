@@ -1,7 +1,7 @@
-"""Statistics of one rank: what a loop of the script computes without training, from its own samples.
+"""`RankStatistics`: warns of variables that a loop without training computes from one rank's samples.
 
-A loop over a loader sees the samples of this rank's replicas. `run.mean`, `run.sum` and `run.gather` bring
-all of them together; what a loop adds up by itself is another number on every layout.
+A loop over a loader yields the samples of this rank's replicas. `run.mean`, `run.sum` and `run.gather`
+combine the samples of all ranks; a sum that the loop's body computes differs between layouts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lockstep.engine.training.observations import Change, Observation
 from lockstep.state.record import stacks
 from lockstep.world.model import World
 
-#: Loops over each loader that are looked at.
+#: Number of loops over each loader that are examined.
 _LOOPS = 8
 
 
 class _Begun(NamedTuple):
-    """A loop that has begun: the frame that it is in, what its variables held, and passes until then."""
+    """Record of a loop's beginning: its frame, its variables' values, the number of backward passes."""
 
     key: tuple[int, int, int]
     frame: int
@@ -35,14 +35,10 @@ class _Begun(NamedTuple):
 
 
 class RankStatistics(Listener):
-    """Names what loops without a backward pass have computed from this rank's samples.
+    """Warns of variables that a loop without a backward pass has computed from this rank's samples.
 
-    Args:
-        loop: where the run stands.
-        world: rank and generation of this process.
-        observe: returns what variables hold.
-        passes: returns how many backward passes there were.
-        warn: shows a line.
+    Only rank 0 warns, before any restart. `observe` returns the values of a frame's variables, `passes` the
+    number of backward passes so far.
     """
 
     def __init__(
@@ -55,11 +51,11 @@ class RankStatistics(Listener):
     ) -> None:
         self._loop, self._look, self._passes, self._warn = loop, observe, passes, warn
         self._looks = world.is_main and world.generation == 0
-        self._loops: Counter[int] = Counter()  # over each loader
+        self._loops: Counter[int] = Counter()  # number of loops over each loader
         self._begun: _Begun | None = None
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins: see what variables hold, unless it is in a metric or a batch."""
+        """Record the values of the script's variables before a loop outside of metrics and batches."""
         loop = self._loop
         is_outermost = loop.microbatch is None and not loop.progress.open_metrics
         if not self._looks or not is_outermost or loop.is_replaying:
@@ -71,7 +67,7 @@ class RankStatistics(Listener):
             self._begun = _Begun((loader, epoch, round_), id(frame), seen, self._passes())
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over."""
+        """Warn of the variables that the loop has changed, if it had no backward pass."""
         begun = self._begun
         if begun is None or begun.key != (loader, epoch, round_):
             return
@@ -82,7 +78,7 @@ class RankStatistics(Listener):
         changes = self._changes(frame, begun.seen)
         is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
         if changes or is_generator:
-            self._loops[loader] = _LOOPS  # once for each loader
+            self._loops[loader] = _LOOPS  # warn once for each loader
             file = frame.f_code.co_filename.rpartition("/")[2]
             place = f"the loop over loader {loader} ({file}:{frame.f_lineno})"
             what = f"{named(changes)} came from" if changes else f"{place} sees"
@@ -97,7 +93,7 @@ class RankStatistics(Listener):
         return self._look(frame, look=_read, innermost=True)
 
     def _changes(self, frame: FrameType, before: Observation) -> list[Change]:
-        """Return the variables that the loop has changed, or made, and that are read later."""
+        """Return the variables that the loop has changed or made and that the script reads later."""
         code = frame.f_code
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         later = {*given, *(one.name for one in liveness.read_after(frame))}
@@ -115,13 +111,13 @@ class RankStatistics(Listener):
 
 
 def _read(frame: FrameType, *, returns: bool) -> liveness.Uses:
-    """Return what a frame reads, also to show it: that is another number on each layout, too."""
+    """Return the variables that a frame reads after its loop, even if it only prints them."""
     uses = {**liveness.carried(frame), **liveness.read_after(frame, returns=returns)}
     return {one: use._replace(matters=True, is_item=False) for one, use in uses.items()}
 
 
 def _of_loop(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the script's loop; `None` where a function of a library loops, as `update_bn`."""
+    """Return the frame of the script's loop; `None` if the loop is in a library, such as `update_bn`."""
     while frame is not None:
         file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
         if stacks.is_users(file):

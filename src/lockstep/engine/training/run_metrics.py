@@ -1,4 +1,4 @@
-"""Metrics of `lockstep.Run`, the same on every layout; and its other calls that ranks make together."""
+"""`RunMetrics`, a base class of `lockstep.Run`: metrics over all samples, and barriers of its ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lockstep.engine.training.run_properties import RunProperties
 
 
 class RunMetrics(RunProperties):
-    """The metrics of a run, and the order of its ranks."""
+    """Base class of `lockstep.Run` with its metrics over all samples and its barriers."""
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the mean over all samples of all ranks.
+        """Return the mean of `items` over all samples of all ranks.
 
         Args:
-            items: one per microbatch, computed while this call iterates over a loader: the mean over the
-                microbatch (shape `()`), or one value per sample (shape `(samples, …)`), or a pair of a
-                mean and the number of its elements, as `(loss, tokens)`; or a mapping of these.
+            items: a generator over a loader, with one item per microbatch: the mean over the microbatch
+                (shape `()`), or one value per sample (shape `(samples, …)`), or a pair of a mean and the
+                number of its elements, as `(loss, tokens)`; or a mapping from names to such items.
 
         Returns:
             A float, the same on every rank and layout; a dictionary of floats for mappings.
@@ -33,10 +33,10 @@ class RunMetrics(RunProperties):
         return self._session.metrics.mean(items)
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
-        """Return the sum over all samples of all ranks, exact for integers.
+        """Return the sum of `items` over all samples of all ranks, exact for integers.
 
         Args:
-            items: as in `mean`, without weights.
+            items: a generator over a loader, with one tensor or number per microbatch, or a mapping.
             per_sample: whether items have shape `(samples, …)`; the sum is over all dimensions. If not,
                 an item is the microbatch's sum, of any shape, such as a confusion matrix; the result has
                 that shape.
@@ -47,7 +47,7 @@ class RunMetrics(RunProperties):
         """Return one row per sample of the data, in dataset order, on every rank.
 
         Args:
-            items: one tensor of shape `(samples, …)` per microbatch, computed while this call iterates.
+            items: a generator over a loader, with one tensor of shape `(samples, …)` per microbatch.
         """
         return self._session.metrics.gather(items)
 
@@ -56,13 +56,13 @@ class RunMetrics(RunProperties):
     ) -> torch.Tensor:
         """Return one row per sample of a global batch, in the order of its replicas, on every rank.
 
-        For losses over the whole batch, such as those with in-batch negatives: a pass over the batch that
-        follows draws the same random numbers, and has its own rows at `run.batch_rows`.
+        It serves losses over the whole batch, such as those with in-batch negatives. The next iteration
+        over the batch draws the same random numbers; a microbatch has its own rows at `run.batch_rows`.
 
         Args:
-            function: given what an iteration over `batch` yields, returns a tensor of shape
-                `(samples, …)`; it is called without gradients.
-            batch: one of `run.batches`, outside of its passes.
+            function: returns a tensor of shape `(samples, …)` for a microbatch of `batch`; it is called
+                without gradients.
+            batch: a global batch of `run.batches`, outside of an iteration over it.
 
         Raises:
             StepError: inside a microbatch, with several replicas; or for a result of another shape.
@@ -70,11 +70,11 @@ class RunMetrics(RunProperties):
         return self._session.metrics.all_gather(function, batch).to(self.device)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context: its body runs on the main rank, then one rank per node, then the others."""
+        """Return a context; its body runs on the main rank, then on one rank per node, then on the rest."""
         self._loop.require_common_point("run.main_process_first", of_models=False)
         return self._session.rank_order.first()
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called `run.barrier`."""
         self._loop.require_common_point("run.barrier", of_models=False)
         self._session.barrier()

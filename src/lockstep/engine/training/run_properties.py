@@ -1,4 +1,4 @@
-"""Properties of `lockstep.Run`: rank, device, replicas, epoch and step, exchange, mesh."""
+"""`RunProperties`, a base class of `lockstep.Run`: rank, device, replicas, epoch, step, mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.world import World
 
 
 class RunProperties:
-    """The properties of a run."""
+    """Base class of `lockstep.Run` with its properties, such as rank, device, epoch and step."""
 
     _session: Session
     _is_begun = False
@@ -32,7 +32,7 @@ class RunProperties:
         self._is_begun = True
 
     def _require_open(self, call: str) -> None:
-        """Refuse a call after the end of the run."""
+        """Raise an error if `call`, the name of a method, is made after the end of the run."""
         if self._session.loop.closed:
             raise StepError(
                 f"{call} was called after the end of the run {self._name}; "
@@ -41,7 +41,7 @@ class RunProperties:
             )
 
     def _count(self, call: str) -> int:
-        """Return how many calls of this name there are, with this one."""
+        """Return how often the run's method `call` has been called so far, this call included."""
         self._require_open(call)
         return self._session.call_sites.count(call)
 
@@ -52,16 +52,17 @@ class RunProperties:
     def state(self, name: str | None = None, /, **values: Any) -> ScriptState:
         """Return a namespace of variables that are saved and restored with the run, and part of its digest.
 
-        Change them where all ranks do alike: between the batches of `run.batches`, or between epochs.
+        Change the variables where all ranks change them alike: between the batches of `run.batches`, or
+        between epochs.
 
         Args:
-            name: what it is called where it is saved; by default `state`, and `state-2` for the second.
+            name: name of the namespace in saved states; by default `state`, and `state-2` for the second.
             values: the variables with their first values: numbers, text, None, tensors, arrays, and
                 containers of them. After a resume tensors are on the device of the run.
 
         Raises:
             ModelError: if a value cannot be saved, or the name is taken.
-            VariableError: later, if a name is used that was not given.
+            VariableError: later, if the script uses a name that is not in `values`.
         """
         self._require_open("run.state")
         registered = self._session.state.registered
@@ -73,7 +74,7 @@ class RunProperties:
 
     @property
     def world(self) -> World:
-        """Rank, local rank and number of processes."""
+        """The ranks of this run: this process's rank and local rank, and the number of processes."""
         return self._session.context.world
 
     @property
@@ -88,12 +89,12 @@ class RunProperties:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes files."""
+        """Whether this process is rank 0, which prints and writes files."""
         return self.world.is_main
 
     @property
     def directory(self) -> Path:
-        """Directory of the run."""
+        """Directory with the run's events, logs and checkpoints."""
         return self._session.context.record.directory
 
     @property
@@ -121,7 +122,7 @@ class RunProperties:
 
     @property
     def batch_rows(self) -> slice:
-        """Rows of this microbatch in what `run.all_gather` returns; none for a replica without samples.
+        """Rows of this microbatch in the result of `run.all_gather`; empty for a replica without samples.
 
         Raises:
             StepError: outside of a loop over a loader.
@@ -132,7 +133,7 @@ class RunProperties:
 
     @property
     def exchange(self) -> str:
-        """Name of the exchange; `none` on one rank."""
+        """Name of the exchange, the algorithm that sums gradients over ranks; `none` on one rank."""
         return self._session.context.exchange
 
     @property

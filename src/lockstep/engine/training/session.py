@@ -1,4 +1,4 @@
-"""`Session`: life cycle of a run in this process, from its rendezvous to its digest."""
+"""`Session`: a run in this process, from the rendezvous of the ranks to the final digest."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from lockstep.state.checkpoint.catalog import DIRECTORY, Catalog
 from lockstep.world import World, mpi
 from lockstep.world.rendezvous.rank_rendezvous import leave
 
-#: Seconds that a checkpoint which is being written has left when the script fails.
+#: Seconds to wait for an unfinished checkpoint when the script has failed.
 _PATIENCE = 10.0
 
 
 class Session:
-    """A run in this process, from the rendezvous of its ranks to its end; its parts are attributes."""
+    """A run in this process, from the rendezvous of the ranks to its end; its attributes are its parts."""
 
-    #: Whether a run was asked to end when it had ended already: the next one is asked, too.
+    #: Whether a signal asked the process's previous run to end too late, so that it ends the next run.
     _stops: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, world: World, store: dist.Store | None = None) -> None:
@@ -71,7 +71,7 @@ class Session:
         set_key(keys.derive(settings.seed, keys.INIT))
 
     def _begin(self) -> None:
-        """Make the parts, and begin the run, or resume it from the newest state."""
+        """Make the run's parts, then begin the run or resume it from its newest state."""
         context, record, settings = self.context, self.context.record, self.context.settings
         self.state = state = State()
         faults = Faults.of(os.environ, context.world)
@@ -117,7 +117,7 @@ class Session:
             )
         if faults is not None and loop.is_replaying:
             faults.resume(loop.resumed)
-        # Faults first: a signal at a point is to be heeded there.
+        # Faults first: their signal at a point must have arrived when the state is saved there.
         listeners += [faults, self._checkpointing]
         loop.listen(listener for listener in listeners if listener is not None)
 
@@ -151,15 +151,15 @@ class Session:
         return catalog
 
     def open(self) -> None:
-        """Print what runs, on the main rank, and handle signals from here on."""
+        """Print the title line of the run on the main rank, and install signal handlers."""
         context, record = self.context, self.context.record
         self._signals.listen()
         self._variables.opens()
         if context.memory is not None:
-            context.memory.slot.pid = os.getpid()  # the launcher may send it signals from here on
+            context.memory.slot.pid = os.getpid()  # the launcher may now send it signals
         if self._stops:
             self._checkpointing.stop()
-        if context.world.environment != "lockstep":  # a launcher says it itself
+        if context.world.environment != "lockstep":  # `lockstep run` prints these lines itself
             note = context.resume_info.note
             for line in [*unknown_variables.warnings(os.environ), *([note] if note else [])]:
                 record.warn(line)
@@ -176,15 +176,15 @@ class Session:
     # --- what the run asks for -------------------------------------------------------------------
 
     def register(self, name: str, value: Any) -> None:
-        """Make `value` part of the run's state."""
+        """Add `value` to the state that is saved with the run."""
         self.state.register(name, value)
         self._averages.add(value)
 
     def save(self, best: float | None) -> None:
-        """Save the state: in a loop when the script is done with this batch, elsewhere now."""
+        """Write a checkpoint: inside a loop over a loader after the current batch, else now."""
         loop = self.loop
         if loop.is_in_loop:
-            # Once per batch: a condition on run.step is true on some ranks' earlier microbatches only.
+            # Once per batch: a condition on run.step may differ between a rank's microbatches.
             if loop.acts_now() and not loop.is_replaying:
                 self._checkpointing.ask(best)
             return
@@ -202,7 +202,7 @@ class Session:
         return digest(self.state.parts().values())
 
     def digests(self) -> dict[str, str]:
-        """Return a digest for each model and registered object."""
+        """Return a digest for each model and registered object, by name."""
         self._finish_buffers()
         return {name: digest([part]) for name, part in self.state.parts().items()}
 
@@ -212,7 +212,7 @@ class Session:
             self.loop.finish_buffers()
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called `run.barrier`."""
         if self.context.group is not None:
             with self.context.collectives.collective("run.barrier"):
                 dist.barrier(group=self.context.group)
@@ -220,13 +220,13 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> str:
-        """Write what is to be saved, compare results with the other ranks, and return the digest.
+        """End the run: write requested checkpoints, compare the digests of all ranks, return the digest.
 
         Raises:
-            CheckpointError: if a checkpoint cannot be written, or the script never came to the position
-                that it resumed from.
-            DivergenceError: if a rank holds other bits.
-            PeerError: if a rank does not come to its end.
+            CheckpointError: if a checkpoint cannot be written, or the script never reached the position
+                from which it resumed.
+            DivergenceError: if the result of a rank has other bits.
+            PeerError: if a rank does not reach the end of its run.
         """
         context, record, watchdog = self.context, self.context.record, self.context.watchdog
         self.loop.first_error.check()
@@ -234,7 +234,7 @@ class Session:
         self.loop.progress.check_arrived()
         self.loop.average_models()
         for model in self.state.models if self.loop.is_in_loop else ():
-            model.check_between()  # an iterator over a loader may live on
+            model.check_between()  # a loop whose iterator is still referenced has not ended
         if self.loop.audit is not None:
             self.loop.audit.warn_of_counts()
         self._checkpointing.finish()
@@ -249,7 +249,7 @@ class Session:
             if context.group is not None:
                 check_same(context.rendezvous, own, self.digests, exact=context.settings.exact)
         if watchdog is not None:
-            watchdog.close()  # from here on no rank waits for another one
+            watchdog.close()  # no rank waits for another one any more
         if self.backward.passes and not self.loop.steps:
             record.warn(
                 "lockstep: warning: gradients were computed, but no optimizer of the run has stepped; "
@@ -257,14 +257,14 @@ class Session:
             )
         settings = None
         if self.models.exactness == "exact":
-            # What the result follows from, besides the run's identity, its data and the source.
+            # Besides the run's identity, its data and its source, the result depends on these.
             settings = [str(model.module) for model in self.state.models]
             settings += [f"{type(o).__name__} {o.defaults}" for o in self.state.optimizers]
         record.finish(own, time.monotonic() - self._started, used, settings)
         return own
 
     def close(self, error: BaseException | None) -> None:
-        """Release everything; after an error without a wait for other ranks."""
+        """Release all resources of the run; after an error, do not wait for other ranks."""
         context, audit = self.context, self.loop.audit
         is_scripts = isinstance(error, Exception) and not isinstance(error, LockstepError)
         if is_scripts and audit is not None and (audit.was_left or self.loop.is_audited):
@@ -272,7 +272,7 @@ class Session:
         self._signals.close()
         Session._stops = error is None and self._checkpointing.stop_asked
         failed = error is not None and not isinstance(error, Preempted)
-        # First: once the others know of the error, they write no more.
+        # First, since other ranks stop writing their parts of a checkpoint when they read the error.
         own = failed and not isinstance(error, PeerError | KeyboardInterrupt)
         self._checkpointing.close(_PATIENCE if own else 0.0)
         if failed and error is not None:
@@ -299,7 +299,7 @@ class Session:
 
 
 def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError | None:
-    """Return an error that explains one of torch's that a script has raised; `None` for others."""
+    """Return a clearer error for an error of torch whose cause is known; `None` for other errors."""
     if not isinstance(error, RuntimeError):
         return None
     if "nested_tensorlist[0].empty()" in str(error) and any(m.several_replicas for m in models):
@@ -318,7 +318,7 @@ def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError 
 
 
 def show_plainly() -> None:
-    """Print errors of Lockstep as one message instead of a traceback, under plain `python` too."""
+    """Install an exception hook that prints Lockstep's errors as one message without a traceback."""
     if sys.excepthook is not sys.__excepthook__:
         return
 

@@ -1,8 +1,8 @@
-"""Watchdog: names ranks that have ended or are stuck while this rank waits for them.
+"""`Watchdog`: ends a rank that waits in a collective call for a rank that has ended or is elsewhere.
 
-A rank that leaves a loop early, ends, fails or waits for long writes that to the store. A thread of every
-rank reads it while its own rank makes no progress: the main thread waits inside a collective, where no
-Python runs. Where ranks disagree the process ends, since nothing else ends that wait.
+A rank that leaves a loop early, ends, fails or waits for long writes this to the key-value store. A thread
+of every rank reads the store while the main thread makes no progress, since inside of a collective call the
+main thread runs no Python. If ranks are in different calls the thread ends the process with an error.
 """
 
 from __future__ import annotations
@@ -28,33 +28,26 @@ from lockstep.state.record import error_report, stacks
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
 _LOOK_SECONDS = 1.0
-#: Seconds that the thread may take to end: one that asks a store whose host is gone does not.
+#: Seconds to wait for the end of the thread, which does not end if the store's host is gone.
 _CLOSE_SECONDS = 2.0
-#: Looks in which two ranks that wait have compared their calls.
+#: Number of reads of the store after which two waiting ranks have certainly compared their calls.
 _PATIENT_LOOKS = 3
-#: Each rank compares its calls with those of so many ranks after it: where calls differ anywhere, they
-#: differ between neighbours.
+#: Number of ranks after it with which each rank compares its calls; differences show between neighbours.
 _COMPARED = 8
-#: Seconds between two signs of life that a rank gives where no launcher of ours watches.
+#: Seconds between two heartbeats of a rank that `lockstep run` did not start.
 EVERY = 5.0
-#: Seconds of silence after which a rank counts as lost. Code that keeps the interpreter's lock for long,
-#: such as reading one huge file of JSON, is silent too.
+#: Seconds without a heartbeat after which a rank counts as lost. Code that keeps the interpreter's lock for
+#: long, such as reading one huge JSON file, also delays heartbeats.
 SILENCE = 120.0
-#: The longest time between two looks that counts: a rank that was stopped has read nothing meanwhile.
+#: Upper limit of the seconds between two reads that count as silence: this process may have been stopped.
 _LONGEST_LOOK = 2 * EVERY
 
 
 class Watchdog(Listener):
-    """Writes to the store where this rank leaves loops and waits, and reads what other ranks write.
+    """Thread that compares the loops and calls in which ranks wait, and ends this rank if they differ.
 
-    Args:
-        rendezvous: rendezvous of the ranks, with their store.
-        heartbeat: this rank's latest calls.
-        fail: called with the error, and the line of the script, before the process ends; by default it
-            reports them to the launcher.
-
-    Attributes:
-        also: further functions that the thread calls, twice as often as it looks.
+    Before it ends the process it calls `fail` with the error and the line of the script, by default to
+    report both to the launcher. It calls the functions in `also` twice as often as it reads the store.
     """
 
     def __init__(
@@ -63,17 +56,17 @@ class Watchdog(Listener):
         heartbeat: Heartbeat,
         fail: Callable[[LockstepError, stacks.Frame | None], None] | None = None,
     ) -> None:
-        # A client of its own for the thread: the main thread's may be busy waiting.
+        # A separate client of the store for the thread, as the main thread's may be blocked in a wait.
         own: dist.Store = rendezvous.store.clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("watch", rendezvous.store)
         self._thread_store = dist.PrefixStore("watch", own)
         self._rendezvous = replace(rendezvous, store=own)
         self._heartbeat = heartbeat
-        # A launcher that starts all ranks sees whether any of them moves.
+        # Whether several launchers started the ranks: none of them sees the progress of all ranks.
         self._several = rendezvous.world.launch_file is None
         self._rank, size = rendezvous.world.rank, rendezvous.world.size
         self._others = _after(self._rank, range(size))
-        # A launcher of ours looks itself for ranks that are gone.
+        # `lockstep run` itself detects ranks whose processes have ended.
         watched = rendezvous.world.environment == "lockstep"
         self._pulse = None if watched else Liveness(self._thread_store, self._rank, size)
         self._fail = fail or self._report
@@ -93,40 +86,40 @@ class Watchdog(Listener):
     # --- the main thread -------------------------------------------------------------------------
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Begin a loop over a loader."""
+        """Record the beginning of a loop over a loader."""
         self._outer.append((self._loop, self._collectives))
         self._loops += 1
-        # Not by count: the main rank alone may loop over a loader for itself.
+        # Not the number of the loop: the main rank may loop over a further loader alone.
         self._loop = f"{loader}.{epoch}.{round_}"
         self._step = self._collectives = 0
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Begin a microbatch."""
+        """Record the beginning of a microbatch."""
         self._step = microbatch.step
         self._leave_backward()
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
-        """Begin a backward pass through `models`; on a rank's last microbatch it needs all ranks."""
+        """Record the beginning of a backward pass, a collective call in a rank's last microbatch."""
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
             self._heartbeat.enter("run.backward", (*batch, microbatch.turn, *models))
             self._in_backward = True
 
     def backward_ends(self) -> None:
-        """End the backward pass; on a rank's last microbatch all ranks have taken part in it."""
+        """Record the end of a backward pass, and count it if it was a collective call."""
         if self._in_backward:
             self._collectives += 1
             self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """Note that this rank is in no backward pass, also after one that raised an exception."""
+        """Record that this rank is in no backward pass, also after an exception in one."""
         if self._in_backward:
             self._heartbeat.leave()
             self._in_backward = False
 
     @contextlib.contextmanager
     def passing(self, row: range) -> Iterator[None]:
-        """Run the body, a pass through a model of which each rank of `row` has a part."""
+        """Return a context whose body computes a model that is distributed over the ranks in `row`."""
         before, self._row = self._row, row
         try:
             yield
@@ -134,13 +127,13 @@ class Watchdog(Listener):
             self._row = before
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """End a loop over a loader."""
+        """Write to the store in which batch this rank has ended a loop over a loader."""
         self._leave_backward()
         self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._collectives} {early:d}")
         self._loop, self._collectives = self._outer.pop()
 
     def run_ends(self) -> None:
-        """Note that this rank takes part in no further loop."""
+        """Write to the store that this rank begins no further loop."""
         self._store.set(f"end/{self._rank}", f"{self._loops} 0 1")
 
     # --- the thread ------------------------------------------------------------------------------
@@ -149,7 +142,7 @@ class Watchdog(Listener):
         seen, wakes = -1, 0
         while not self._stop.wait(_LOOK_SECONDS / 2):
             wakes += 1
-            # To agree on something takes two looks: a request to stop may leave few seconds.
+            # Called twice as often, since ranks agree on a preemption only after two calls.
             for function in self.also:
                 self._try(function)
             if wakes % 2:
@@ -168,7 +161,7 @@ class Watchdog(Listener):
                 self._end(
                     PeerError(f"the store is gone, and with it the rank that hosts it: {what}")
                 )
-        except Exception as error:  # the thread also reads when to save and to stop
+        except Exception as error:  # the thread continues, since it also serves saving and stopping
             if not self._warned:
                 self._warned = True
                 what = f"{type(error).__name__}: {error}"
@@ -176,8 +169,8 @@ class Watchdog(Listener):
 
     def _look(self) -> None:
         if self._pulse is not None:
-            self._pulse.look()
-        if self._several:  # the launcher sees only its own ranks stand still
+            self._pulse.beat()
+        if self._several:  # a launcher sees only its own ranks, which may wait for others' progress
             moves = self._thread_store.add("moves", int(not self._looks))
             if self._looks and moves != self._moves:
                 self._heartbeat.others_move()
@@ -189,7 +182,7 @@ class Watchdog(Listener):
             self._end(PeerError(store.get("failed").decode()))
         if self._pulse is not None and (error := self._pulse.lost()) is not None:
             self._end(error)
-        row = self._row  # the main thread may continue
+        row = self._row  # read once, as the main thread may change it
         if self._in_backward:
             self._compare_loops(self._others)
         elif row:
@@ -198,12 +191,12 @@ class Watchdog(Listener):
             self._compare_calls()
 
     def _compare_loops(self, others: Sequence[int]) -> None:
-        """End this rank, which waits in a pass through a model, if another rank never comes to it."""
+        """End this waiting rank with an error if one of `others` has left the loop or ended its run."""
         for other in others:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
-            # A loop that another rank has been through may be its own, before another call: comparing
-            # calls says more then, and comes first.
+            # If another rank has finished its loop and waits in another call, the comparison of calls gives
+            # the clearer error, and so comes first.
             counts = left is not None and (left[2] or self._looks > _PATIENT_LOOKS)
             if left is not None and counts and left[1] <= self._collectives:
                 self._end_early(
@@ -217,7 +210,7 @@ class Watchdog(Listener):
                 )
 
     def _compare_calls(self) -> None:
-        """End this rank, which waits in a call, if another rank waits in a different call."""
+        """End this waiting rank with an error if another rank waits in a different collective call."""
         own = WaitingRank(
             rank=self._rank,
             looks=self._looks,
@@ -231,7 +224,7 @@ class Watchdog(Listener):
                 continue
             before, now = self._seen.get(other), WaitingRank.load(self._thread_store.get(key))
             self._seen[other] = now
-            # The other rank has been there since this rank's last look.
+            # Whether the other rank is in the same call as when this rank last read it.
             stays = before is not None and before.now == now.now and before.looks < now.looks
             error = mismatch(own, now) if stays else None
             still_waits = self._heartbeat.waits and self._heartbeat.recent[-1] == own.now
@@ -254,8 +247,8 @@ class Watchdog(Listener):
 
     def _end(self, error: LockstepError) -> None:
         if self._stop.is_set():
-            return  # the main thread has gone on, and is closing the run
-        # Frames of Lockstep and torch are the same for all ranks that wait in a line of the script.
+            return  # the main thread no longer waits, and is closing the run
+        # Only the script's frames: those of Lockstep and torch add nothing.
         frames = [frame for frame in stacks.of(_main_frame()) if frame.is_users]
         text = "".join(f"  at {frame}\n" for frame in frames)
         print(f"lockstep: error: {error}\n{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
@@ -272,16 +265,16 @@ class Watchdog(Listener):
             error_report.write(report, Path(path))
 
     def close(self) -> None:
-        """Stop the thread; a look that is under way has no further effect."""
+        """Stop the thread; a read of the store that is in progress has no further effect."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
 
 
 class Liveness:
-    """Heartbeats between ranks that no launcher of ours watches.
+    """Heartbeats between ranks that were not started by `lockstep run`, through the key-value store.
 
-    Each rank writes a number now and then, and reads that of the next rank. So a look costs the same for
-    any number of ranks; the rank that finds a silent one ends all others by its error.
+    Each rank periodically writes a number and reads the number of the next rank, so that the cost does not
+    grow with the number of ranks. A rank that finds no heartbeat fails, and with it the whole run.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -290,7 +283,7 @@ class Liveness:
         self._beats, self._latest, self._silent = 0, b"", 0.0
         self._looked = time.monotonic()
 
-    def look(self) -> None:
+    def beat(self) -> None:
         """Write this rank's number and read the next rank's, if `EVERY` seconds have passed."""
         now = time.monotonic()
         passed = now - self._looked
@@ -304,7 +297,7 @@ class Liveness:
         self._latest = latest
 
     def lost(self) -> PeerError | None:
-        """Return the error of the next rank, if it is lost."""
+        """Return an error if the next rank has sent no heartbeat for `SILENCE` seconds, else `None`."""
         if self._silent < SILENCE:
             return None
         return PeerError(
@@ -315,7 +308,7 @@ class Liveness:
 
 
 def _after(rank: int, ranks: range) -> list[int]:
-    """Return the ranks that `rank` compares itself with: the next ones in `ranks`, cyclically."""
+    """Return up to `_COMPARED` ranks that follow `rank` in `ranks`, cyclically."""
     index, size = ranks.index(rank), len(ranks)
     return [ranks[(index + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
 

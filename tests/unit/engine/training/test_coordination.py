@@ -71,7 +71,7 @@ def looking(ranks):
 
     def look(rank):
         while not ended.wait(0.005):
-            rank.look()
+            rank.poll()
 
     threads = [threading.Thread(target=look, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
@@ -128,13 +128,13 @@ def test_a_request_to_stop_that_is_too_late_for_a_turn_is_for_the_next_one():
     ranks = [ThroughStore(store, rank, 2) for rank in range(2)]
     ranks[0].ask("save")
     for rank in ranks:
-        rank.look()
+        rank.poll()
     for rank in ranks:
         rank.ask("stop")
     did = []
     for step in range(1, 10):
         for rank in ranks:
-            rank.look()
+            rank.poll()
         did += [request for rank in ranks if (request := rank.at_point(step)) is not None]
     assert did == ["save", "save", "stop", "stop"]
 
@@ -174,9 +174,9 @@ def test_a_turn_that_ends_while_a_thread_looks_is_not_taken_again():
         store.set(key, "1")
     store.set("0/at", "7")
     rank = Racing(store, 1, 2)
-    rank.look()
+    rank.poll()
     rank.race = True
-    rank.look()
+    rank.poll()
     if rank.race:  # it has not looked at the turn: the main thread ends it now
         assert rank._turn == 0
     assert rank._ready is None

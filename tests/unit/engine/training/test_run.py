@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
 import lockstep
 from lockstep.engine.data.randomness import set_key
@@ -443,6 +451,17 @@ def test_no_setting_beside_a_dataloader_is_passed_over(make_run, extra: dict) ->
 def test_a_setting_that_loaders_do_not_have(make_run) -> None:
     with make_run() as run, pytest.raises((LoaderError, TypeError), match="shufle"):
         run.loader(Noisy(), batch_size=4, shufle=True)
+
+
+def test_a_loader_has_the_dataset_and_the_sampler_that_it_was_made_of(make_run) -> None:
+    data, sampler = Noisy(), RandomSampler(range(LENGTH))
+    with make_run() as run:
+        alone = run.loader(data, batch_size=BATCH)
+        sampled = run.loader(data, batch_size=BATCH, sampler=sampler)
+        batched = run.loader(data, batch_sampler=BatchSampler(sampler, BATCH, drop_last=False))
+        assert (alone.dataset, alone.sampler) == (data, None)
+        assert (sampled.dataset, sampled.sampler) == (data, sampler)
+        assert batched.sampler.sampler is sampler
 
 
 def test_pinned_memory_may_be_asked_for(make_run) -> None:

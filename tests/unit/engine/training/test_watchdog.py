@@ -231,7 +231,7 @@ def go(clock: Clock, seconds: float, *pulses: Liveness) -> None:
     while clock.now < end:
         clock.now += 1.0
         for one in pulses:
-            one.look()
+            one.beat()
 
 
 def test_ranks_that_live(clock: Clock) -> None:
