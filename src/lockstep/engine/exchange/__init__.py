@@ -1,1 +1,1 @@
-"""Exchanges: sums of gradients over all ranks."""
+"""Exchanges: implementations of the sum of gradients over all ranks."""

@@ -1,4 +1,4 @@
-"""`Exchange`, the base class of all exchanges, and `Forest`, the tree nodes of all ranks."""
+"""`Exchange`: base class of sums of gradients over ranks; `Forest`: the order of their additions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Sum = torch.futures.Future[torch.Tensor]
 
 
 def future_on(device: torch.device) -> Sum:
-    """Return the future of a sum that will be on `device`."""
+    """Return an incomplete future for a sum on `device`."""
     return torch.futures.Future(devices=None if device.type == "cpu" else [device])
 
 
 def done(value: torch.Tensor) -> Sum:
-    """Return a future that has `value`."""
+    """Return a completed future with the result `value`."""
     future: Sum = torch.futures.Future(devices=[value.device] if accelerator.holds(value) else None)
     future.set_result(value)
     return future
@@ -31,11 +31,14 @@ def done(value: torch.Tensor) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The maximal tree nodes of each rank, and the merges that reduce them to the root.
+    """The maximal tree nodes of each rank, and the additions that reduce them to one sum.
+
+    The reduction tree fixes the order in which gradients of replicas are added. A maximal node is the sum
+    over an interval of replicas on one rank, whose parent in the tree also needs other ranks' replicas.
 
     Attributes:
-        counts: number of nodes of each rank, in rank order.
-        merges: how many merges follow each node, when all nodes are pushed in rank order.
+        counts: number of maximal nodes of each rank, in rank order.
+        merges: number of additions after each node, if nodes are pushed on a stack in rank order.
     """
 
     rank: int
@@ -44,7 +47,7 @@ class Forest:
 
     @staticmethod
     def of(replicas: int, size: int, rank: int) -> Forest:
-        """Return the forest of `replicas` replicas over `size` ranks, as `rank` sees it."""
+        """Return the forest of `replicas` replicas that `size` ranks host, on rank `rank`."""
         per_rank = [nodes(block(replicas, size, other), replicas) for other in range(size)]
         counts, _ = merges([node for own in per_rank for node in own], replicas)
         return Forest(rank, tuple(len(own) for own in per_rank), tuple(counts))
@@ -56,16 +59,16 @@ class Forest:
 
     @property
     def own(self) -> int:
-        """Number of nodes of this rank."""
+        """Number of maximal nodes of this rank."""
         return self.counts[self.rank]
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the nodes of all ranks, given in rank order, and change none of them."""
+        """Return the sum of all ranks' tree nodes `parts`, given in rank order, in new memory."""
         (root,) = fold(parts, self.merges, torch.add)
         return root
 
     def sum_in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add the nodes of all ranks, given in rank order, into the first of them, and return it."""
+        """Sum all ranks' tree nodes `parts`, given in rank order, into the first, and return it."""
         (root,) = fold(parts, self.merges, torch.Tensor.add_)
         return root
 
@@ -75,9 +78,9 @@ class ExchangeContext:
     """The arguments of a function that builds an exchange.
 
     Attributes:
-        group: the ranks.
-        key: used once per run.
-        settings: those keywords of `run.model` that the entry of the exchange names.
+        group: process group of the ranks over which gradients are summed.
+        key: unique name of the exchange within the run, for keys in the store.
+        settings: keywords of `run.model` that the registry lists for the exchange.
     """
 
     name: str
@@ -90,10 +93,11 @@ class ExchangeContext:
 
 
 class Exchange(abc.ABC):
-    """Sums one bucket of gradients at a time over all ranks.
+    """Base class of exchanges: sums one bucket of gradients at a time over all ranks.
 
-    A bucket is announced by `slots`, which gives the memory for this rank's nodes; once they are
-    filled, `start` begins the sum. After the last bucket of a backward pass all sums are complete.
+    For each bucket, `slots` returns memory for this rank's tree nodes (sums over its replicas). The caller
+    fills the memory, and `start` begins the sum. After the last bucket of a backward pass all sums are
+    complete.
     """
 
     name: str
@@ -102,46 +106,46 @@ class Exchange(abc.ABC):
 
     @property
     def sent(self) -> int | None:
-        """Bytes that this rank has sent; `None` where a library sends them and does not say."""
+        """Number of bytes that this rank has sent; `None` if a library sends them without a count."""
         return None
 
     @abc.abstractmethod
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes.
+        """Return memory for this rank's tree nodes of a bucket, one flat tensor each.
 
         Args:
-            bucket: a flat tensor of gradients, which the nodes are to be like.
-            extra: how many elements longer than `bucket` they are to be.
+            bucket: a flat tensor of gradients, with the size, type and device of a node.
+            extra: number of additional elements at the end of each node.
         """
 
     @abc.abstractmethod
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots` over all ranks, and return the sum's future.
+        """Begin to sum the tree nodes `slots` over all ranks, and return a future of the sum.
 
         Args:
-            slots: what `slots()` gave, filled.
-            last: whether it is the last bucket of a backward pass.
-            place: of the batch, the same on all ranks; compared where the entry of the exchange says so.
+            slots: the filled memory that `slots()` returned.
+            last: whether this is the last bucket of a backward pass.
+            place: number of the batch; exchanges with `compares_batches` compare it between ranks.
 
         Raises:
-            PeerError: if another rank is gone, or in another call.
+            PeerError: if another rank has ended, or is in another call.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Close what the exchange has opened."""
+    def close(self) -> None:  # noqa: B027 - only some exchanges need it
+        """Release the shared memory and connections of the exchange."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An exchange whose sums depend on those of earlier steps, and on the shapes of parameters."""
+    """An exchange whose sums depend on earlier steps and on shapes of parameters, such as PowerSGD."""
 
     name: str
 
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Receive the parameters whose gradients are in the next bucket."""
+        """Set the parameters whose gradients are in the next bucket."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state to save; the same on all ranks."""
+        """Return the state of the exchange for checkpoints, equal on all ranks."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Load the state that `state` returned."""

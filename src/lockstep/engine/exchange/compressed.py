@@ -1,7 +1,7 @@
-"""Compressed exchanges: gradients in fewer bits, or of lower rank.
+"""Compressed exchanges: gradients are sent in fewer bits, or as matrices of lower rank.
 
-What they share: a rank that hosts several replicas adds their gradients first, and the strategy's notes
-behind the last bucket cross the wire as they are, beside it, since small numbers in 16 bits are rounded.
+A rank that hosts several replicas adds their gradients before it sends them. The additional elements of the
+last bucket, such as flags of parameters in use, are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from lockstep.engine.exchange.tree import GroupWire, TreeExchange, Wire, Work
 
 
 class CompressedExchange(Exchange):
-    """Sums buckets over all ranks, nearly."""
+    """Base class of exchanges that sum buckets over all ranks approximately."""
 
     exact = False
 
     def __init__(self, wire: Wire, forest: Forest) -> None:
         self._wire = wire
         self._own = forest.own
-        #: The ranks, with one node each.
+        #: The reduction tree over ranks, with one node per rank.
         self.ranks = Forest.of(forest.size, forest.size, forest.rank)
         self._scratch = Scratch()
         self._extra = 0
 
     @property
     def sent(self) -> int | None:
-        """Bytes that this rank has sent."""
+        """Number of bytes that this rank has sent."""
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes; the bucket itself where that is enough."""
+        """Return memory for this rank's tree nodes (sums over its replicas); for one node the bucket."""
         self._extra = extra
         if self._own == 1 and not extra:
             return [bucket]
@@ -43,7 +43,7 @@ class CompressedExchange(Exchange):
         return [self._scratch.take(bucket, size) for _ in range(self._own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots` over all ranks, and return the sum's future."""
+        """Begin to sum the tree nodes `slots` over all ranks, and return a future of the sum."""
         whole, *others = slots
         for node in others:
             whole.add_(node)
@@ -62,15 +62,14 @@ class CompressedExchange(Exchange):
 
     @abc.abstractmethod
     def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
-        """Begin to sum a bucket, whose memory is this method's, and return the sum's future."""
+        """Begin to sum a bucket over the ranks, and return a future of the sum; may overwrite `bucket`."""
 
 
 class HalfExchange(CompressedExchange):
-    """The tree's sum, shipped in 16 bits: each share is added in full precision and rounded for the way.
+    """Sums in tree order that are sent in 16 bits, but added in the gradients' precision.
 
-    Args:
-        dtype: `torch.bfloat16`, which rounds to 3 digits, or `torch.float16`, which rounds to 4 and
-            holds nothing above 65,504.
+    `dtype`: `torch.bfloat16`, which rounds to 3 digits, or `torch.float16`, which rounds to 4 digits and
+    has no values above 65,504.
     """
 
     def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype, name: str) -> None:
@@ -86,43 +85,43 @@ class HalfExchange(CompressedExchange):
 
 
 class _HalfWire:
-    """A wire on which everything is rounded to 16 bits."""
+    """A wire (collectives for the tree exchange) that sends all elements in 16 bits."""
 
     def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
         self._wire, self._dtype = wire, dtype
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent."""
+        """Number of bytes that this rank has sent."""
         return self._wire.sent
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin to give each rank its part."""
+        """Begin an all-to-all: each rank receives its share of every rank's `outgoing`."""
         arriving = received.new_empty(received.numel(), dtype=self._dtype)
         work = self._wire.scatter(outgoing.to(self._dtype), arriving, shares)
         return _Widening(work, arriving, received)
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin to give all ranks the part of each."""
+        """Begin an all-gather of each rank's `part` into `total`."""
         arriving = total.new_empty(total.numel(), dtype=self._dtype)
         return _Widening(self._wire.gather(part.to(self._dtype), arriving), arriving, total)
 
 
 class _Widening:
-    """A collective after which 16 bits become more."""
+    """A running collective whose result is converted from 16 bits to the type of `target`."""
 
     def __init__(self, work: Work, arriving: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._arriving, self._target = work, arriving, target
 
     def wait(self) -> None:
-        """Wait until it is complete."""
+        """Wait until the collective is complete, and write its result to the target."""
         self._work.wait()
         self._target.copy_(self._arriving)
 
 
 def build(context: ExchangeContext) -> HalfExchange:
-    """Return the exchange `bf16` or `fp16`."""
+    """Create the exchange `bf16` or `fp16`."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
     return HalfExchange(GroupWire(context.group), context.forest, dtype, context.name)

@@ -1,13 +1,12 @@
 """Exchange `mpi`: sums over MPI, for CPU ranks with a fast MPI library.
 
-MPI moves the bits and the sum is taken here, in tree order: the order of `MPI_Allreduce` is the
-library's affair. Only between two ranks of one node each there is but one order.
+MPI sends the gradients, and ranks add them in tree order, since the order of `MPI_Allreduce` depends on the
+library. Two ranks with one replica each use `MPI_Allreduce`: there is only one order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ from lockstep.errors import PeerError, RunError, UsageError
 from lockstep.world import mpi
 from lockstep.world.mpi import Communicator, Request
 
-#: MPI types by size in bytes: bits are moved, whatever they mean. Not bytes throughout, since many
-#: libraries count up to 2^31 only.
+#: MPI types of the same size, by size in bytes. Not bytes for all sizes, since many libraries can count
+#: only 2^31 elements.
 _CARRIERS = {1: "INT8_T", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-#: Classes of MPI's errors. A rank that is gone shows itself as another one, in each library.
+#: Classes of MPI errors with a cause in this process, not in the end of another rank.
 _OWN_ERRORS = (
     *("ERR_TRUNCATE", "ERR_COUNT", "ERR_TYPE", "ERR_BUFFER", "ERR_OP", "ERR_ARG", "ERR_ROOT"),
     *("ERR_COMM", "ERR_REQUEST", "ERR_TAG", "ERR_RANK", "ERR_GROUP", "ERR_NO_MEM"),
@@ -33,11 +32,7 @@ _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Return the exchange over MPI.
-
-    Raises:
-        WorldError: if MPI is not there, or counts other processes than the run.
-    """
+    """Create the exchange over MPI; raise a `WorldError` if MPI is missing, or has other ranks."""
     forest, parameters = context.forest, context.parameters
     everyone = mpi.communicator(forest.rank, forest.size)
     if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):
@@ -46,11 +41,11 @@ def build(context: ExchangeContext) -> Exchange:
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
-    """Refuse an exchange over MPI that cannot work here.
+    """Check that gradients can be summed over MPI in this run: they are on CPUs, and MPI works.
 
     Raises:
-        UsageError: if gradients are not in host memory.
-        WorldError: if MPI is not there, or counts other processes than the run.
+        UsageError: if gradients are not in CPU memory.
+        WorldError: if MPI is not installed, or has other ranks than the run.
     """
     if device != "cpu":
         raise UsageError(
@@ -62,10 +57,11 @@ def check(forest: Forest, *, one_host: bool, device: str) -> None:
 
 @contextlib.contextmanager
 def _mpi_errors() -> Iterator[None]:
+    """Return a context manager that turns MPI's exceptions into errors of this package."""
     try:
         yield
     except mpi.library().Exception as error:
-        if error.Get_error_class() in _own_errors():
+        if error.Get_error_class() in {getattr(mpi.library(), name) for name in _OWN_ERRORS}:
             raise RunError(
                 f"MPI failed: {error}",
                 hint="exchange='tree' (--exchange tree) works without MPI",
@@ -76,30 +72,20 @@ def _mpi_errors() -> Iterator[None]:
         ) from error
 
 
-@functools.cache
-def _own_errors() -> frozenset[int]:
-    """Return the classes of errors that concern this process, and not another rank."""
-    return frozenset(getattr(mpi.library(), name) for name in _OWN_ERRORS)
-
-
 class _Operation:
-    """A collective of MPI that has begun; its request keeps the memory alive."""
+    """A running MPI collective; its request has a reference to the memory."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
 
     def wait(self) -> None:
-        """Wait until it is complete; other threads of this process run meanwhile."""
+        """Wait until the collective is complete; other threads of the process run meanwhile."""
         with _mpi_errors():
             self._request.Wait()
 
 
 class MpiWire:
-    """MPI as a wire: collectives that begin now and are waited for later.
-
-    Args:
-        everyone: a communicator with the run's ranks in their order.
-    """
+    """A wire (collectives for the tree exchange) over the MPI communicator `everyone` of all ranks."""
 
     def __init__(self, everyone: Communicator) -> None:
         self._everyone = everyone
@@ -108,7 +94,7 @@ class MpiWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all."""
+        """Begin an all-to-all: each rank receives its share of every rank's `outgoing`."""
         size = len(shares)
         self.sent += outgoing.nbytes * (size - 1) // size
         memory, carrier = _carried(received)
@@ -119,13 +105,13 @@ class MpiWire:
         return _Operation(request)
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin an all-gather."""
+        """Begin an all-gather of each rank's `part` into `total`."""
         self.sent += total.nbytes - part.nbytes
         return _Operation(self._everyone.Iallgather(_carried(part), _carried(total)))
 
 
 class PairExchange(Exchange):
-    """All-reduce by MPI between two ranks of one node each: one addition, and IEEE addition commutes."""
+    """All-reduce by MPI between two ranks with one tree node each: exact, since addition commutes."""
 
     name = "mpi"
     exact = True
@@ -137,14 +123,14 @@ class PairExchange(Exchange):
         self._scratch = Scratch()
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's node: the bucket itself where that is enough."""
+        """Return memory for the sum over this rank's replicas: the bucket, unless `extra` is set."""
         return [self._scratch.take(bucket, bucket.numel() + extra) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Sum `slots` over both ranks, and return the sum's future.
+        """Sum the gradients of both ranks, wait for the sum, and return it as a completed future.
 
-        It waits. MPI moves little while it is not called, so that nothing is won by waiting later; and
-        Open MPI's `MPI_Iallreduce` takes twice as long as its `MPI_Allreduce`.
+        MPI makes little progress between calls, so that waiting later would save no time. Open MPI's
+        `MPI_Iallreduce` takes twice as long as its `MPI_Allreduce`.
         """
         (total,) = slots
         library = mpi.library()
@@ -158,6 +144,6 @@ class PairExchange(Exchange):
 
 
 def _carried(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """Return the memory of a tensor, and the MPI type that carries its elements."""
+    """Return the memory of a tensor, and an MPI type of the size of its elements."""
     memory = tensor.view(-1).view(torch.uint8).numpy()
     return memory, getattr(mpi.library(), _CARRIERS[tensor.element_size()])

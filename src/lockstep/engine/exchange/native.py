@@ -1,4 +1,4 @@
-"""Exchange `native`: the process group's all-reduce; the backend chooses the order of the sum."""
+"""Exchange `native`: the process group's all-reduce, whose backend chooses the order of additions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum
 
 
 class NativeExchange(Exchange):
-    """All-reduce by Gloo, NCCL or whatever the process group speaks.
+    """All-reduce by the process group's backend, such as Gloo or NCCL.
 
-    With two ranks of one node each there is one addition per element, and IEEE addition commutes:
-    then the bits are those of the tree.
+    The sum of two ranks with one tree node each is exact: IEEE addition of two numbers commutes.
     """
 
     name = "native"
@@ -27,21 +26,21 @@ class NativeExchange(Exchange):
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:
-        """Whether the library's order can only be the tree's."""
+        """Whether there is at most one addition per element, so that its order cannot matter."""
         return forest.counts in ((1,), (1, 1))
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes; the last is the bucket itself where that is enough."""
+        """Return memory for this rank's tree nodes (sums over its replicas); the last may be the bucket."""
         size = bucket.numel() + extra
         others = [bucket.new_empty(size) for _ in range(self._forest.own - 1)]
         return [*others, bucket.new_empty(size) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots` over all ranks, and return the sum's future."""
+        """Begin to sum the tree nodes `slots` over all ranks, and return a future of the sum."""
         *others, total = slots
         for node in others:
             total.add_(node)
-        # As a ring sends it, and no all-reduce sends less: which one the library takes it does not say.
+        # Bytes of a ring all-reduce, the minimum; the library does not report its algorithm.
         self.sent += 2 * total.nbytes * (self._forest.size - 1) // self._forest.size
         work = dist.all_reduce(total, group=self._group, async_op=True)
         assert work is not None
@@ -49,5 +48,5 @@ class NativeExchange(Exchange):
 
 
 def build(context: ExchangeContext) -> NativeExchange:
-    """Return the exchange of a process group."""
+    """Create the exchange `native`."""
     return NativeExchange(context.group, context.forest)

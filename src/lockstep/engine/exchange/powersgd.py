@@ -1,4 +1,4 @@
-"""PowerSGD: gradients of matrices, sent as products of two low-rank factors.
+"""Exchange `powersgd`: gradients of matrices are sent as two low-rank factors.
 
 Vogels et al., NeurIPS 2019 (arXiv:1905.13727), as PyTorch implements it for DistributedDataParallel.
 """
@@ -6,6 +6,7 @@ Vogels et al., NeurIPS 2019 (arXiv:1905.13727), as PyTorch implements it for Dis
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from lockstep.engine.exchange.flat import shape_in_memory
 from lockstep.engine.exchange.tree import GroupWire
 from lockstep.errors import ModelError
 
-#: Where they differ from PyTorch's: of higher rank, since the paper takes 2 to 4; from the 10th step on in
-#: the place of the 1,000th; and a column of zeros is none to divide by.
+#: Defaults that differ from PyTorch's: the rank (the paper uses 2 to 4), compression from step 10 on and
+#: not 1,000, and an epsilon against division by a column of zeros.
 DEFAULTS = {
     "matrix_approximation_rank": 4,
     "start_powerSGD_iter": 10,
@@ -28,13 +29,10 @@ DEFAULTS = {
 
 
 class PowerSGDExchange(CompressedExchange):
-    """PowerSGD with error feedback: what a rank's product leaves out, it adds to its next gradient.
+    """PowerSGD with error feedback: a rank adds the error of its compression to its next gradient.
 
-    Buckets are summed one after the other: each takes three sums, and the hook begins them in threads
-    of the process group's, whose order is another on every rank.
-
-    Raises:
-        ModelError: for settings that it refuses.
+    Buckets are summed one after the other. PyTorch's hook starts three collectives per bucket in threads,
+    whose order over several buckets could differ between ranks.
     """
 
     name = "powersgd"
@@ -53,60 +51,43 @@ class PowerSGDExchange(CompressedExchange):
 
     @property
     def sent(self) -> None:
-        """Not known: PyTorch's hook sends."""
+        """`None`: PyTorch's hook does not count the bytes that it sends."""
         return None
 
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Receive the parameters whose gradients are in the next bucket."""
+        """Set the parameters whose gradients are in the next bucket."""
         shapes = [shape_in_memory(p) for p in parameters]
         self._shapes = [shape if len(shape) else torch.Size([1]) for shape in shapes]
-        # DistributedDataParallel makes other buckets after the first step: what was left out of one must
-        # not be added to another.
+        # DistributedDataParallel rebuilds buckets after the first step: the error of an old bucket must not
+        # be added to a new one.
         key = tuple(id(p) for p in parameters)
         self._index = self._seen.setdefault(key, len(self._seen))
 
     def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
-        grad_bucket = _Bucket(bucket, self._index, self._shapes, last)
-        mean = powerSGD_hook(self._state, grad_bucket).wait()  # type: ignore[arg-type]
+        def gradients() -> list[torch.Tensor]:
+            parts = torch.split(bucket, [shape.numel() for shape in self._shapes])
+            return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+        grad_bucket: Any = SimpleNamespace(  # the methods of a GradBucket that PyTorch's hook calls
+            buffer=lambda: bucket,
+            index=lambda: self._index,
+            is_last=lambda: last,
+            gradients=gradients,
+        )
+        mean = powerSGD_hook(self._state, grad_bucket).wait()
         return done(mean.mul_(self.ranks.size))
 
     def state(self) -> dict[str, int]:
-        """Return the number of steps; errors that ranks feed back are their own, and are not saved."""
+        """Return the number of steps; errors of compression differ between ranks, and are not saved."""
         return {"steps": self._state.iter}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Load what `state` returned, without errors to feed back."""
+        """Load the number of steps, and reset the errors of compression."""
         self._state.iter = state["steps"]
         for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
             getattr(self._state, memory).clear()
 
 
-class _Bucket:
-    """A `torch.distributed.GradBucket`, as far as PyTorch's hook uses it."""
-
-    def __init__(
-        self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size], last: bool
-    ) -> None:
-        self._buffer, self._index, self._shapes, self._last = buffer, index, shapes, last
-
-    def buffer(self) -> torch.Tensor:
-        """Return the gradients, flat."""
-        return self._buffer
-
-    def index(self) -> int:
-        """Return the number of the bucket."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Return whether it is the last one of a backward pass."""
-        return self._last
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients in the shapes of their parameters."""
-        parts = torch.split(self._buffer, [shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-
 def build(context: ExchangeContext) -> PowerSGDExchange:
-    """Return the exchange `powersgd`."""
+    """Create the exchange `powersgd`."""
     return PowerSGDExchange(context.group, context.forest, context.settings)

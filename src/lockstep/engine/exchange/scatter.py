@@ -1,4 +1,4 @@
-"""Reduce-scatter in tree order: each rank gets the sum of its own share."""
+"""Reduce-scatter in tree order: each rank gets the sum of its own share; gathers of numbers and texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from lockstep.world.rendezvous.store import TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to all ranks that is filled before it is sent.
+    """Memory for a rank's messages to all ranks in a reduce-scatter.
 
     Attributes:
-        nodes: for each of this rank's nodes one row of it per receiver, of shape `(ranks, share)`.
-        notes: one row per receiver, of shape `(ranks, notes)`.
+        nodes: for each of this rank's tree nodes, its shares for all ranks, of shape `(ranks, share)`.
+        notes: additional elements for all ranks, of shape `(ranks, notes)`.
+        whole: the memory of all messages, of shape `(ranks, own nodes * share + notes)`.
     """
 
     nodes: list[torch.Tensor]
@@ -29,7 +30,7 @@ class Outgoing:
 
 
 class Scattering:
-    """A reduce-scatter that has begun."""
+    """A running reduce-scatter."""
 
     def __init__(
         self, work: Work, sent: Outgoing, received: torch.Tensor, forest: Forest, share: int
@@ -39,11 +40,11 @@ class Scattering:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `finish` would not wait, as far as this rank can tell."""
+        """Whether all messages have been received, so that `finish` does not wait; `False` if unknown."""
         return isinstance(self._work, dist.Work) and self._work.is_completed()
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait; return this rank's share of the sum, and the notes of all ranks, one row each."""
+        """Wait for all messages; return this rank's share of the sum, and the notes, one row per rank."""
         self._work.wait()
         width = self._sent.notes.shape[1]
         parts, notes, offset = [], [], 0
@@ -52,19 +53,16 @@ class Scattering:
             parts += list(self._received[offset:end].view(count, self._share))
             notes.append(self._received[end : end + width])
             offset = end + width
-        # A copy: gradients that look into the message would keep all of it.
+        # Cloned: a view would keep the memory of all messages.
         total = self._forest.sum_in_place(parts).clone()
         return total, torch.stack(notes)
 
 
 class TreeScatter:
-    """Each rank receives its share of all nodes, and sums them in tree order.
+    """Reduce-scatter: each rank receives its share of all tree nodes, and sums them in tree order.
 
-    Half of what `TreeExchange` does: as much goes over the wire as in a ring reduce-scatter when
-    every rank has one node.
-
-    Args:
-        group: the process group; of its own, so that its messages need no order among those of others.
+    If every rank has one node, it sends as many bytes as a ring reduce-scatter.
+    `group`: process group for this object alone, so that its collectives may run beside others.
     """
 
     def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
@@ -72,10 +70,10 @@ class TreeScatter:
         self._forest = forest
 
     def memory(self, like: torch.Tensor, share: int, notes: int) -> Outgoing:
-        """Return memory for this rank's nodes and for `notes` elements that go with them.
+        """Return memory for this rank's tree nodes (sums over its replicas), and for additional elements.
 
-        `share`: how many elements of a node each rank receives. `notes`: how many elements of its own
-        this rank sends to each rank.
+        `share`: number of elements of a node that each rank receives. `notes`: number of additional
+        elements for each rank.
         """
         size, own = self._forest.size, self._forest.own
         whole = like.new_empty(size, own * share + notes)
@@ -83,7 +81,7 @@ class TreeScatter:
         return Outgoing(nodes, whole[:, own * share :], whole)
 
     def start(self, outgoing: Outgoing) -> Scattering:
-        """Send a filled message; all ranks send the same ones in the same order."""
+        """Begin the reduce-scatter of filled memory; collective, in the same order on all ranks."""
         width = outgoing.notes.shape[1]
         share = (outgoing.whole.shape[1] - width) // self._forest.own
         shares = [count * share + width for count in self._forest.counts]
@@ -93,8 +91,8 @@ class TreeScatter:
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Return the numbers of each rank of `group`; all of them call this together."""
-    # On the CPU: groups for GPUs have a backend for it, too (world/connect.py).
+    """All-gather `numbers` over the ranks of `group`; collective."""
+    # On the CPU: groups for GPUs have a CPU backend, too (world/connect.py).
     gathered = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
     all_gather(gathered, torch.tensor(numbers), group=group)
     found: list[list[int]] = gathered.view(-1, len(numbers)).tolist()
@@ -102,7 +100,7 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[lis
 
 
 def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes]:
-    """Return the text of each rank of `group`, at most `room` bytes; all of them call this together."""
+    """All-gather `text`, cut to `room` bytes, over the ranks of `group`; collective."""
     own = torch.frombuffer(bytearray(text[:room].ljust(room, b"\0")), dtype=torch.uint8)
     texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(texts, own, group=group)
@@ -110,7 +108,7 @@ def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes
 
 
 def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new process group of the same ranks; all of them call this together."""
+    """Create a new process group with the ranks of `group`; collective."""
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=TIMEOUT,

@@ -1,4 +1,4 @@
-"""Buffers for sums, reused by every backward pass."""
+"""Memory for sums of gradients, reused in every backward pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 class Scratch:
-    """Memory that serves every backward pass anew: to get new pages takes longer than to fill them.
+    """CPU tensors that are reused in every backward pass, since new memory pages are slow.
 
-    On a GPU, torch keeps memory by itself.
+    On a GPU, torch's allocator reuses memory.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Scratch:
         self._taken = 0
 
     def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return a flat tensor of `numel` elements, `like` another, that is free in this pass."""
+        """Return a flat tensor, unused in this backward pass, with type and device of `like`."""
         if like.device.type != "cpu":
             return like.new_empty(numel)
         place, self._taken = self._taken, self._taken + 1
@@ -28,5 +28,5 @@ class Scratch:
         return kept
 
     def pass_ends(self) -> None:
-        """Let all of it be taken again; sums of the pass that ends are still to be read."""
+        """Let `take` return all tensors again; their contents remain until then."""
         self._taken = 0

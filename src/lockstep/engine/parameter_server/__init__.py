@@ -1,1 +1,1 @@
-"""Parameter servers: server process, discovery, connections, and the strategy `ps`."""
+"""Parameter servers: processes that sum gradients or update parameters, and the strategy `ps`."""

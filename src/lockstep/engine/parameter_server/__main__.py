@@ -1,7 +1,7 @@
-"""Server process: `python -m lockstep.engine.parameter_server`, with variables of the launcher.
+"""Process of a parameter server: `python -m lockstep.engine.parameter_server [ADDRESS]`.
 
-With an address as its argument it belongs to the process that started it: it prints its address to standard
-output, and ends when its standard input is closed.
+Without an argument the launcher has started the server, and the launch's store gets its address. With the
+argument rank 0 has started it: the server prints its address, and ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lockstep.engine.parameter_server import discovery
 from lockstep.engine.parameter_server.event_loop import Server
 from lockstep.world.environments.lockstep import END_SERVER, SERVER, SERVER_ROOT
 
-#: Sent to all processes of a job; workers come to their end by them, and need their servers for it.
+#: Signals to all processes of a job. The server ignores them, since workers need it while they end.
 _OF_JOBS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
-    """Serve until the launcher, or the parent process, ends it, and the workers have left."""
+    """Run the server until the launcher or rank 0 ends it, and all workers have disconnected."""
     index, own = int(os.environ[SERVER]), sys.argv[1:]
     listener, place = discovery.listen(own[0] if own else discovery.launch_address(os.environ)[0])
     server = Server(listener, discovery.token_of(os.environ))
@@ -40,7 +40,7 @@ def main() -> None:
         discovery.publish(os.environ, index, place)
     root = os.environ.get(SERVER_ROOT)
     if root is not None and not sys.flags.safe_path:
-        sys.path.insert(0, root)  # as a worker has it: optimizers' classes may be defined there
+        sys.path.insert(0, root)  # as in a worker: classes of optimizers may be defined there
     if "LOCKSTEP_STALENESS" in os.environ:  # torch imports its compiler with the first optimizer
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     server.run()

@@ -1,4 +1,4 @@
-"""Connections of a worker to the servers: requests, answers, and counts of bytes."""
+"""Connections of a worker to the parameter servers: requests, responses, and counts of bytes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from lockstep.engine.parameter_server.messages import (
 )
 from lockstep.errors import MismatchError, ModelError, PeerError, RunError
 
-#: Errors that a worker raises by the kind in a server's message; `PeerError` for all others.
+#: Errors that a worker raises, by the kind that a server's message names; `PeerError` for other kinds.
 FAILURES: dict[str, type[RunError]] = {"mismatch": MismatchError, "model": ModelError}
-#: How long a server may take to read that a worker leaves.
+#: Seconds that a server may take to read a worker's last message.
 _BYE_SECONDS = 1.0
 
 
 class Client:
-    """A connection to one server."""
+    """A connection of a worker to one server.
+
+    Methods that send or receive raise a `PeerError` if the server or another worker has ended, and a
+    `ModelError` if the server could not do what a request says.
+    """
 
     def __init__(self, connection: socket.socket, index: int) -> None:
         self._socket = connection
@@ -42,16 +46,13 @@ class Client:
         self._memory: dict[int, Callable[[], torch.Tensor]] = {}
         self._versions: dict[int, deque[torch.Tensor]] = {}
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A node that is lost closes no connection.
+        # To detect a lost node, which does not close its connections.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def authenticate(self, token: str, worker: Mapping[str, Any]) -> None:
-        """Prove to the server that this worker belongs to its launch, and check its proof.
+        """Prove to the server that this worker knows the launch's secret, and check the server's proof.
 
-        `token`: the secret of the launch; another program that listens there does not learn it.
-
-        Raises:
-            PeerError: if what listens there is no server of this launch.
+        `token`: the secret of the launch, which is not sent. Another secret raises a `PeerError`.
         """
         nonces = str(self.receive(Kind.CHALLENGE).meta.get("nonce")), secrets.token_hex(16)
         meta = {**worker, "nonce": nonces[1], "proof": proof(token, "worker", nonces)}
@@ -61,12 +62,7 @@ class Client:
             raise self.strange("does not know the secret of this launch")
 
     def send(self, kind: Kind, tensors: Sequence[torch.Tensor] = (), **fields: Any) -> None:
-        """Send a message; see `messages.pieces` for its fields.
-
-        Raises:
-            PeerError: if the server is gone, or another worker.
-            ModelError: if it could not do what was asked for.
-        """
+        """Send a message; see `messages.pieces` for its fields."""
         views = deque(pieces(kind, tensors, **fields))
         self.sent += sum(one.nbytes for one in views)
         try:
@@ -80,13 +76,9 @@ class Client:
             raise self._last_error() from error
 
     def receive(self, kind: Kind, into: torch.Tensor | None = None) -> Message:
-        """Wait for a message of one kind.
+        """Wait for a message of one kind, and return it.
 
-        `into`: memory for its tensor.
-
-        Raises:
-            PeerError: if the server is gone, or another worker.
-            ModelError: if it cannot do what is asked for.
+        `into`: memory for the message's tensor; by default new memory.
         """
         header, meta = self._next()
         while header.kind == Kind.VERSION:
@@ -99,16 +91,14 @@ class Client:
         return Message(header, meta, payload)
 
     def expect(self, tag: int, memory: Callable[[], torch.Tensor]) -> None:
-        """Receive versions of the parameters of optimizer `tag` from now on, into what `memory` returns."""
+        """Prepare to receive parameters of the optimizer number `tag`.
+
+        `memory`: returns the memory for one version of the parameters.
+        """
         self._memory[tag], self._versions[tag] = memory, deque()
 
     def version(self, tag: int) -> torch.Tensor:
-        """Wait for the next version of the parameters of optimizer `tag`, and return it.
-
-        Raises:
-            PeerError: if the server is gone, or another worker.
-            ModelError: if it cannot do what was asked for.
-        """
+        """Wait for the next version of the parameters of the optimizer number `tag`, and return it."""
         while not self._versions[tag]:
             header, _ = self._next()
             if header.kind != Kind.VERSION:
@@ -127,12 +117,7 @@ class Client:
         self._fill(view(memory))
 
     def _next(self) -> tuple[Header, dict[str, Any]]:
-        """Read what comes before the next message's tensors.
-
-        Raises:
-            PeerError: if the server is gone, or another worker.
-            ModelError: if it cannot do what it was asked for.
-        """
+        """Receive the header and the JSON of the next message, which precede its tensors."""
         head = bytearray(HEADER.size)
         self._fill(memoryview(head))
         header = Header.unpack(head)
@@ -159,7 +144,7 @@ class Client:
             memory = memory[count:]
 
     def _last_error(self) -> RunError:
-        """Return the error that the server sent before it closed, or that it is gone."""
+        """Return the error that the server sent before it closed the connection, else a `PeerError`."""
         try:
             while True:
                 header, _ = self._next()
@@ -168,7 +153,7 @@ class Client:
             return error
 
     def strange(self, what: str) -> PeerError:
-        """Return the error for a message that no server sends."""
+        """Return the error for an unexpected message of the server; `what` describes it."""
         hint = "are its node and this one at the same version of Lockstep?"
         return PeerError(f"{self.name} {what}", hint=hint)
 
@@ -179,19 +164,20 @@ class Client:
         )
 
     def close(self) -> None:
-        """Send the server that the worker leaves, if it still listens, and close the connection."""
+        """Send the server a last message, unless it has ended, and close the connection."""
         self._socket.settimeout(_BYE_SECONDS)
-        with contextlib.suppress(RunError):  # it is gone already
+        with contextlib.suppress(RunError):  # the server has ended
             self.send(Kind.BYE)
         self._socket.close()
 
 
 class Clients:
-    """Connections to all servers, for one model.
+    """Connections of one model to all servers.
 
     Args:
-        leads: whether this is the rank that sends for all.
-        is_first: whether this is the run's first model that has them.
+        leads: whether this is rank 0, which sends initial parameters and prints the traffic.
+        is_first: whether this is the first model of the run that uses servers.
+        release: called when the connections are closed.
     """
 
     def __init__(
@@ -207,7 +193,7 @@ class Clients:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that went to servers, and came from them."""
+        """Number of bytes that this worker has sent to servers, and received from them."""
         return {
             "sent": sum(client.sent for client in self.all),
             "received": sum(client.received for client in self.all),
@@ -224,7 +210,7 @@ class Clients:
         return lines
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Close the connections to all servers."""
         for client in self.all:
             client.close()
         if self._release is not None:

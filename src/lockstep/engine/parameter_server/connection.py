@@ -1,4 +1,4 @@
-"""Non-blocking connection of a server to one worker: messages in pieces."""
+"""Non-blocking connection of a server to one worker, and memory for its messages."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from lockstep.engine.parameter_server.messages import (
     view,
 )
 
-#: Bytes of this machine: no message has as many.
+#: Bytes of memory of this machine: longer messages are rejected.
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-#: Bytes that one worker may send before another one's turn comes.
+#: Bytes that the server reads from one worker before it reads from the next one.
 _TURN = 1 << 24
 
 
 class BrokenError(Exception):
-    """A connection that ended, or that sent what no worker sends."""
+    """A connection has ended, or has sent a message that no worker sends."""
 
 
 class Pool:
-    """Memory by its size, used again and again: new pages take longer than to fill them."""
+    """Memory for messages that is reused by size, since new memory pages are slow."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def take(self, size: int) -> torch.Tensor:
-        """Return `size` bytes."""
+        """Return a tensor of `size` bytes."""
         free = self._free[size]
         return free.pop() if free else torch.empty(size, dtype=torch.uint8)
 
     def give(self, memory: torch.Tensor) -> None:
-        """Give back memory that `take` returned."""
+        """Put memory that `take` returned back into the pool."""
         self._free[memory.numel()].append(memory)
 
     def shared(self, memory: torch.Tensor, references: int) -> Callable[[], None]:
-        """Return a function that gives `memory` back when it is called for the last of its references."""
+        """Return a function to be called `references` times; its last call puts `memory` into the pool."""
         left = references
 
         def release() -> None:
@@ -61,10 +61,11 @@ class Pool:
 
 
 class Connection:
-    """A worker's connection.
+    """A server's connection to one worker.
 
     Attributes:
-        rank: of the worker; -1 before it has authenticated itself.
+        rank: rank of the worker; -1 before it has authenticated itself.
+        has_left: whether the worker has sent that it is done.
     """
 
     def __init__(self, connection: socket.socket, pool: Pool) -> None:
@@ -84,16 +85,15 @@ class Connection:
 
     @property
     def has_output(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether messages wait to be sent."""
         return bool(self._outgoing)
 
-    # --- in --------------------------------------------------------------------------------------
+    # --- receiving ---------------------------------------------------------------------------------
 
     def read(self, handle: Callable[[Connection, Message], None]) -> None:
-        """Receive what is there, 16 MB at most, and handle the messages that are complete.
+        """Receive at most 16 MB without blocking, and call `handle` with each complete message.
 
-        Raises:
-            BrokenError: if the connection has ended, or sends what no worker sends.
+        A closed connection, or a message that no worker sends, raises a `BrokenError`.
         """
         left = _TURN
         while left > 0 and isinstance(self._wanted, memoryview):
@@ -109,13 +109,13 @@ class Connection:
             self.received += count
             self._wanted = self._wanted[count:]
             while isinstance(self._wanted, memoryview) and not self._wanted:
-                self._wanted = next(self._incoming)  # an empty part needs no reading
+                self._wanted = next(self._incoming)  # nothing is read for an empty part
                 if isinstance(self._wanted, Message):
                     handle(self, self._wanted)
                     self._wanted = next(self._incoming)
 
     def _messages(self) -> Iterator[memoryview | Message]:
-        """Yield memory to fill, and each message when it is complete."""
+        """Yield memory for the next bytes to receive, and each message when it is complete."""
         while True:
             head = bytearray(HEADER.size)
             yield memoryview(head)
@@ -134,7 +134,7 @@ class Connection:
             except (ValueError, RecursionError) as error:
                 raise BrokenError(f"JSON that is none: {error}") from error
 
-    # --- out -------------------------------------------------------------------------------------
+    # --- sending -----------------------------------------------------------------------------------
 
     def send(
         self,
@@ -144,10 +144,10 @@ class Connection:
         release: Callable[[], None] | None = None,
         **fields: Any,
     ) -> None:
-        """Send a message without blocking; the rest follows by `write`.
+        """Begin to send a message without blocking; `write` sends the rest.
 
-        `tensors` must not change before they are sent. `release` is called when all has been sent, or never
-        will be.
+        `tensors` must not change before they are sent. `release` is called when the message has been sent,
+        or the connection is closed.
         """
         *first, last = pieces(kind, tensors, **fields)
         self._outgoing += [(piece, None) for piece in first]
@@ -155,7 +155,7 @@ class Connection:
         self.write()
 
     def write(self) -> None:
-        """Send waiting messages without blocking."""
+        """Send waiting messages, as far as possible without blocking."""
         while self._outgoing:
             views = [self._outgoing[i][0] for i in range(min(len(self._outgoing), PIECES))]
             try:
@@ -163,7 +163,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError:
-                self._drop_all()  # the worker is gone: reading will raise
+                self._drop_all()  # the worker has ended: `read` will raise an error
                 return
             self.sent += count
             while self._outgoing and count >= self._outgoing[0][0].nbytes:

@@ -1,8 +1,7 @@
-"""Addresses of the servers of a launch, and authentication of workers and servers.
+"""Addresses of the parameter servers of a launch, and authentication of workers and servers.
 
-Servers are no ranks. They know the launch from the variables that its workers have, and leave their address
-in its store. One of these variables is a secret. It is in no message;
-under `lockstep run` on one machine it is in no store either.
+A server is no rank. It gets the environment variables of workers, and writes its address to the launch's
+store. One variable is a secret, which is in no message between workers and servers.
 """
 
 from __future__ import annotations
@@ -35,40 +34,36 @@ _CONNECT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterServerAddress:
-    """Where a server listens."""
+    """Address and port at which a server listens."""
 
     address: str
     port: int
 
 
 def token_of(environ: Mapping[str, str]) -> str:
-    """Return the secret that the launcher gave to the workers and servers of a launch.
-
-    Raises:
-        WorldError: if there is none.
-    """
+    """Return the secret of the launch from the environment; raise a `WorldError` if it has none."""
     if not environ.get(TOKEN):
         raise WorldError("the environment of this process names no launch with servers")
     return environ[TOKEN]
 
 
 def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
-    """Return the proof that a `worker` or a `server` knows the secret, for this connection alone.
+    """Return the proof that a process knows the secret `token`, valid for one connection.
 
-    `nonces`: a random text of the server's and one of the worker's.
+    `role`: "worker" or "server". `nonces`: a random text of the server and one of the worker.
     """
     text = "/".join((role, *nonces)).encode(errors="replace")
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def listen(address: str) -> tuple[socket.socket, ParameterServerAddress]:
-    """Return a socket that listens at `address`, where workers reach it, and its address and port."""
+    """Return a socket that listens at `address`, and the address and port at which workers reach it."""
     if network.listens_locally(address):
         listener = network.listen(0, loopback=True)
         return listener, ParameterServerAddress(address=LOOPBACK, port=listener.getsockname()[1])
     for candidate in network.addresses_of(address):
         family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
-        # An address of this node may have another name inside of a container.
+        # In a container, an address of this node may not exist.
         with contextlib.suppress(OSError):
             listener = socket.create_server((candidate, 0), family=family, backlog=1024)
             return listener, ParameterServerAddress(
@@ -85,11 +80,7 @@ def publish(environ: Mapping[str, str], index: int, place: ParameterServerAddres
 
 
 def find(world: World, count: int) -> list[ParameterServerAddress]:
-    """Wait for the addresses of the servers of the launch, and return them.
-
-    Raises:
-        PeerError: if a server does not write its address in time.
-    """
+    """Wait for all servers' addresses in the launch's store; raise a `PeerError` after a timeout."""
     assert world.address is not None
     assert world.port is not None
     store = _store(world.launch_file, world.address, world.port)
@@ -105,11 +96,7 @@ def find(world: World, count: int) -> list[ParameterServerAddress]:
 
 
 def connect(place: ParameterServerAddress, name: str) -> socket.socket:
-    """Return a connection to a server, which listens before it publishes its address.
-
-    Raises:
-        PeerError: if it does not listen any more.
-    """
+    """Connect to a server; raise a `PeerError` if it cannot be reached."""
     why: OSError | None = None
     for address in network.addresses_of(place.address):
         try:
@@ -126,11 +113,7 @@ def connect(place: ParameterServerAddress, name: str) -> socket.socket:
 
 
 def launch_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the address at which workers reach this node, and the port of the launch.
-
-    Raises:
-        WorldError: if the environment names no launch.
-    """
+    """Return the launch's address and port from the environment; raise a `WorldError` if it has none."""
     address, port = master(environ)
     if address is None or port is None:
         raise WorldError("the environment of this server names no launch to serve")

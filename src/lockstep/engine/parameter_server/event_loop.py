@@ -1,4 +1,4 @@
-"""Event loop of a server: one thread, many connections, no wait for a single worker."""
+"""Event loop of a parameter server: one thread serves the connections of all workers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lockstep.engine.parameter_server.discovery import proof
 from lockstep.engine.parameter_server.messages import Kind, Message, megabytes
 from lockstep.engine.parameter_server.model_workers import ModelWorkers
 
-#: Connections at a time that have not shown the token; others wait in the system's queue meanwhile.
+#: Most unauthenticated connections at a time; the listener accepts no further ones meanwhile.
 _MOST_UNKNOWN = 128
-#: Seconds that each of them may take to; workers do as soon as they are connected.
+#: Seconds within which a new connection must authenticate itself.
 _GREETING_SECONDS = 10.0
-#: Seconds without new connections where the system has no descriptor or memory for one more.
+#: Seconds without new connections after the system had no descriptor or memory for one.
 _PAUSE = 0.5
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Server:
-    """Serves the workers of a launch."""
+    """A parameter server: accepts, authenticates and serves the workers of a launch."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         listener.setblocking(False)
@@ -36,8 +36,10 @@ class Server:
         self._pool = Pool()
         self._models: dict[str, ModelWorkers] = {}
         self._workers: dict[Connection, ModelWorkers] = {}
-        self._unknown: dict[Connection, tuple[str, float]] = {}  # nonce, and when it is dropped
-        self._paused_until: float | None = None  # without new connections; None while they come in
+        self._unknown: dict[
+            Connection, tuple[str, float]
+        ] = {}  # nonce, and deadline to authenticate
+        self._paused_until: float | None = None  # time until which the listener is not polled
         self._writing: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -45,22 +47,22 @@ class Server:
             one.setblocking(False)
             self._selector.register(one, _READ)
         self._ending = False
-        self._moved = [0, 0]  # by connections that have ended
+        self._moved = [0, 0]  # bytes received and sent by connections that are closed
 
     def end(self) -> None:
-        """End as soon as no worker is connected; may be called by a signal's handler."""
+        """Let `run` return as soon as no worker is connected; may be called by a signal handler."""
         self._ending = True
-        with contextlib.suppress(OSError):  # it is awake already, or has ended
+        with contextlib.suppress(OSError):  # the pipe is full, or closed
             self._waker.send(b"\0")
 
     @property
     def traffic(self) -> str:
-        """Bytes received and sent, in words."""
+        """Number of bytes received and sent, as text."""
         into, out = self._count()
         return f"{megabytes(into)} in, {megabytes(out)} out"
 
     def run(self) -> None:
-        """Serve until `end` is called and all workers have left."""
+        """Serve workers until `end` is called and all workers have disconnected."""
         while not self._ending or self._workers:
             for key, events in self._selector.select(self._timeout()):
                 if key.fileobj is self._listener:
@@ -74,7 +76,7 @@ class Server:
                     wants = _READ | _WRITE if connection.has_output else _READ
                     self._selector.modify(connection, wants)
                     self._writing ^= {connection}
-            # Only here, where no connection is dropped that `select` has returned.
+            # Only after all connections that `select` returned, since this may close some.
             self._check_unknown()
         self._selector.close()
         for connection in self._unknown:
@@ -87,8 +89,8 @@ class Server:
             accepted, _ = self._listener.accept()
             connection = Connection(accepted, self._pool)
         except (BlockingIOError, ConnectionError):
-            return  # it is gone already
-        except OSError:  # EMFILE, ENFILE, ENOBUFS, ENOMEM: that passes
+            return  # the client has closed it
+        except OSError:  # EMFILE, ENFILE, ENOBUFS, ENOMEM: for some time
             self._pause(_PAUSE)
             return
         nonce = secrets.token_hex(16)
@@ -99,19 +101,19 @@ class Server:
             self._pause(0.0)
 
     def _pause(self, seconds: float) -> None:
-        """Accept no connection for some time, and while there are too many unknown ones."""
+        """Accept no connection for `seconds`, and while too many are unauthenticated."""
         self._paused_until = time.monotonic() + seconds
         self._selector.unregister(self._listener)
 
     def _timeout(self) -> float | None:
-        """Return after how many seconds `_check_unknown` has something to do."""
+        """Return the seconds until `_check_unknown` must be called; `None` if it need not be."""
         due = [until for _, until in self._unknown.values()]
         if self._paused_until is not None and len(self._unknown) < _MOST_UNKNOWN:
             due.append(self._paused_until)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_unknown(self) -> None:
-        """Drop connections that have not shown the token in time; accept others when there is room."""
+        """Close connections that have not authenticated themselves in time; accept new ones again."""
         now = time.monotonic()
         for connection in [c for c, (_, until) in self._unknown.items() if until <= now]:
             self._drop(connection, BrokenError("it has not shown the token"))
@@ -139,10 +141,10 @@ class Server:
             self._workers[connection].handle(connection, message)
 
     def _authenticate(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Check that a worker knows the token, and let it join its model's workers."""
+        """Check that a worker knows the launch's secret, and add it to its model's workers."""
         nonces = (self._unknown[connection][0], str(meta.get("nonce")))
         shown = str(meta.get("proof")).encode(errors="replace")
-        # Before anything else of the message is read.
+        # No other part of the message is read before.
         if not hmac.compare_digest(shown, proof(self._token, "worker", nonces).encode()):
             raise BrokenError("it does not belong to this launch")
         del self._unknown[connection]

@@ -1,10 +1,10 @@
-"""Exchange `server`: each server sums one share of every bucket, in tree order.
+"""Exchange `server`: each parameter server sums one share of every bucket of gradients, in tree order.
 
     worker 0 ──┐ nodes of its share ┌── server 0 ──┐ sums of its share ┌── worker 0
     worker 1 ──┴────────────────────┴── server 1 ──┴───────────────────┴── worker 1
 
-A server takes in and gives out as many bytes as there are workers; that is what the articles mean by a
-cost that grows with their number. Nothing is averaged here: weights are in the gradients already.
+The traffic of a server grows with the number of workers. Gradients are weighted already, so that they are
+summed and not averaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.engine.parameter_server.messages import DTYPES, Kind
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A bucket whose nodes are with the servers."""
+    """A bucket that was sent to the servers, and whose sum was not received yet."""
 
     number: int
     like: torch.Tensor
@@ -31,10 +31,10 @@ class _Pending:
 
 
 class ServerExchange(Exchange):
-    """The exchange of workers that have servers.
+    """Sums buckets in the parameter servers.
 
-    A bucket goes out as soon as it is complete, while the backward pass continues; servers sum meanwhile.
-    The last bucket waits for all sums.
+    A bucket is sent as soon as it is complete, while the backward pass computes the next one. The call of
+    `start` for the last bucket waits for all sums.
     """
 
     name = "server"
@@ -49,11 +49,11 @@ class ServerExchange(Exchange):
 
     @property
     def sent(self) -> int:
-        """Bytes that went to the servers."""
+        """Number of bytes that this worker has sent to the servers."""
         return self._clients.moved["sent"]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes."""
+        """Return memory for each of this rank's tree nodes (sums over its replicas) of a bucket."""
         size, own = bucket.numel() + extra, self._forest.own
         if own == 1 and not extra:
             return [bucket]
@@ -61,7 +61,7 @@ class ServerExchange(Exchange):
         return [memory[node * size : (node + 1) * size] for node in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Send each server its share of the nodes, and return the sum's future."""
+        """Send each server its share of the gradients, and return a future of their sum over all ranks."""
         self._number += 1
         future = future_on(slots[0].device)
         nodes = [slot.cpu() for slot in slots]
@@ -75,7 +75,7 @@ class ServerExchange(Exchange):
         return future
 
     def _shares(self, numel: int) -> list[tuple[Client, range]]:
-        """Return the servers that have a share of a bucket, and which: small ones don't reach all."""
+        """Return the servers that sum a part of a bucket of `numel` elements, with the part's range."""
         clients = self._clients.all
         shares = [share(numel, len(clients), index) for index in range(len(clients))]
         return [(client, part) for client, part in zip(clients, shares, strict=True) if part]
@@ -97,5 +97,5 @@ class ServerExchange(Exchange):
         self._scratch.pass_ends()
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Close the connections to the servers."""
         self._clients.close()

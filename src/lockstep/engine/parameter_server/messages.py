@@ -1,7 +1,7 @@
-"""Messages between workers and servers: a fixed header, JSON, raw bytes of tensors.
+"""Messages between workers and parameter servers: a fixed header, JSON, raw bytes of tensors.
 
-Nothing is pickled: a header says how many bytes follow, and what they are is known from the kind of the
-message or stands in its JSON.
+Nothing is pickled. The header has the lengths of the following parts; types and shapes of tensors follow
+from the kind of the message or from its JSON.
 
     kind | tag | bytes of JSON | number | place | bytes of tensors     then the JSON, then the tensors
 """
@@ -18,43 +18,43 @@ from typing import Any
 import torch
 
 HEADER = struct.Struct("<BxHIQQQ")
-#: Bytes of JSON that a process may send before it has shown that it belongs to the launch.
+#: Most bytes of JSON that a process may send before it has authenticated itself.
 LONGEST_HELLO = 1 << 12
-#: The most pieces that one call of the system takes (IOV_MAX is 1024).
+#: Most pieces of memory for one system call (IOV_MAX is 1024).
 PIECES = 512
 
 
 class Kind(IntEnum):
     """Kind of a message."""
 
-    CHALLENGE = 1  # what a worker is to authenticate itself with
+    CHALLENGE = 1  # the server's nonce, with which a worker authenticates itself
     HELLO = 2  # a worker authenticates itself, and names its model
     WELCOME = 3  # the server authenticates itself
     PUSH = 4  # a worker's tree nodes of a bucket
     SUM = 5  # the sum of all workers' nodes
     BEGIN = 6  # parameters and an optimizer for a server
-    UPDATE = 7  # a worker's tree nodes of all gradients that a server has the parameters of
+    UPDATE = 7  # a worker's tree nodes of the gradients of all parameters in a server
     VERSION = 8  # the parameters after an update
     STATE = 9  # an optimizer's state after an update, or the request for it
-    TRAFFIC = 10  # how many bytes a server has moved, or the request for it
+    TRAFFIC = 10  # how many bytes a server has received and sent, or the request for it
     ERROR = 11  # why the workers cannot continue
-    BYE = 12  # a worker leaves in good order
+    BYE = 12  # a worker is done and disconnects
 
 
-#: Types of elements, by the number that a message gives as its tag.
+#: Types of elements; a message has an index into this tuple as its tag.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed part of a message.
+    """The fixed-size header of a message.
 
     Attributes:
-        tag: a small number whose meaning depends on the kind.
-        meta: bytes of JSON that follow.
-        number: which bucket or update of its kind.
-        place: the batch that the sender is in.
-        payload: bytes of tensors that follow the JSON.
+        tag: index of an element type or of an optimizer, depending on the kind.
+        meta: number of bytes of JSON.
+        number: number of the bucket or the update.
+        place: number of the batch that the sender computes.
+        payload: number of bytes of tensors.
     """
 
     kind: int
@@ -66,7 +66,7 @@ class Header:
 
     @staticmethod
     def unpack(data: bytes | bytearray) -> Header:
-        """Read a header."""
+        """Return the header that `data` encodes."""
         return Header(*HEADER.unpack(data))
 
 
@@ -75,7 +75,7 @@ class Message:
     """A message that was received completely.
 
     Attributes:
-        payload: its bytes, but for tensors that the receiver had other memory for.
+        payload: the bytes of the tensors.
     """
 
     header: Header
@@ -92,7 +92,7 @@ def pieces(
     place: int = 0,
     meta: Mapping[str, Any] | None = None,
 ) -> list[memoryview]:
-    """Return the pieces of a message, whose tensors are not copied; they are contiguous and on the CPU."""
+    """Return the pieces of a message for `sendmsg`, without copies of the contiguous CPU `tensors`."""
     text = b"" if meta is None else json.dumps(meta).encode()
     views = [view(tensor) for tensor in tensors]
     payload = sum(v.nbytes for v in views)
@@ -101,17 +101,13 @@ def pieces(
 
 
 def view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, which share its memory."""
+    """Return the bytes of a contiguous CPU tensor as a view of its memory."""
     memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(memory)
 
 
 def parse(text: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON of a message.
-
-    Raises:
-        ValueError: if it is none, or no object.
-    """
+    """Return the JSON object of a message; raise a `ValueError` if `text` is no JSON object."""
     meta = json.loads(text) if text else {}
     if not isinstance(meta, dict):
         raise ValueError("expected a JSON object")  # noqa: TRY004 - for callers it is a bad value

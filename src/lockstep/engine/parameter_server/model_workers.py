@@ -1,6 +1,6 @@
-"""`ModelWorkers`: the workers of one model, as a server has them, with their sums and optimizers.
+"""`ModelWorkers`: a server's sums and optimizers for the workers of one model.
 
-Sums are taken in the order of the tree, as soon as all workers' nodes are there.
+Gradients are summed in tree order, as soon as all workers have sent them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BATCH_HINT = (
 
 
 class ModelWorkers:
-    """The workers that train one model together, and what this server computes for them."""
+    """The workers that train one model, and the sums and optimizers that this server computes for them."""
 
     def __init__(self, size: int, replicas: int, pool: Pool) -> None:
         self._workers: dict[int, Connection] = {}
@@ -34,17 +34,17 @@ class ModelWorkers:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker is left."""
+        """Whether no worker is connected."""
         return not self._workers
 
     def join(self, connection: Connection) -> None:
-        """Add a worker."""
+        """Add a worker; if other workers have failed already, send it their error."""
         self._workers[connection.rank] = connection
         if self._error is not None:
             connection.send(Kind.ERROR, meta=self._error)
 
     def leave(self, connection: Connection) -> None:
-        """Remove a worker whose connection has ended: the others get no more sums."""
+        """Remove a worker whose connection has ended, and send an error to workers that wait for it."""
         rank = connection.rank
         self._workers.pop(rank, None)
         for optimizer in self._optimizers.values():
@@ -57,11 +57,7 @@ class ModelWorkers:
         self._check_left()
 
     def handle(self, connection: Connection, message: Message) -> None:
-        """Serve a request of a worker; if that fails, send all workers the error.
-
-        Raises:
-            BrokenError: if no worker sends such a request.
-        """
+        """Process a worker's request; if that fails, send all workers the error."""
         if message.header.kind == Kind.BYE:
             connection.has_left = True
         if connection.has_left or self._error is not None:
@@ -99,13 +95,13 @@ class ModelWorkers:
             raise BrokenError("it asks for what servers don't do")
 
     def _check_left(self) -> None:
-        """Fail if a worker waits for another one that has left."""
+        """Send the workers an error if one of them waits for a worker that has disconnected."""
         waits = self._buckets or any(optimizer.waits for optimizer in self._optimizers.values())
         if waits and self._left is not None:
             self._fail(self._left, self._left_hint)
 
     def _fail(self, message: str, hint: str | None, *, kind: str = "peer") -> None:
-        """Send the workers the error that ends them; `kind` is one of `FAILURES` in client.py."""
+        """Send all workers an error that ends them; `kind`: a key of `FAILURES` in client.py, or "peer"."""
         if self._error is None:
             self._error = {"message": message, "hint": hint, "kind": kind}
             for worker in self._workers.values():
@@ -113,7 +109,8 @@ class ModelWorkers:
 
     # --- sums ------------------------------------------------------------------------------------
 
-    def _check(self, requests: Sequence[WorkerRequest]) -> None:
+    def _send_sum(self, requests: Sequence[WorkerRequest]) -> None:
+        """Sum a bucket of gradients over all workers, in tree order, and send them the sum."""
         first = requests[0].header
         size = first.payload // self._forest.counts[0]
         for rank, (request, count) in enumerate(zip(requests, self._forest.counts, strict=True)):
@@ -125,11 +122,7 @@ class ModelWorkers:
                     f"rank {rank} sends {header.payload} bytes of a bucket; "
                     f"expected {count * size}, as rank 0 has them"
                 )
-
-    def _send_sum(self, requests: Sequence[WorkerRequest]) -> None:
-        """Send all workers the sum of a bucket, of which each has sent its nodes."""
-        self._check(requests)
-        dtype = DTYPES[requests[0].header.tag]
+        dtype = DTYPES[first.tag]
         payloads = [request.message.payload for request in requests]
         total = self._forest.sum_in_place(
             [
@@ -142,6 +135,5 @@ class ModelWorkers:
         for memory in payloads[1:]:
             self._pool.give(memory)
         release = self._pool.shared(payloads[0], len(requests))
-        number = requests[0].header.number
         for request in requests:
-            request.connection.send(Kind.SUM, [total], release=release, number=number)
+            request.connection.send(Kind.SUM, [total], release=release, number=first.number)

@@ -1,6 +1,6 @@
-"""Optimizers as JSON: class name, indices of parameter groups, state without its tensors.
+"""Conversion of optimizers to JSON and back: class name, parameter groups, state without its tensors.
 
-A worker describes its optimizer, and a server makes one like it. Nothing is unpickled.
+A worker sends the description, and a server creates an equal optimizer. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from lockstep.errors import ModelError
 
 
 def describe(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the class of an optimizer, and its defaults.
+    """Return the module, class name and defaults of an optimizer, as JSON values.
 
-    Raises:
-        ModelError: if a server could not make one like it.
+    A class that a server could not import raises a `ModelError`.
     """
     kind = type(optimizer)
     if kind.__module__ == "__main__" or "<" in kind.__qualname__:
@@ -34,11 +33,7 @@ def describe(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of the parameter groups, such as learning rates.
-
-    Raises:
-        ModelError: for a value that JSON cannot carry.
-    """
+    """Return settings of parameter groups, such as learning rates, as JSON values."""
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -46,6 +41,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
+    """Return a value of an optimizer for JSON; raise a `ModelError` if JSON cannot represent it."""
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
@@ -58,11 +54,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def build(words: Mapping[str, Any], groups: Sequence[Sequence[torch.nn.Parameter]]) -> Optimizer:
-    """Return a new optimizer from what `describe` returned.
-
-    Raises:
-        ModelError: if there is no such class, or it cannot be made from its defaults.
-    """
+    """Create an optimizer from its description by `describe`; raise a `ModelError` if that fails."""
     kind = _find(str(words["module"]), str(words["name"]))
     known = inspect.signature(kind).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -96,7 +88,7 @@ def _find(module: str, name: str) -> type[Optimizer]:
 
 
 def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set what `settings_of` returned in an optimizer's groups."""
+    """Set settings of the parameter groups, such as learning rates, that `settings_of` returned."""
     for group, words in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: _tuples(value) for name, value in words.items()})
 
@@ -108,11 +100,7 @@ def _tuples(value: Any) -> Any:
 def pack(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return the state of some parameters: entries for JSON, and the tensors that they name by number.
-
-    Raises:
-        ModelError: for state that is neither tensors nor numbers.
-    """
+    """Return an optimizer's state of some parameters: entries for JSON, and tensors, numbered there."""
     entries: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
     for place, parameter in enumerate(parameters):
@@ -128,7 +116,7 @@ def pack(
 def unpack(
     entries: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Return the state that `pack` was given, by the positions of parameters."""
+    """Return the optimizer state that `pack` has encoded, keyed by index of the parameter."""
     state: dict[int, dict[str, Any]] = {}
     for place, name, kind, value in entries:
         found = tensors[value].clone() if kind == "tensor" else _tuples(value)

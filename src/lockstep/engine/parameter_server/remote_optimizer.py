@@ -1,11 +1,12 @@
-"""Worker side of an optimizer that runs in servers; each server updates whole parameters.
+"""Worker's client of an optimizer that runs in parameter servers; each server updates some parameters.
 
 worker                                         server
   gradients of batch t, learning rates  ─────►   waits for all workers' gradients of batch t,
                                                  adds them in tree order, steps
   parameters with t + 1 updates         ◄─────   as soon as it has stepped
 
-A worker gets every version, in order, and takes one from its connection when it needs that.
+A version is the values of the parameters after an update. A worker receives all versions in order, and
+reads the next one from its connection when it needs it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from lockstep.engine.parameter_server.messages import Kind
 from lockstep.engine.parameter_server.rows import Rows, Spec
 from lockstep.errors import StepError
 
-#: One tensor per parameter; `None` where no replica of this rank has used it.
+#: Gradients of one tree node, a tensor per parameter; `None` if the node's replicas have not used it.
 Node = Sequence[torch.Tensor | None]
 
 
 @dataclass(slots=True)
 class _Shard:
-    """The parameters that are in one server.
+    """The parameters that one server updates, and memory for their messages.
 
     Attributes:
-        places: which of the optimizer's parameters they are.
-        outgoing: memory for this rank's tree nodes, a row each.
-        free: rows for what comes back.
-        taken: rows of versions that the worker keeps, the oldest first.
+        places: indices of these parameters among those of the optimizer.
+        outgoing: memory for this rank's tree nodes (sums over its replicas), one row each.
+        free: rows into which versions can be received.
+        taken: rows with the versions that the worker stores, the oldest first.
     """
 
     client: Client
@@ -50,27 +51,27 @@ class _Shard:
     taken: deque[torch.Tensor]
 
     def row(self) -> torch.Tensor:
-        """Return a row to receive a version into."""
+        """Return a row into which the next version can be received."""
         return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
 class _StateInServers(defaultdict[Any, Any]):
-    """The empty state of an optimizer whose state is in the servers."""
+    """The empty state on a worker of an optimizer whose state is in the servers."""
 
     def clear(self) -> None:
-        """Refuse: there is nothing here to clear, and the servers would keep theirs."""
+        """Raise a `StepError`: a script cannot clear the state in the servers."""
         raise _state_changed()
 
 
 class RemoteOptimizer:
-    """An optimizer whose parameters and state are with the servers, from its first step on.
+    """An optimizer whose parameters and state are in the servers; methods raise the errors of `Client`.
 
     Args:
-        nothing: the value of a missing gradient.
+        nothing: value of the elements of a missing gradient.
 
     Attributes:
-        has_begun: whether the servers hold the parameters.
-        coming: how many versions were requested and not received yet.
+        has_begun: whether the servers have the parameters.
+        coming: number of versions that were requested and not received yet.
     """
 
     def __init__(
@@ -83,40 +84,35 @@ class RemoteOptimizer:
     ) -> None:
         self.optimizer, self._number = optimizer, number
         self._words = optimizer_codec.describe(optimizer)
-        optimizer_codec.settings_of(optimizer)  # refuses what JSON cannot carry
+        optimizer_codec.settings_of(optimizer)  # raises an error for values that JSON has not
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
         self._leads, self._nothing = clients.leads, nothing
-        self._shards = self._deal(clients, forest)
+        self._shards: list[_Shard] = []
+        owners = deal([p.numel() for p in self.parameters], len(clients.all))
+        for index, client in enumerate(clients.all):
+            places = [place for place, owner in enumerate(owners) if owner == index]
+            if places:  # there may be fewer parameters than servers
+                rows = Rows([Spec.of(self.parameters[place]) for place in places])
+                outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
+                self._shards.append(_Shard(client, places, rows, outgoing, [], deque()))
+                client.expect(number, self._shards[-1].row)
         self.has_begun = False
         self.coming = self._steps = 0
         self._in_servers: _StateInServers | None = None
         self._check_hooks()
-        # A script may load a state at any time: the servers get it with the next step.
+        # A script may load a state at any time: the next step sends it to the servers.
         optimizer.register_load_state_dict_post_hook(lambda *_: self.reset())
-
-    def _deal(self, clients: Clients, forest: Forest) -> list[_Shard]:
-        owners = deal([p.numel() for p in self.parameters], len(clients.all))
-        shards = []
-        for index, client in enumerate(clients.all):
-            places = [place for place, owner in enumerate(owners) if owner == index]
-            if not places:
-                continue  # fewer parameters than servers
-            rows = Rows([Spec.of(self.parameters[place]) for place in places])
-            outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
-            shards.append(_Shard(client, places, rows, outgoing, [], deque()))
-            client.expect(self._number, shards[-1].row)
-        return shards
 
     # --- beginning -------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Send parameters and state, of which some were loaded here, to the servers with the next step."""
+        """Mark the servers' parameters and state as outdated: the next step sends the worker's own."""
         self.has_begun = False
 
     def bring_back(self) -> None:
-        """Fetch the state from the servers, as if the optimizer had stepped here."""
+        """Load the servers' state into this worker's optimizer; the next step sends it back."""
         if not self.has_begun:
             return
         state = self._fetch_state()
@@ -126,11 +122,11 @@ class RemoteOptimizer:
             self.optimizer.state[self.parameters[place]] = own
 
     def begin(self, values: Sequence[torch.Tensor]) -> None:
-        """Move the parameters, of which `values` is the newest version, to the servers; rank 0 sends it.
+        """Send the parameters and the optimizer's state to the servers, on rank 0.
 
-        All earlier versions must have been received.
+        `values`: the newest version of the parameters; all versions must have been received.
         """
-        assert not self.coming, "servers begin anew where all updates have happened"
+        assert not self.coming, "all updates are complete before servers get new parameters"
         self.has_begun = True
         for shard in self._shards:
             if self._leads:
@@ -159,12 +155,10 @@ class RemoteOptimizer:
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, nodes: Sequence[Node], place: int) -> None:
-        """Let the servers update the parameters; `receive` returns the version that they make.
+        """Send gradients to the servers, which update the parameters; `receive` returns the new version.
 
-        `nodes`: this rank's tree nodes, each with a gradient for each parameter.
-
-        Raises:
-            PeerError: if a server or another rank is gone.
+        `nodes`: this rank's tree nodes (sums over its replicas), each with a gradient per parameter.
+        `place`: number of the batch; the servers compare it between ranks.
         """
         self._check_hooks()
         self._check_parameters()
@@ -184,12 +178,11 @@ class RemoteOptimizer:
             )
         self._steps = number
         self.coming += 1
-        # A scheduler that was made before the run knew the optimizer counts steps of its own; it warns
-        # where it finds none.
+        # A scheduler that was created before `run.optimizer` warns unless this attribute is set.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _check_hooks(self) -> None:
-        """Refuse hooks around steps: they would look at gradients and state that only servers have."""
+        """Raise a `StepError` for hooks around steps: only the servers have the gradients and state."""
         own = self.optimizer
         hooks = [
             *(own._optimizer_step_pre_hooks.values(), own._optimizer_step_post_hooks.values()),
@@ -205,7 +198,7 @@ class RemoteOptimizer:
             )
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that came or went since the run was given the optimizer."""
+        """Raise a `StepError` if parameters were added or removed after `run.optimizer`."""
         now = [p for group in self.optimizer.param_groups for p in group["params"]]
         known = self.parameters
         if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
@@ -216,7 +209,10 @@ class RemoteOptimizer:
             )
 
     def _fill(self, shard: _Shard, nodes: Sequence[Node]) -> list[int]:
-        """Write a server's share of the nodes; return which of its parameters have no gradient here."""
+        """Copy the gradients of a server's parameters to its `outgoing` rows.
+
+        Return the indices of the server's parameters without a gradient on this rank.
+        """
         if len(nodes) != len(shard.outgoing):
             raise StepError(
                 "an optimizer stepped without gradients; expected a backward pass of this batch",
@@ -237,13 +233,7 @@ class RemoteOptimizer:
     # --- versions --------------------------------------------------------------------------------
 
     def receive(self) -> list[torch.Tensor]:
-        """Return the next version of the parameters, waiting until all workers' gradients have made it.
-
-        It stays as it is until `keep` frees its memory.
-
-        Raises:
-            PeerError: if a server or another rank is gone.
-        """
+        """Receive the next version of the parameters, in memory that `keep` frees."""
         values: list[Any] = [None] * len(self.parameters)
         for shard in self._shards:
             row = shard.client.version(self._number)
@@ -254,7 +244,7 @@ class RemoteOptimizer:
         return values
 
     def keep(self, count: int) -> None:
-        """Free the memory of versions but for the newest `count`."""
+        """Free the memory of all versions except the newest `count`."""
         for shard in self._shards:
             while len(shard.taken) > count:
                 shard.free.append(shard.taken.popleft())
@@ -262,14 +252,14 @@ class RemoteOptimizer:
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the `state_dict` that the optimizer would have if it had stepped here."""
+        """Return the optimizer's `state_dict`, with the state fetched from the servers."""
         own = self.optimizer.state_dict()
         if not self.has_begun:
             return own
         return {**own, "state": dict(sorted(self._fetch_state().items()))}
 
     def _fetch_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state that the servers have after all updates, by the places of parameters."""
+        """Return the state in the servers after all updates, keyed by index of the parameter."""
         state: dict[int, dict[str, Any]] = {}
         for shard in self._shards:
             shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
@@ -281,7 +271,7 @@ class RemoteOptimizer:
 
 
 def deal(sizes: Sequence[int], servers: int) -> list[int]:
-    """Return the server of each parameter: the largest first, each to the one that has the least so far."""
+    """Assign each parameter, the largest first, to the least loaded server; return server indices."""
     loads, owners = [0] * servers, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
         owner = min(range(servers), key=lambda server: (loads[server], server))

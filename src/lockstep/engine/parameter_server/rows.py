@@ -1,7 +1,7 @@
-"""Offsets of tensors in one row of bytes, the same on a worker and its server.
+"""Layout of several tensors in one row of bytes, equal on a worker and its server.
 
-Tensors keep the order of their elements in memory (channels last, say): an optimizer's kernels go through
-them in that order, and round the last few elements of it otherwise than those that fill a vector.
+Tensors keep their strides (such as channels last). An optimizer's kernels process elements in the order
+of memory, and round the last few elements differently from those that fill a vector register.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor without its values.
-
-    Attributes:
-        stride: steps in memory between neighbours, without gaps.
-    """
+    """Type, shape and strides of a tensor without gaps in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,19 +27,14 @@ class Spec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Spec:
-        """Return the spec of a tensor; one with gaps gets one without."""
-        last = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        dense = last == tensor.numel()
+        """Return the spec of `tensor`; if it has gaps in memory, with contiguous strides."""
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
         stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
         return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride))
 
     @staticmethod
     def parse(words: Sequence[Any]) -> Spec:
-        """Return the spec that `words` returned as JSON.
-
-        Raises:
-            ValueError: if it describes no tensor.
-        """
+        """Return the spec from its JSON values `words`; raise a `ValueError` if they describe no tensor."""
         name, shape, stride = words
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
@@ -56,21 +47,21 @@ class Spec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return int(torch.Size(self.shape).numel())
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a row whose elements have one type.
+    """A part of a row whose elements have one type; bounds are in bytes.
 
-    Complex ones are two real ones each: torch multiplies what it adds to a complex number by a complex one,
-    which changes signs of zeros.
+    A complex number is two real elements: torch multiplies a complex summand by one, which may change the
+    sign of a zero.
     """
 
     dtype: torch.dtype
@@ -78,15 +69,16 @@ class Segment:
     stop: int
 
     def of(self, row: torch.Tensor) -> torch.Tensor:
-        """Return its elements in `row`."""
+        """Return a view of the segment's elements in `row`."""
         return row[self.start : self.stop].view(self.dtype)
 
 
 class Rows:
-    """Offsets of several tensors in one row of bytes.
+    """Layout of several tensors in one row of bytes.
 
     Attributes:
-        segments: parts of one type, the largest elements first.
+        segments: parts whose elements have one type, the largest type first.
+        bytes: length of the row.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
@@ -111,14 +103,14 @@ class Rows:
         self.bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of the tensors in `row`."""
+        """Return each tensor as a view of its bytes in `row`."""
         return [
             row[start : start + spec.bytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
             for spec, start in zip(self.specs, self._starts, strict=True)
         ]
 
     def row(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a new row with the values of `tensors`."""
+        """Return a new row that contains the values of `tensors`."""
         row = torch.zeros(self.bytes, dtype=torch.uint8)
         for place, tensor in zip(self.views(row), tensors, strict=True):
             place.copy_(tensor.detach())

@@ -1,7 +1,7 @@
-"""Server side of an optimizer: its parameters, updated once per global batch.
+"""Optimizer in a parameter server, which updates its parameters once per global batch.
 
-Update `t` is made of the gradients of batch `t` of all workers, as soon as all are there. Every worker is
-sent the parameters after every update, and takes those that it needs when it needs them.
+The server steps as soon as it has received the gradients of a batch from all workers. After every update it
+sends the new parameters to all workers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from lockstep.errors import MismatchError, ModelError
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """A message of a worker, and the connection for the answer."""
+    """A message of a worker, and the connection for the response."""
 
     connection: Connection
     message: Message
 
     @property
     def header(self) -> Header:
-        """The message's header."""
+        """The header of the message."""
         return self.message.header
 
 
 class ServerOptimizer:
-    """The parameters of one optimizer that are this server's.
+    """One optimizer of the workers, with those of its parameters that this server updates.
 
-    When workers load other values, rank 0 sends these before its next gradients.
+    If the script loads other values, rank 0 sends them before its next gradients.
     """
 
     def __init__(self, number: int, forest: Forest, pool: Pool) -> None:
@@ -49,19 +49,15 @@ class ServerOptimizer:
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: Optimizer | None = None
         self._updates: dict[int, dict[int, WorkerRequest]] = defaultdict(dict)  # by number, by rank
-        self._states: list[WorkerRequest] = []  # for the state after so many updates
+        self._states: list[WorkerRequest] = []  # for the state after the update that they name
 
     @property
     def waits(self) -> bool:
-        """Whether a worker waits for another one."""
+        """Whether requests of a worker wait for requests of other workers."""
         return bool(self._updates or self._states)
 
     def begin(self, message: Message) -> None:
-        """Replace the parameters and the optimizer by those of a message.
-
-        Raises:
-            ModelError: if there can be no such optimizer.
-        """
+        """Create the optimizer that `message` describes, with its parameters, or raise a `ModelError`."""
         meta = message.meta
         self._rows = Rows([Spec.parse(words) for words in meta["parameters"]])
         state = Rows([Spec.parse(words) for words in meta["tensors"]])
@@ -76,21 +72,17 @@ class ServerOptimizer:
         self._optimizer, self._version = made, message.header.number
 
     def update(self, request: WorkerRequest) -> None:
-        """Take one worker's gradients of a batch; after the last worker's, update.
-
-        Raises:
-            MismatchError: if workers send gradients of different batches or updates.
-        """
+        """Store one worker's gradients of a batch; step when all workers' gradients are stored."""
         self._updates[request.header.number][request.connection.rank] = request
         self._advance()
 
     def request_state(self, request: WorkerRequest) -> None:
-        """Answer with the optimizer's state after the update that the request names."""
+        """Send the optimizer's state to a worker, after the update that the request names."""
         self._states.append(request)
         self._advance()
 
     def forget(self, connection: Connection) -> None:
-        """Drop the requests of a worker that has gone."""
+        """Drop the requests of a worker that has disconnected."""
         self._states = [r for r in self._states if r.connection is not connection]
 
     def _advance(self) -> None:
@@ -99,11 +91,22 @@ class ServerOptimizer:
             by_rank = self._updates.pop(self._version + 1)
             requests = [by_rank[rank] for rank in range(self._forest.size)]
             self._apply(self._optimizer, [request.message for request in requests])
-            self._send_version([request.connection for request in requests])
+            # Sent from one copy, since later updates change the parameters.
+            memory = self._pool.take(self._row.numel()).copy_(self._row)
+            release = self._pool.shared(memory, len(requests))
+            fields = {"tag": self._number, "number": self._version}
+            for request in requests:
+                request.connection.send(Kind.VERSION, [memory], release=release, **fields)
         due = [request for request in self._states if request.header.number == self._version]
         self._states = [request for request in self._states if request not in due]
         for request in due:
-            self._send_state(request.connection)
+            assert self._optimizer is not None
+            entries, tensors = optimizer_codec.pack(self._optimizer, self._parameters)
+            rows = Rows([Spec.of(tensor) for tensor in tensors])
+            meta = {"state": entries, "tensors": [spec.words() for spec in rows.specs]}
+            request.connection.send(
+                Kind.STATE, [rows.row(tensors)], number=self._version, meta=meta
+            )
 
     def _apply(self, optimizer: Optimizer, messages: Sequence[Message]) -> None:
         self._check(messages)
@@ -122,7 +125,7 @@ class ServerOptimizer:
         self._version += 1
 
     def _sum(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Return the sum of all nodes, in the first worker's memory."""
+        """Sum the gradients of all workers in tree order, into the memory of the first message."""
         rows: list[torch.Tensor] = [
             row
             for message, count in zip(messages, self._forest.counts, strict=True)
@@ -144,25 +147,9 @@ class ServerOptimizer:
                     f"the optimizer has other settings on rank {rank} than on rank 0"
                 )
 
-    def _send_version(self, connections: Sequence[Connection]) -> None:
-        """Send all workers the current parameters; some receive them a few updates later."""
-        memory = self._pool.take(self._row.numel())
-        memory.copy_(self._row)
-        release = self._pool.shared(memory, len(connections))
-        fields = {"tag": self._number, "number": self._version}
-        for connection in connections:
-            connection.send(Kind.VERSION, [memory], release=release, **fields)
-
-    def _send_state(self, connection: Connection) -> None:
-        assert self._optimizer is not None
-        entries, tensors = optimizer_codec.pack(self._optimizer, self._parameters)
-        rows = Rows([Spec.of(tensor) for tensor in tensors])
-        meta: dict[str, Any] = {"state": entries, "tensors": [spec.words() for spec in rows.specs]}
-        connection.send(Kind.STATE, [rows.row(tensors)], number=self._version, meta=meta)
-
 
 def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an optimizer that counts in its groups: the next step brings the worker's settings again."""
+    """Raise a `ModelError` if a step changes learning rates or the like, which workers set again."""
     for now, words in zip(optimizer_codec.settings_of(optimizer), given, strict=True):
         changed = [name for name, value in words.items() if repr(now[name]) != repr(value)]
         if changed:

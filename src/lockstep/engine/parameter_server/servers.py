@@ -1,7 +1,7 @@
-"""Parameter servers of a run: those of `lockstep run`, or processes that rank 0 starts.
+"""Parameter servers of a run, started by `lockstep run` or by rank 0.
 
-Under another launcher rank 0 starts them with the first model that needs them. They end with it, when the
-last such model is closed, or rank 0 dies.
+Under another launcher rank 0 starts the servers for the first model that uses them. They end when the last
+of these models is closed, or rank 0 ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.network import LOOPBACK
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_timeout
 
-#: How long a server may take to end when all workers have left.
+#: Seconds that a server may take to end after all workers have disconnected.
 _END_SECONDS = 5.0
 
 
 class Servers:
-    """The servers of a run; rank 0 may start them."""
+    """The parameter servers of a run; starts them on rank 0 unless the launcher has."""
 
     def __init__(
         self, rendezvous: RankRendezvous, count: int, directory: Path, threads: int
@@ -45,10 +45,9 @@ class Servers:
         self._found: tuple[Sequence[ParameterServerAddress], str] | None = None
 
     def connect(self, context: ModelContext) -> Clients:
-        """Return new connections to all servers, for one model; all ranks connect.
+        """Connect to all servers for one model, and start them if necessary; collective.
 
-        Raises:
-            PeerError: if a server is gone, cannot be found, or not be started.
+        A server that has ended, cannot be found, or cannot be started raises a `PeerError`.
         """
         addresses, token = self._find()
         self._users += 1
@@ -76,23 +75,20 @@ class Servers:
         return made
 
     def _find(self) -> tuple[Sequence[ParameterServerAddress], str]:
-        """Return the addresses of the servers, and their secret."""
+        """Return the addresses of the servers and the secret of the launch, for authentication."""
         rendezvous, world = self._rendezvous, self._rendezvous.world
         if self._found is None and world.environment == "lockstep":
             addresses = discovery.find(world, self._count)
             self._found = addresses, discovery.token_of(os.environ)
         elif self._found is None:
-            text = rendezvous.broadcast("servers/own", self._started, "start the parameter servers")
+            text = rendezvous.broadcast("servers/own", self._start, "start the parameter servers")
             addresses, token = json.loads(text)
             self._found = [ParameterServerAddress(**address) for address in addresses], token
         return self._found
 
-    def _started(self) -> str:
-        token = secrets.token_hex(16)
-        return json.dumps([[asdict(address) for address in self._start(token)], token])
-
-    def _start(self, token: str) -> list[ParameterServerAddress]:
-        world = self._rendezvous.world
+    def _start(self) -> str:
+        """Start the servers, and return their addresses and a new secret as JSON."""
+        world, token = self._rendezvous.world, secrets.token_hex(16)
         is_local = world.address is None or world.local_size == world.size
         address = LOOPBACK if is_local else str(world.address)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -111,10 +107,11 @@ class Servers:
                     )
                 )
         seconds = join_timeout().total_seconds()
-        return [self._read(index, seconds) for index in range(self._count)]
+        started = [asdict(self._read(index, seconds)) for index in range(self._count)]
+        return json.dumps([started, token])
 
     def _read(self, index: int, seconds: float) -> ParameterServerAddress:
-        """Wait for the address that a server prints when it listens."""
+        """Wait until a server prints the address at which it listens, and return it."""
         process = self._processes[index]
         output = process.stdout
         assert output is not None
@@ -133,7 +130,7 @@ class Servers:
         raise PeerError(f"server {index} ended with exit code {code} before it listened", hint=hint)
 
     def _release(self) -> None:
-        """Count a model that has left the servers; after the last model end those of rank 0."""
+        """Record that a model has disconnected; after the last model, end servers that rank 0 started."""
         self._users -= 1
         if not self._users:
             self._found = None
@@ -146,7 +143,7 @@ class Servers:
                 with contextlib.suppress(OSError):  # a server that died reads nothing
                     pipe.close()
         for process in self._processes:
-            # One that still serves another rank ends by itself when that has left.
+            # A server that still serves another rank ends when that rank disconnects.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
         self._processes.clear()

@@ -1,9 +1,8 @@
-"""Strategy `ps`: every worker has a copy of the model, and servers sum the gradients.
+"""Strategy `ps`: every worker has a copy of the model, and parameter servers sum the gradients.
 
-Without a staleness servers sum gradients, and every worker updates its own copy. With a staleness K,
-servers hold the parameters and the optimizer, and workers compute: in passes with gradients a worker's own
-copy lacks exactly the latest K updates (`versions.py`); it waits only where those before them have not
-happened yet.
+Without a staleness every worker updates its own copy with the sum. With a staleness K the servers also step
+the optimizer, and send new parameters to the workers. In passes with gradients a worker uses parameters
+that lack exactly the latest K updates (`strategies/staleness.py`), so that it rarely waits for the servers.
 """
 
 from __future__ import annotations
@@ -38,33 +37,37 @@ from lockstep.registry import EXCHANGES, WITH_SERVERS
 def wrap(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> ServedModel | RemoteModel:
-    """Wrap a copy of `module` on every worker, with the servers of the run.
+    """Wrap `module`, of which every worker has a copy, and connect to the servers of the run.
 
     Raises:
-        PeerError: if a server is gone, cannot be found, or not be started.
-        ExactnessError: where servers update, on a GPU, with `exact`.
-        ModelError: for keywords that would make the result another.
+        PeerError: if a server has ended, cannot be found, or cannot be started.
+        ExactnessError: with `exact`, for a staleness on a GPU.
+        ModelError: for `broadcast_buffers=False` with a staleness.
     """
     assert isinstance(context.servers, Servers)
     clients = context.servers.connect(context)
     try:
-        if context.staleness is None:
+        staleness = context.staleness
+        if staleness is None:
             return ServedModel(module, context, settings, clients)
-        return _wrap_remote(module, context, settings, clients, context.staleness)
+        assert context.group is not None
+        _check_settings(settings, staleness, context)
+        broadcast_model(module, context.group)
+        return RemoteModel(module, context, clients, staleness)
     except BaseException:
         clients.close()
         raise
 
 
 def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
-    """Print the traffic of the servers, on the main rank and once; return this rank's bytes."""
+    """Print each server's traffic once, on the main rank; return bytes sent and received by this rank."""
     if clients.leads and clients.is_first:
         for line in clients.traffic():
             context.say(line)
     return clients.moved
 
 
-# --- servers sum -------------------------------------------------------------------------------------
+# --- without a staleness: servers sum gradients ------------------------------------------------------
 
 
 class ServedModel(ReplicatedModel):
@@ -81,17 +84,17 @@ class ServedModel(ReplicatedModel):
         self._clients, self._context = clients, context
 
     def ends(self) -> dict[str, int]:
-        """Print the traffic of the servers; return this rank's bytes."""
+        """Print the traffic of the servers; return the bytes sent and received by this rank."""
         return _end(self._clients, self._context)
 
 
-# --- servers update ----------------------------------------------------------------------------------
+# --- with a staleness: servers update parameters -----------------------------------------------------
 
 
 class RemoteModel(WrappedModel):
     """A model whose parameters are updated by servers."""
 
-    is_split = True  # so that its optimizer's state is asked for here, and it has one of its own
+    is_split = True  # so that `optimizer_state` is called, and the optimizer has no other model
 
     def __init__(
         self,
@@ -122,16 +125,15 @@ class RemoteModel(WrappedModel):
         self._nodes = self.accumulation.take()
         self._shown = []
         for place, parameter in enumerate(self.parameters):
-            # This rank's part of it, so that scripts see that there is one, and may drop it.
+            # This rank's part of the gradient: a script may test or drop it.
             mine = [node[place] for node in self._nodes]
             parameter.grad = next((part for part in mine if part is not None), None)
             self._shown.append((parameter.grad, _version(parameter.grad)))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Let an optimizer's steps happen in the servers.
+        """Replace `optimizer.step` by a step in the servers.
 
-        Raises:
-            ModelError: if servers could not make one like it.
+        Frozen parameters, or a class that servers cannot import, raise a `ModelError`.
         """
         own = {id(p) for p in self.parameters}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
@@ -164,34 +166,31 @@ class RemoteModel(WrappedModel):
         self.versions.drop(own, coming=remote.coming)
         if not self.versions.count(own):
             self.versions.add(own, remote.receive())
-        self.show_oldest()
+        self.versions.show_oldest()
         remote.keep(self.versions.count(own))
 
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
-        """Return this rank's nodes, for the parameters of one optimizer."""
+        """Return this rank's tree nodes (sums over its replicas), for the parameters of one optimizer."""
         if not self.several_replicas:
             return [[parameter.grad for parameter in remote.parameters]]
         places = {id(p): place for place, p in enumerate(self.parameters)}
         chosen = [places[id(p)] for p in remote.parameters]
         for place in chosen if self._nodes else ():
-            self._check_unchanged(place)
+            gradient, (shown, version) = self.parameters[place].grad, self._shown[place]
+            if gradient is not None and (gradient is not shown or _version(gradient) != version):
+                raise StepError(
+                    f"the script has changed a gradient of {type(self.module).__name__}, which is this "
+                    "rank's part of it alone; the parts are added in the servers",
+                    hint="change the loss instead, or leave out the staleness: then gradients are whole "
+                    "here",
+                )
         return [
             [None if self.parameters[place].grad is None else node[place] for place in chosen]
             for node in self._nodes
         ]
 
-    def _check_unchanged(self, place: int) -> None:
-        gradient = self.parameters[place].grad
-        shown, version = self._shown[place]
-        if gradient is not None and (gradient is not shown or _version(gradient) != version):
-            raise StepError(
-                f"the script has changed a gradient of {type(self.module).__name__}, which is this "
-                "rank's part of it alone; the parts are added in the servers",
-                hint="change the loss instead, or leave out the staleness: then gradients are whole here",
-            )
-
     def total_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
-        """Refuse: no rank ever has the whole gradient."""
+        """Raise a `StepError`: each rank has only its part of the gradients, so their norm is unknown."""
         raise StepError(
             f"run.clip_grad_norm_ needs the whole gradient of {type(self.module).__name__}, which with "
             f"staleness={self._staleness} only the servers have",
@@ -205,33 +204,30 @@ class RemoteModel(WrappedModel):
             self.versions.add(remote.parameters, remote.receive())
 
     def _wait(self) -> None:
-        """Receive all versions: no rank gets the newest before all have sent their gradients."""
+        """Receive all versions of the parameters; servers send the newest when all ranks have stepped."""
         with self._waiting() if any(one.coming for one in self._remotes) else nullcontext():
             for remote in self._remotes:
                 self._receive_all(remote)
 
     def show_newest(self) -> None:
-        """Set parameters to the version with all updates; waits for it."""
+        """Receive the newest version from the servers, and copy it to the parameters."""
         self._wait()
         super().show_newest()
 
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the module's `state_dict`, with all updates; waits until they have happened."""
+        """Return the module's `state_dict` with all updates, after the servers have made them."""
         self._wait()
         return super().state()
 
     def extras(self) -> dict[str, Any]:
-        """Return the older versions of parameters; waits until all updates have happened."""
+        """Return the older versions of parameters, after the servers have made all updates."""
         self._wait()
         return super().extras()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a whole model's `state_dict`; the servers get it with the next step.
-
-        Optimizers keep their state, as they do where they step on every rank.
-        """
+        """Load the model's `state_dict`, which the next step sends to servers with unchanged optimizers."""
         self._wait()
         for remote in self._remotes:
             remote.bring_back()
@@ -240,43 +236,24 @@ class RemoteModel(WrappedModel):
             remote.keep(0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` that an optimizer would have if it had stepped here."""
+        """Return the `state_dict` of an optimizer, with its state fetched from the servers."""
         self._wait()
         return next(one for one in self._remotes if one.optimizer is optimizer).state()
 
     # --- the end ---------------------------------------------------------------------------------
 
     def ends(self) -> dict[str, int]:
-        """Print the traffic of the servers; return this rank's bytes."""
+        """Print the traffic of the servers; return the bytes sent and received by this rank."""
         self._wait()
         return _end(self._clients, self._context)
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Close the connections to the servers."""
         self._clients.close()
 
 
-def _wrap_remote(
-    module: nn.Module,
-    context: ModelContext,
-    settings: Mapping[str, Any],
-    clients: Clients,
-    staleness: int,
-) -> RemoteModel:
-    assert context.group is not None
-    _check_settings(settings, staleness, context)
-    if context.exact and context.device.type != "cpu":
-        raise ExactnessError(
-            f"staleness={staleness} on {context.device}: servers update on the CPU, whose kernels round "
-            "otherwise than a single GPU's",
-            hint="leave out the staleness, or say exact=False to the run (lockstep run --no-exact)",
-        )
-    broadcast_model(module, context.group)
-    return RemoteModel(module, context, clients, staleness)
-
-
 def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelContext) -> None:
-    """Refuse keywords that would change the result, and warn that the others have no effect."""
+    """Raise an error for keywords and devices that a staleness excludes; warn of idle DDP keywords."""
     if not shares_buffers(settings):
         raise ModelError(
             f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "
@@ -289,8 +266,14 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelC
             f"lockstep: {', '.join(idle)} of run.model: without effect with staleness={staleness}, where "
             "DistributedDataParallel has no part"
         )
+    if context.exact and context.device.type != "cpu":
+        raise ExactnessError(
+            f"staleness={staleness} on {context.device}: servers update on the CPU, whose kernels round "
+            "otherwise than a single GPU's",
+            hint="leave out the staleness, or say exact=False to the run (lockstep run --no-exact)",
+        )
 
 
 def _version(gradient: torch.Tensor | None) -> int:
-    """Return autograd's count of in-place changes of a tensor."""
+    """Return autograd's count of in-place changes of a gradient; 0 if there is none."""
     return 0 if gradient is None else gradient._version

@@ -1,8 +1,7 @@
-"""Buffers, such as BatchNorm's running statistics: replica 0's updates are the run's.
+"""Synchronization of buffers, such as BatchNorm's running statistics: all ranks take those of replica 0.
 
-Every replica starts a step from the same buffers, which is what DistributedDataParallel's
-`broadcast_buffers` means; here they also agree after the step, so that evaluation sees the same ones
-on every rank.
+Every replica starts a step from equal buffers, as with DistributedDataParallel's `broadcast_buffers`.
+Here the buffers of all ranks are equal after the step, too, so that evaluation uses the same statistics.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from lockstep.errors import ModelError
 
 
 class Buffers:
-    """The buffers of one model over the replicas of a rank, and over the ranks.
+    """Synchronizes the buffers of one model over the replicas of a rank, and over the ranks.
 
-    Args:
-        modes: whose parts' `training` says whether forward passes change buffers; by default `module`.
+    `modes`: module whose `training` flags say whether forward passes change buffers; default `module`.
     """
 
     def __init__(
@@ -48,11 +46,11 @@ class Buffers:
         self._start: list[torch.Tensor] | None = None
         self._first: list[torch.Tensor] | None = None
         self.dirty = False
-        self.restores = False  # whether the next pass is discarded
+        self.restores = False  # whether `discard` restores the buffers after the current microbatch
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """Find the parts that have buffers, when their number has changed: pruning adds some."""
+        """Find the submodules with buffers, if the number of buffers has changed, as pruning does."""
         count = sum(map(len, self._owners))
         if count != self._count:
             self._count = count
@@ -65,43 +63,42 @@ class Buffers:
 
     @property
     def are_trained(self) -> bool:
-        """Whether forward passes may change them, or need all ranks: such a part is in training mode."""
+        """Whether a submodule that changes buffers, or needs all ranks, is in training mode."""
         return any(part.training for part in self._buffered)
 
     def _tensors(self) -> list[torch.Tensor]:
-        # Not kept: a module may replace a buffer by another tensor.
+        # Not cached: a module may replace a buffer by another tensor.
         return [buffer.detach() for buffer in self._list()]
 
     def _list(self) -> list[torch.Tensor]:
         found = [b for own in self._owners if own for b in own.values() if b is not None]
-        return list({id(buffer): buffer for buffer in found}.values())  # a shared one once
+        return list({id(buffer): buffer for buffer in found}.values())  # a shared buffer once
 
     # --- a batch ---------------------------------------------------------------------------------
 
     def record_shapes(self) -> None:
-        """Record the shapes of all buffers, when a batch begins."""
+        """Record the shapes of all buffers, when a batch begins: the batch must not change them."""
         self._find_parts()
         self._shapes = [buffer.shape for buffer in self._list()]
 
     def end_batch(self) -> None:
-        """Forget the shapes: between batches a script may change its buffers."""
+        """Forget the recorded shapes: between batches a script may change its buffers."""
         self._shapes = None
 
     def batch_begins(self) -> None:
-        """Copy the buffers that all replicas of this rank start from."""
+        """Save a copy of the buffers, from which all replicas of this rank start."""
         if (self._several or self.restores) and self._start is None:
             self._start = [tensor.clone() for tensor in self._tensors()]
 
     def before_forward(self) -> None:
-        """Prepare for a forward pass, which changes the buffers in training mode."""
+        """Save a copy of the buffers before a forward pass that may change them."""
         if self._count and self.are_trained:
             self.batch_begins()
             self.dirty = True
 
     def next_replica(self) -> None:
-        """Reset the buffers for the next replica of this rank; keep those of replica 0."""
-        if self._shapes is not None:
-            self._check_shapes(self._shapes)
+        """Reset the buffers for the next replica of this rank; save a copy of replica 0's buffers."""
+        self._check_shapes()
         if not self.dirty or self._start is None:
             return
         if self._hosts_first and self._first is None:
@@ -109,17 +106,15 @@ class Buffers:
         _copy(self._start, self._tensors())
 
     def discard(self) -> None:
-        """Restore the buffers from before a pass that is discarded."""
-        if self._shapes is not None:
-            self._check_shapes(self._shapes)
+        """Restore the buffers from before a microbatch whose results are discarded (an audit)."""
+        self._check_shapes()
         if self.dirty and self._start is not None:
             _copy(self._start, self._tensors())
         self._start, self.dirty = None, False
 
     def finish(self) -> None:
-        """End the global batch: all ranks take replica 0's buffers."""
-        if self._shapes is not None:
-            self._check_shapes(self._shapes)
+        """End the global batch: broadcast replica 0's buffers to all ranks."""
+        self._check_shapes()
         if not self.dirty:
             self._start = None
             return
@@ -134,15 +129,12 @@ class Buffers:
             with self._waiting():
                 broadcast(tensors, self._group)
 
-    # --- what cannot be the same on every rank ---------------------------------------------------
+    # --- changes of buffers that would differ between ranks -----------------------------------------
 
-    def _check_shapes(self, before: list[torch.Size]) -> None:
-        """Refuse buffers that came, went or changed their shapes since the batch began.
-
-        Raises:
-            ModelError: if there are some: those of the replicas differ, and cannot be copied.
-        """
-        if [buffer.shape for buffer in self._list()] == before:
+    def _check_shapes(self) -> None:
+        """Raise a `ModelError` if buffers were added, removed or reshaped since `record_shapes`."""
+        before = self._shapes
+        if before is None or [buffer.shape for buffer in self._list()] == before:
             return
         self._shapes = None
         raise ModelError(
@@ -153,15 +145,11 @@ class Buffers:
         )
 
     def before_evaluation(self) -> None:
-        """Record the buffers that a forward pass in evaluation mode must not change."""
+        """Record the versions of all buffers, before a forward pass in evaluation mode."""
         self._versions = None if self.are_trained or not self._count else self._identities()
 
     def after_evaluation(self) -> None:
-        """Refuse a forward pass in evaluation mode that has changed a buffer.
-
-        Raises:
-            ModelError: naming the buffers.
-        """
+        """Raise a `ModelError` with the names of buffers that a pass in evaluation mode has changed."""
         before, self._versions = self._versions, None
         if before is None or before == (now := self._identities()):
             return
@@ -177,12 +165,12 @@ class Buffers:
         )
 
     def _identities(self) -> list[tuple[int, int]]:
-        """Return values that change when a buffer is changed in place or replaced."""
+        """Return the id and version of each buffer: one changes when the buffer is modified or replaced."""
         return [(id(b), 0 if b.is_inference() else b._version) for b in self._list()]
 
 
 def _difference(module: nn.Module, before: list[torch.Size]) -> str:
-    """Describe which buffer of `module` differs from the shapes `before`."""
+    """Return a description of the first buffer of `module` whose shape is not the one in `before`."""
     own, name = list(module.named_buffers()), type(module).__name__
     if len(own) < len(before):
         return f"{name} lost {len(before) - len(own)} of its {len(before)} buffers"
@@ -201,41 +189,35 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 
 
 def broadcast_model(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcast the parameters and buffers of rank 0, as DistributedDataParallel does."""
+    """Broadcast rank 0's parameters and buffers of `module`, as DistributedDataParallel does."""
     both = [*module.parameters(), *module.buffers()]
     with torch.no_grad():
         broadcast([tensor.detach() for tensor in both], group)
 
 
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast rank 0's tensors, as bytes and in one message for each device that they are on.
+    """Broadcast rank 0's `tensors` to the `tensors` of the other ranks, with one message per device.
 
-    A module may span several devices, which are others on every rank; in their order they are the same.
+    The devices of a module may differ between ranks; their number and order do not.
     """
-    for group_of_device in by_device(tensors):
-        _broadcast(group_of_device, group)
+    for same_device in by_device(tensors):
+        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in same_device]
+        flat = torch.cat(parts)
+        dist.broadcast(flat, group_src=0, group=group)
+        if dist.get_rank(group) == 0:
+            continue
+        received = torch.split(flat, [part.numel() for part in parts])
+        # Each part is cloned: bytes in the middle of a buffer may not be aligned for the type.
+        values = [
+            part.clone().view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(received, same_device, strict=True)
+        ]
+        _copy(values, same_device)
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by their devices, in the order in which devices come first."""
+    """Group tensors by device; groups are in the order of each device's first tensor."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)
     return list(found.values())
-
-
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    flat = torch.cat(parts)
-    dist.broadcast(flat, group_src=0, group=group)
-    if dist.get_rank(group) == 0:
-        return
-    received = torch.split(flat, [part.numel() for part in parts])
-    _copy(
-        [
-            # A copy of its own: bytes in the middle of others may not be aligned for the type.
-            part.clone().view(tensor.dtype).view(tensor.shape)
-            for part, tensor in zip(received, tensors, strict=True)
-        ],
-        tensors,
-    )

@@ -1,4 +1,4 @@
-"""Checks of a model and of the keyword arguments of `run.model`, on every layout."""
+"""Checks of a model and of the keyword arguments of `run.model`, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.errors import ExactnessError, ModelError
 from lockstep.registry import EXCHANGES, STRATEGIES, StrategyEntry, resolve
 
-#: DDP settings under which ranks keep something of their own, and what.
+#: DDP settings that must stay True in an exact run, with the reason.
 INEXACT = {
     "broadcast_buffers": "each rank would keep running statistics of its own",
     "forward_sync_buffers": "each rank would keep running statistics of its own",
@@ -49,14 +49,14 @@ def check(
     strategy: StrategyEntry,
     context: ModelContext,
 ) -> dict[str, Any]:
-    """Check a model and the keywords of `run.model`; return those for the strategy that wraps it.
+    """Check a model and the keywords of `run.model`; return the keywords for the strategy's `wrap`.
 
-    `asked`: name of the strategy that the run asks for, whose checks apply on every layout. `strategy`:
-    the one that wraps trained models here.
+    `asked`: the strategy that the run was configured with; its checks apply on any number of ranks.
+    `strategy`: the strategy that wraps trained models in this run, such as `single` on one rank.
 
     Raises:
-        ModelError: for a model that replicas could not compute with alike, or an unknown keyword.
-        ExactnessError: for a keyword that breaks the promise.
+        ModelError: for a model that replicas cannot train identically, or an unknown keyword.
+        ExactnessError: for a keyword that makes results depend on the layout, where the run is exact.
     """
     refuse_unconverted(module)
     if context.replicas > 1:
@@ -72,16 +72,15 @@ def check(
 def taken_by(
     strategy: StrategyEntry, settings: Mapping[str, Any], *, exact: bool, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Return the keywords for the strategy's `check`: one script serves all strategies.
+    """Return the keywords that the strategy's `check` gets, from keywords for any strategy.
 
-    Keywords of other strategies are left out, and its own if it spreads a model: the rest are
-    DistributedDataParallel's. What another strategy would refuse stays: this one refuses it, too.
-
-    `is_trained`: whether the model has trainable parameters: every rank holds all of one that has none.
+    Keywords of other strategies are left out, so that one script runs with all of them. If the strategy
+    spreads a model over ranks, its own keywords are left out, too: the remaining ones are DDP's.
+    A DDP keyword with an effect is never left out, so that `check` can raise an error for it.
 
     Raises:
-        ExactnessError: with `exact`, for one that lets its strategy compute in other numbers than this one.
-        ModelError: for buffers of each rank's own, where ranks hold parts of a model.
+        ExactnessError: with `exact`, for `mp_policy`, which changes results of the strategy `fsdp` alone.
+        ModelError: for buffers that are not synchronized, where ranks hold parts of a model.
     """
     own_buffers = named_buffers_of_own(settings)
     if own_buffers and strategy.spreads and is_trained and not exact:  # `exact` refuses it anyway
@@ -115,13 +114,11 @@ def taken_by(
 def check_settings(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Refuse what DDP cannot do, and with `exact` what would break the promise.
-
-    On a single rank, too, where DDP is not used: a script means the same on every layout.
+    """Check a model and its keywords for DistributedDataParallel, on a single rank, too.
 
     Raises:
-        ExactnessError: for a setting under which ranks would differ.
-        ModelError: for sparse gradients, or a setting that DDP does not have or that cannot be passed on.
+        ExactnessError: with `exact`, for a keyword under which the buffers of ranks would differ.
+        ModelError: for sparse gradients, or a keyword that DDP does not have or that cannot be passed on.
     """
     refuse_sparse(module)
     refuse_unknown(DistributedDataParallel, settings, EXCHANGES.keywords())
@@ -138,11 +135,7 @@ def check_settings(
 
 
 def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[str] = ()) -> None:
-    """Refuse keywords that a wrapper of PyTorch does not have, and that are none of `others`.
-
-    Raises:
-        ModelError: naming them, and those that it has.
-    """
+    """Raise a `ModelError` for keywords that are no parameters of `wrapper` and not in `others`."""
     known = [name for name in inspect.signature(wrapper).parameters if name != "module"]
     unknown = [name for name in settings if name not in (*known, *others)]
     if unknown:
@@ -153,7 +146,7 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[s
 
 
 def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a setting is DDP's, or an exchange's, and neither changes results nor is refused."""
+    """Whether a keyword belongs to an exchange, or to DDP and needs no check."""
     if name in EXCHANGES.keywords():
         return True
     known = inspect.signature(DistributedDataParallel).parameters
@@ -161,13 +154,13 @@ def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_default(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a setting has its default value; compared by identity, as it may be a tensor."""
+    """Whether a keyword has DDP's default value; compared by identity, since the value may be a tensor."""
     value = settings.get(name)
     return value is None or value is (name in INEXACT)
 
 
 def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
-    """Refuse devices other than the rank's, and any on the CPU, as DDP does."""
+    """Raise a `ModelError` for `device_ids` other than the rank's GPU, and for any on a CPU rank."""
     ids = [index_of(one) for one in settings.get("device_ids") or ()]
     if device.type == "cpu":
         given = [
@@ -187,18 +180,18 @@ def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
 
 
 def index_of(device: int | str | torch.device) -> int | None:
-    """Return the number of a device, however it is given."""
+    """Return the index of a device that is given as an index, a name such as "cuda:1", or a device."""
     return device if isinstance(device, int) else torch.device(device).index
 
 
 def shares_buffers(settings: Mapping[str, Any]) -> bool:
-    """Whether ranks take replica 0's buffers: always, unless a setting with exact=False switches it off."""
+    """Whether all ranks take replica 0's buffers: yes, unless `broadcast_buffers=False` is given."""
     return named_buffers_of_own(settings) is None
 
 
 def named_buffers_of_own(settings: Mapping[str, Any]) -> str | None:
-    """Return the setting that asks for buffers of each rank's own; `None` if there is none."""
-    # The older name is not read beside the newer one, as in DDP.
+    """Return the name of the DDP keyword that switches buffer synchronization off; `None` if none does."""
+    # As in DDP, the older name has no effect if the newer name is given.
     newer = "forward_sync_buffers"
     name = "broadcast_buffers" if settings.get(newer) is None else newer
     return name if settings.get(name) is False else None
@@ -208,11 +201,7 @@ def named_buffers_of_own(settings: Mapping[str, Any]) -> str | None:
 
 
 def refuse_sparse(module: nn.Module) -> None:
-    """Refuse sparse gradients, which no exchange sums in a fixed order.
-
-    Raises:
-        ModelError: if an embedding of `module` has `sparse=True`.
-    """
+    """Raise a `ModelError` if an embedding has sparse gradients: no exchange sums them in a fixed order."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ModelError(
@@ -223,11 +212,7 @@ def refuse_sparse(module: nn.Module) -> None:
 
 
 def refuse_unconverted(module: nn.Module) -> None:
-    """Refuse PyTorch's own SyncBatchNorm.
-
-    Raises:
-        ModelError: if a layer of `module` is one.
-    """
+    """Raise a `ModelError` if a layer is PyTorch's SyncBatchNorm, which needs GPUs."""
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ModelError(
@@ -238,11 +223,7 @@ def refuse_unconverted(module: nn.Module) -> None:
 
 
 def refuse_changing(module: nn.Module) -> None:
-    """Refuse layers that change their parameters in forward passes, or make them there.
-
-    Raises:
-        ModelError: naming the first one.
-    """
+    """Raise a `ModelError` for the first layer whose forward pass changes or creates parameters."""
     for name, part in module.named_modules():
         what = f"the layer {name or '(the model itself)'}, a {type(part).__name__},"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
@@ -262,10 +243,9 @@ def refuse_changing(module: nn.Module) -> None:
 def check_same_models(
     module: nn.Module, name: str, store: dist.Store, rank: int, size: int
 ) -> None:
-    """Refuse ranks that build different models, before DDP would hang or fail on them.
+    """Raise a `ModelError` if the names, shapes or types of parameters differ from those of rank 0.
 
-    Raises:
-        ModelError: naming the first parameter that differs from rank 0's.
+    `name`: key of this model in the store. With different models DDP would hang.
     """
     own = [f"{key}: {_describe(p)}" for key, p in module.named_parameters()]
     key = f"model/{name}"
@@ -286,32 +266,24 @@ def check_same_models(
 
 
 def _describe(parameter: torch.Tensor) -> str:
-    """Return shape, type, and strides of a parameter that is not contiguous: sums depend on them."""
+    """Return the shape and type of a parameter, with its strides if it is not contiguous."""
     text = f"{tuple(parameter.shape)} {parameter.dtype}"
     return text if parameter.is_contiguous() else f"{text}, strides {parameter.stride()}"
 
 
 def is_trainable(module: nn.Module) -> bool:
-    """Return whether any parameter of a module is to be trained."""
+    """Return whether any parameter of a module has `requires_grad`."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def spans_devices(module: nn.Module) -> bool:
-    """Return whether the script has put the parts of a module on several devices, where they stay.
-
-    DistributedDataParallel takes such a module without `device_ids`; its forward pass moves activations
-    from one device to the next.
-    """
+    """Return whether the tensors of a module are on several GPUs: DDP takes no `device_ids` for it then."""
     places = {t.device for t in (*module.parameters(), *module.buffers())}
     return len({place for place in places if place.type != "cpu"}) > 1
 
 
 def as_module(model: Any) -> nn.Module:
-    """Return a list of modules as an `nn.Sequential`, and a module as it is.
-
-    Raises:
-        ModelError: for anything else.
-    """
+    """Return a list of modules as an `nn.Sequential`; raise a `ModelError` for other types than modules."""
     if isinstance(model, nn.Module):
         return model
     if not isinstance(model, list | tuple) or not model:

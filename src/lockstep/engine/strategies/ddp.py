@@ -1,6 +1,6 @@
-"""Strategy `ddp`: DistributedDataParallel as reducer, with an exchange as communication hook.
+"""Strategy `ddp`: DistributedDataParallel buckets the gradients, an exchange sums each bucket.
 
-The script calls its own module: of DDP only the buckets and the hooks into autograd are used.
+The script calls its own module, not DDP's wrapper: only DDP's buckets and autograd hooks are used.
 """
 
 from __future__ import annotations
@@ -26,27 +26,21 @@ from lockstep.errors import MismatchError, ModelError
 from lockstep.registry import EXCHANGES
 from lockstep.world import accelerator
 
-#: Bytes of a place, one element each: sums of bytes are exact in fp32 for 65,793 ranks.
+#: Bytes of the batch's number, each sent as one element: sums of bytes are exact for 65,793 ranks in fp32.
 _PLACE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """A bucket that is summed after the backward pass, with those of other models."""
+    """A bucket of gradients that is summed after the backward pass, since the loss uses several models."""
 
     parameters: list[torch.Tensor]
     gradients: torch.Tensor
     last: bool
 
-    def finish(self, total: Sum, parts: Parts) -> None:
-        """Give the parameters their part of the sum."""
-        for parameter, part in zip(self.parameters, parts.of(total.wait()), strict=True):
-            assert parameter.grad is not None, "DDP has put the bucket there"
-            parameter.grad.copy_(as_typed(part, parameter))
-
 
 class ReplicatedModel(WrappedModel):
-    """A model with a copy on every rank, for the rank's block of replicas."""
+    """A model of which every rank has a copy; gradients are summed while a backward pass computes them."""
 
     def __init__(
         self,
@@ -64,12 +58,12 @@ class ReplicatedModel(WrappedModel):
         self._stateful = exchange if isinstance(exchange, Stateful) else None
         self._exchanging = context.exchanging
         self._places = {id(p): place for place, p in enumerate(self.parameters)}
-        # As DDP sees them when it makes its buckets.
+        # Layouts in memory at the time at which DDP makes its buckets.
         self._forms = [form(p) for p in self.parameters]
         self._strides = [p.stride() for p in self.parameters]
-        self._parts: dict[tuple[int, ...], Parts] = {}  # by the places of a bucket's parameters
-        # DDP must synchronise the first backward pass that it sees of a static graph; where ranks
-        # host several replicas it would be the last of several. The setting changes no bits.
+        self._parts: dict[tuple[int, ...], Parts] = {}  # keys: indices of a bucket's parameters
+        # DDP must synchronize the first backward pass of a static graph, but of several replicas on a
+        # rank only the last one's is synchronized. The setting changes no bits.
         several = context.replicas > self._size
         self._is_static = bool(settings.get("static_graph")) and not several
         self._finds_unused = not self._is_static and settings.get("find_unused_parameters", True)
@@ -79,14 +73,14 @@ class ReplicatedModel(WrappedModel):
         self._place_bytes = 0 if compares else _PLACE_BYTES
         self._late: list[_Late] | None = None
         self._used_anywhere: torch.Tensor | None = None
-        ignored = EXCHANGES.keywords() | INEXACT.keys()  # not DDP's, or about buffers
+        ignored = EXCHANGES.keywords() | INEXACT.keys()  # of an exchange, or about buffers
         of_ddp = {name: v for name, v in settings.items() if name not in ignored}
         if accelerator.holds(context.device) and not spans_devices(module):
             of_ddp = {"device_ids": [context.device.index], **of_ddp}
         ours = {
             "process_group": context.group,
             "static_graph": self._is_static,
-            # Unused parameters are found here: DDP would spend an all-reduce of its own on them.
+            # This class finds unused parameters: DDP would use an additional all-reduce for that.
             "find_unused_parameters": False,
         }
         self._reducer = DDPReducer(module, self._reduce, of_ddp | ours)
@@ -96,14 +90,14 @@ class ReplicatedModel(WrappedModel):
             return
         self._check_order()
         self._place = microbatch.place
-        self._unused = set()  # of this batch nothing is known yet
+        self._unused = set()
         self._used_anywhere = None
-        # Hooks of several models would wait for other ranks in an order that depends on the data.
+        # If the loss uses several models, the order of their hooks could differ between ranks.
         self._late = None if alone else []
         self._reducer.begin_backward()
 
     def _check_order(self) -> None:
-        """Refuse parameters with another order in memory: DDP uses the strides that it has seen first."""
+        """Raise a `ModelError` if a parameter's strides have changed since DDP made its buckets."""
         now = [p.stride() for p in self.parameters]
         if now == self._strides:
             return
@@ -115,7 +109,7 @@ class ReplicatedModel(WrappedModel):
                     f"memory after run.model: strides {now[place]}; expected {self._strides[place]}",
                     hint="model.to(memory_format=…) before run.model(model)",
                 )
-        self._strides = now  # which the next step compares
+        self._strides = now
 
     def _sum_gradients(self, microbatch: Microbatch) -> None:
         if not microbatch.last:
@@ -127,13 +121,20 @@ class ReplicatedModel(WrappedModel):
         late = self._late or []
         sums = [self._sum(one.parameters, one.gradients, last=one.last) for one in late]
         for one, total in zip(late, sums, strict=True):
-            one.finish(total, self._parts_of(one.parameters))
+            parts = self._parts_of(one.parameters).of(total.wait())
+            for parameter, part in zip(one.parameters, parts, strict=True):
+                assert parameter.grad is not None, "DDP has put the bucket there"
+                parameter.grad.copy_(as_typed(part, parameter))
         self.accumulation.take()  # the hook has used them, bucket by bucket
-        self._drop_unused()
+        if self._unused and self._used_anywhere is not None:
+            used = self._used_anywhere.tolist()
+            for place in self._unused:
+                if not used[place]:
+                    self.parameters[place].grad = None  # as on a single rank
         self._reducer.rebuild_buckets()
 
     def _complete_buckets(self) -> None:
-        """Give DDP gradients of parameters that the loss did not use, for which it still waits."""
+        """Create gradients of parameters that the loss did not use: DDP's buckets wait for them."""
         self._unused = {i for i, p in enumerate(self.parameters) if p.grad is None}
         if not self._unused:
             return
@@ -146,17 +147,8 @@ class ReplicatedModel(WrappedModel):
         rest = [self.parameters[place] for place in sorted(self._unused)]
         torch.autograd.backward(rest, [missing_like(p) for p in rest])
 
-    def _drop_unused(self) -> None:
-        """Remove gradients of parameters that no replica has used, as on a single rank."""
-        if not self._unused or self._used_anywhere is None:
-            return
-        used = self._used_anywhere.tolist()
-        for place in self._unused:
-            if not used[place]:
-                self.parameters[place].grad = None
-
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
-        """Start to sum a bucket, or keep it for later: DDP's communication hook."""
+        """DDP's communication hook: start to sum a bucket, or store it until the backward pass ends."""
         parameters, buffer, last = bucket.parameters(), bucket.buffer(), bucket.is_last()
         if self._late is None:
             return self._sum(parameters, buffer, last=last)
@@ -164,7 +156,7 @@ class ReplicatedModel(WrappedModel):
         return done(buffer)
 
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
-        """Start to sum the flat gradients of `parameters`; notes for all ranks follow the last ones."""
+        """Start to sum the flat `gradients` of `parameters`; with `last`, append `_notes` elements."""
         size = gradients.numel()
         if self._stateful is not None:
             self._stateful.announce(parameters)
@@ -182,7 +174,7 @@ class ReplicatedModel(WrappedModel):
 
     @property
     def _notes(self) -> int:
-        """Number of elements behind the last bucket: used parameters, and the step of each rank."""
+        """Number of elements after the last bucket: the batch's number, and a flag per parameter in use."""
         return self._place_bytes + (len(self.parameters) if self._finds_unused else 0)
 
     def _write_notes(self, tails: list[torch.Tensor]) -> None:
@@ -214,7 +206,10 @@ class ReplicatedModel(WrappedModel):
     def _fill(
         self, slots: list[torch.Tensor], parameters: list[torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        """Write this rank's tree nodes to `slots`; the last replica's gradients are in `buffer`."""
+        """Write this rank's tree nodes (sums over replicas) to `slots`, one each.
+
+        `buffer`: the gradients of the last replica.
+        """
         nodes = self.accumulation.nodes
         kept = len(nodes) - self.accumulation.pending_merges
         places = [self._places[id(p)] for p in parameters] if nodes else []
@@ -229,36 +224,36 @@ class ReplicatedModel(WrappedModel):
             slots[kept].copy_(buffer)
 
     def _parts_of(self, parameters: list[torch.Tensor]) -> Parts:
-        """Return the offsets of gradients in their bucket."""
+        """Return the offsets of the gradients of `parameters` in their bucket."""
         places = tuple([self._places[id(p)] for p in parameters])
         if places not in self._parts:
             self._parts[places] = Parts(self._forms[place] for place in places)
         return self._parts[places]
 
     def extras(self) -> dict[str, Any]:
-        """Return the state of an exchange that has one."""
+        """Return the state of the strategy and of its exchange, such as PowerSGD's error feedback."""
         exchange, extras = self._stateful, super().extras()
         return extras if exchange is None else {**extras, exchange.name: exchange.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load what `extras` returned."""
+        """Load the state of strategy and exchange that `extras` returned."""
         super().load_extras(extras)
-        # A run may continue with another exchange than it began with.
+        # A run may be resumed with another exchange.
         exchange = self._stateful
         if exchange is not None and exchange.name in extras:
             exchange.load(extras[exchange.name])
 
     def ends(self) -> dict[str, int]:
-        """Return bytes that this rank has sent, if the exchange counts them."""
+        """Return the number of bytes that this rank has sent, if the exchange counts them."""
         return {} if self._exchange.sent is None else {"sent": self._exchange.sent}
 
     def close(self) -> None:
-        """Close the exchange."""
+        """Close the exchange, which sums the gradients."""
         self._exchange.close()
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ReplicatedModel:
-    """Wrap a copy of `module` on every rank."""
+    """Wrap `module`, of which every rank has a copy, with the exchange of the run."""
     assert context.group is not None
     exchange = make(
         context.exchange,

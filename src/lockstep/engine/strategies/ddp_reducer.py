@@ -1,4 +1,4 @@
-"""DistributedDataParallel as a reducer: its buckets and its hooks into autograd, without its forward pass.
+"""Use of DistributedDataParallel's buckets and autograd hooks without its forward pass.
 
 Only this module calls DDP's private functions.
 """
@@ -21,7 +21,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 class DDPReducer:
-    """Calls a communication hook with each bucket of gradients, during `run.backward`."""
+    """Calls a communication hook with each bucket of gradients during `run.backward`, as DDP does."""
 
     def __init__(
         self,
@@ -29,43 +29,47 @@ class DDPReducer:
         hook: Callable[[dist.GradBucket], Sum],
         settings: Mapping[str, Any],
     ) -> None:
-        self._ddp = DistributedDataParallel(module, **_own_buffers(), **settings)
+        # `Buffers` broadcasts buffers, not DDP. torch 2.13 warns about the older name of this keyword;
+        # torch 2.11 does not have the newer one.
+        known = inspect.signature(DistributedDataParallel).parameters
+        newer, older = "forward_sync_buffers", "broadcast_buffers"
+        own = {**settings, newer if newer in known else older: False}
+        self._ddp = DistributedDataParallel(module, **own)
         self._is_first_static = bool(settings["static_graph"])
         self._forward = ExitStack()
         parts = list(module.modules())
         if any(hasattr(p, "_orig_mod") or p._compiled_call_impl is not None for p in parts):
-            watch_forward(module, self._enter_ddp, self._forward.close, always=True)
+            # torch.compile splits its graphs at the buckets of DDP inside of this context.
+            inside = self._ddp._inside_ddp_forward
+            enter = self._forward.enter_context
+            watch_forward(module, lambda: enter(inside()), self._forward.close, always=True)
         # A lambda, because DDP compares annotations, which are strings in this module.
         self._ddp.register_comm_hook(None, lambda _state, bucket: hook(bucket))
 
-    def _enter_ddp(self) -> None:
-        """Let torch.compile see DDP around the module: it cuts its graphs at the buckets then."""
-        self._forward.enter_context(self._ddp._inside_ddp_forward())
-
     def begin_backward(self) -> None:
-        """Prepare for the backward pass whose gradients are summed.
+        """Prepare DDP's reducer for the backward pass whose gradients are summed.
 
-        DDP's own forward pass would do this, and then take the next backward pass for the one to
-        synchronise, also where none belongs to that forward pass (a generator whose output is detached).
+        DDP's forward pass would do so, too, and would then sum the gradients of any next backward pass,
+        even if the output of that forward pass was detached, as a generator's is in a GAN.
         """
         self._ddp.reducer.prepare_for_backward([])
 
     def end_backward(self) -> None:
-        """Call the hooks of a static graph's first backward pass, which DDP delays to its end."""
+        """Call the communication hooks of a static graph's first backward pass, which DDP delays."""
         if self._is_first_static:
             self._is_first_static = False
             _Callback.run(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
 
     def rebuild_buckets(self) -> None:
-        """Let ranks agree on buckets after their first backward pass.
+        """Rebuild the buckets in the order of the first backward pass; collective.
 
-        By itself DDP does so in the next forward pass, where the watchdog does not look.
+        DDP would do so in the next forward pass, where the watchdog would not report a missing rank.
         """
         self._ddp.reducer._rebuild_buckets()
 
 
 class _Callback(torch.autograd.Function):
-    """Runs a function as a callback at the end of a backward pass, where DDP's reducer must be called."""
+    """Autograd function whose backward pass queues a callback; DDP's reducer must be called in one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
@@ -79,13 +83,5 @@ class _Callback(torch.autograd.Function):
 
     @classmethod
     def run(cls, act: Callable[[], None]) -> None:
-        """Make a backward pass of its own, and call `act` at its end."""
+        """Run a backward pass that has no other purpose than to call `act` at its end."""
         cls.apply(torch.zeros((), requires_grad=True), act).backward()  # type: ignore[no-untyped-call]
-
-
-def _own_buffers() -> dict[str, Any]:
-    """Keep DDP from broadcasting buffers: `WrappedModel` does (strategies/buffers.py)."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    # The newer name; torch 2.13 warns about the older one, which torch 2.11 has alone.
-    newer = "forward_sync_buffers"
-    return {newer: False} if newer in known else {"broadcast_buffers": False}

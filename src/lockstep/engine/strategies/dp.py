@@ -1,14 +1,14 @@
 """Strategy `dp`: `nn.DataParallel`, one process with a thread for each GPU.
 
-In every forward pass the inputs are cut to as many pieces as there are GPUs, the module is copied to
-each of them, and the outputs are gathered on one; in the backward pass the first GPU receives all
-gradients. Without a GPU it is the module as it is, as in PyTorch.
+In every forward pass the inputs are scattered to the GPUs, the module is copied to each GPU, and the
+outputs are gathered on the first one. In the backward pass the first GPU receives all gradients.
+Without a GPU the module is used unchanged, as in PyTorch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,34 +22,36 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import DeviceError, ExactnessError
 from lockstep.world import accelerator
 
-#: What Python looks up on the class rather than on the object, where a module may define it.
+#: Methods of every module, with names that begin with `module.` in `nn.DataParallel`; special methods that
+#: a module may define, which Python looks up on the class, not on the object.
+_OWN = ("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules")
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
 class DataParallelModel(SingleModel):
-    """A model that threads copy to several GPUs, for every forward pass of every replica."""
+    """A model inside `nn.DataParallel`, which computes every forward pass on all GPUs of the process."""
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         super().__init__(module, context)
         self._scattered = scatter(module, settings)
-        # Each piece has statistics and a dropout of its own, and gradients are added in another order.
+        # Each GPU computes its own batch statistics and dropout, and sums gradients in another order.
         self.exactness = "close" if len(self._scattered.device_ids) > 1 else "exact"
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module inside DataParallel."""
+        """The `DataParallel` module that the script calls instead of its own."""
         return self._scattered
 
 
 def check_settings(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Refuse what DataParallel cannot do here, and with `exact` several GPUs.
+    """Check a model, its keywords and the number of GPUs for `nn.DataParallel`.
 
     Raises:
         DeviceError: for devices that the run does not compute on.
-        ExactnessError: for several GPUs.
-        ModelError: for sparse gradients, or a setting that DataParallel does not have.
+        ExactnessError: with `exact`, for several GPUs.
+        ModelError: for sparse gradients, or a keyword that DataParallel does not have.
     """
     refuse_sparse(module)
     refuse_unknown(DataParallel, settings)
@@ -72,12 +74,10 @@ def check_settings(
 
 
 def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[int]:
-    """Return the GPUs to compute on: those that were asked for, or all, the run's own first.
+    """Return the indices of the GPUs to compute on: `asked`, or by default all, the run's own first.
 
-    `own`: the GPU on which the run keeps its models and batches.
-
-    Raises:
-        DeviceError: if they are not there, or the first is another one than the run's.
+    `own`: the GPU on which the run keeps its models and batches. `count`: number of visible GPUs.
+    Invisible or repeated indices, or another first one than `own`, raise a `DeviceError`.
     """
     if asked is None:
         return [own, *(k for k in range(count) if k != own)]
@@ -98,7 +98,7 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
-    """Wrap `module` in DataParallel; without a GPU leave it as it is, with a warning."""
+    """Wrap `module` in `nn.DataParallel`; without a GPU use it unchanged, with a warning."""
     if context.device.type == "cpu":
         context.warn(
             f"lockstep: strategy=dp without a GPU: {type(module).__name__} runs as it is, "
@@ -110,14 +110,13 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
     return DataParallelModel(module, context, {**settings, "device_ids": ids})
 
 
-# --- DataParallel that looks like the module inside -------------------------------------------------
+# --- DataParallel with the attributes and names of the module inside ---------------------------------
 
 
 class Scattered(DataParallel[nn.Module]):
-    """DataParallel under the names of the module inside.
+    """`nn.DataParallel` with the attributes, parameter names and `state_dict` of the module inside.
 
-    Attributes, parameter names and `state_dict` are the module's own, so that a script reads the
-    same on every layout and no checkpoint has keys that begin with `module.`. Made by `scatter`.
+    So no key of a checkpoint begins with `module.`. Created by `scatter`.
     """
 
     _is_complete = False
@@ -134,35 +133,15 @@ class Scattered(DataParallel[nn.Module]):
         else:
             super().__setattr__(name, value)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state into the module."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters under the module's own names."""
-        yield from self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the module's buffers under the module's own names."""
-        yield from self.module.named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module's parts under the module's own names."""
-        yield from self.module.named_modules(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module: what an average of weights, say, is made from."""
+        """Return a copy of the module inside alone, as `AveragedModel` needs it."""
         copied: nn.Module = copy.deepcopy(self.module, memo)
         return copied
 
 
 def scatter(module: nn.Module, settings: dict[str, Any]) -> Scattered:
-    """Return `module` inside a `Scattered` that also has the special methods of its class."""
-    names = [name for name in _SPECIAL if hasattr(type(module), name)]
+    """Wrap `module` in a `Scattered`, and forward methods such as `state_dict` and `__len__` to it."""
+    names = [*_OWN, *(name for name in _SPECIAL if hasattr(type(module), name))]
     kind = type("Scattered", (Scattered,), {name: _forward(name) for name in names})
     wrapped: Scattered = kind(module, **settings)
     wrapped._is_complete = True
@@ -170,7 +149,7 @@ def scatter(module: nn.Module, settings: dict[str, Any]) -> Scattered:
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Scattered, *args: Any) -> Any:
-        return getattr(self.module, name)(*args)
+    def method(self: Scattered, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
 
     return method

@@ -1,4 +1,4 @@
-"""State of models with sharded tensors: each rank saves and loads its shards."""
+"""State of models whose tensors are `DTensor`s (cut over ranks): each rank saves and loads its shards."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
 
 def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of `tensors` on this rank; what is on `meta` is on another rank."""
+    """Return the bytes of this rank's parts of `tensors`; tensors on `meta` have none."""
     own = map(local, tensors)
     return sum(part.numel() * part.element_size() for part in own if not part.is_meta)
 
 
 def cut_dimension(like: DTensor) -> int:
-    """Return along which dimension a tensor is cut."""
+    """Return the dimension along which a `DTensor` is cut over ranks."""
     cut = cut_of(like)
     assert cut is not None
     return cut.dimension
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return this rank's part of a value: of a whole tensor or a `Stored`, cut as the `DTensor` `like`.
+    """Return this rank's part of `value`, cut as the `DTensor` `like`.
 
-    Other values, and tensors of another shape than `like`, are returned as they are.
+    `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values, and
+    tensors of another shape than `like`, are returned unchanged.
     """
     if not isinstance(value, torch.Tensor | Stored):
         return value
@@ -50,7 +51,7 @@ def part_of(value: Any, like: Any) -> Any:
 
 
 def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
-    """Return the `DTensor` cut as `like` with `own` as this rank's part."""
+    """Return a `DTensor` with the shape and placements of `like` and `own` as this rank's part."""
     from torch.distributed.tensor import DTensor
 
     made: DTensor = DTensor.from_local(
@@ -65,17 +66,14 @@ def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
 
 
 class CutState:
-    """The state of a model whose tensors are `DTensor`s: a mixin of a `WrappedModel`.
-
-    Nothing here is gathered or sent.
-    """
+    """Mixin of a `WrappedModel` whose tensors are `DTensor`s: saves and loads without communication."""
 
     is_split = is_cut = True
     module: nn.Module
 
     def state(self) -> dict[str, Any]:
         """Return the model's `state_dict`, with this rank's part of each tensor."""
-        # Only `state_dict()` of a script is refused, which has no `keep_vars`.
+        # The hook of `refuse_state_dict` raises an error for calls of a script, which lack `keep_vars`.
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return type(own)(
             {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in own.items()}
@@ -86,15 +84,8 @@ class CutState:
         own = self.module.state_dict(keep_vars=True)
         self.module.load_state_dict({n: part_of(v, own.get(n)) for n, v in state.items()})
 
-    def load_gradients(self, gradients: Mapping[str, Any]) -> None:
-        """Load this rank's part of gradients that wait for a step."""
-        own = dict(self.module.named_parameters())
-        for name, value in gradients.items():
-            if name in own:
-                own[name].grad = part_of(value, own[name]).to(own[name].device)
-
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of the state of an optimizer of the whole model."""
+        """Load this rank's part of `state`, the `state_dict` of an optimizer of the whole model."""
         owner = optimizer_state.numbered(optimizer, state)
         cut = {
             number: {name: part_of(value, owner.get(number)) for name, value in own.items()}
@@ -105,15 +96,14 @@ class CutState:
 
 # --- updates -----------------------------------------------------------------------------------------
 
-#: Optimizers that look at more of a parameter than one element at a time.
+#: Optimizers whose update of an element depends on other elements of the parameter.
 _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def check_updates(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse an optimizer whose updates of `parameters`, which are shards, depend on where those are cut.
+    """Raise an `ExactnessError` if the optimizer's updates of shards depend on where tensors are cut.
 
-    Raises:
-        ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
+    They do if an update uses whole tensors, or rounds an element by its position in memory.
     """
     name = type(optimizer).__name__
     where = "with strategy=fsdp it sees shards, so the result would depend on the layout"
@@ -129,8 +119,8 @@ def check_updates(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> N
         raise ExactnessError(
             f"{name} is fused, which rounds by place; {where}", hint="take fused=True out"
         )
-    # Vector instructions compute such an update in fp32 and round it once; the elements that are left
-    # at the end of a tensor go one by one, and are rounded after each operation.
+    # Vector instructions compute an update of short types in fp32 and round it once; the last elements
+    # of a tensor are computed one by one, and rounded after each operation.
     short = sorted(
         {str(part.dtype) for part in own if part.dtype.itemsize < torch.float32.itemsize}
     )

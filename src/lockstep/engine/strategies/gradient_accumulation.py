@@ -1,4 +1,7 @@
-"""Gradients of this rank: those of its replicas, reduced to maximal tree nodes."""
+"""Accumulation of gradients over the replicas of this rank, in the order of the reduction tree.
+
+The results are maximal tree nodes: sums over the largest intervals of replicas that this rank hosts.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import torch
 from lockstep.engine.exchange.flat import Parts, as_real
 from lockstep.engine.layout.tree import leaves, merges
 
-#: The value of a missing gradient in memory: `x + -0.0` is `x` in all its bits, which
-#: `x + 0.0` is not when `x` is -0.0 (IEEE 754, section 6.3).
+#: The elements of a missing gradient in a bucket: `x + -0.0` has the bits of `x`, also if `x` is -0.0,
+#: but `x + 0.0` has not (IEEE 754, section 6.3).
 NO_GRADIENT = -0.0
 
 #: One tensor per parameter; `None` where the replica did not use the parameter.
@@ -18,7 +21,7 @@ Gradients = list[torch.Tensor | None]
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
-    """Add `right` into `left` and return it; a missing gradient changes nothing."""
+    """Add the gradients `right` to `left` in place, and return `left`; `None` counts as zero."""
     is_complex = any(a is not None and a.is_complex() for a in left)
     if is_complex:
         left[:] = [None if a is None else a.resolve_conj() for a in left]
@@ -26,7 +29,7 @@ def add(left: Gradients, right: Gradients) -> Gradients:
     if both:
         ours, theirs = [a for a, _ in both], [b for _, b in both]
         if is_complex:
-            # As exchanges add complex numbers: to add one as such, torch multiplies it by one.
+            # As pairs of real numbers, like the exchanges: torch multiplies a complex summand by one.
             ours, theirs = [as_real(a) for a in ours], [as_real(b) for b in theirs]
         torch._foreach_add_(ours, theirs)
     if len(both) < len(left):
@@ -35,7 +38,7 @@ def add(left: Gradients, right: Gradients) -> Gradients:
 
 
 def missing_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the values that stand for a missing gradient of `parameter`."""
+    """Return a gradient of `parameter` filled with `NO_GRADIENT`, which stands for a missing one."""
     value = complex(NO_GRADIENT, NO_GRADIENT) if parameter.is_complex() else NO_GRADIENT
     return torch.full_like(parameter, value)
 
@@ -45,7 +48,7 @@ def write(
     gradients: Sequence[torch.Tensor | None],
     parts: Parts,
 ) -> None:
-    """Copy gradients to their parts of `flat`, `NO_GRADIENT` where there are none."""
+    """Copy each gradient to its part of the bucket `flat`; fill parts without one with `NO_GRADIENT`."""
     for part, gradient in zip(parts.of(flat), gradients, strict=True):
         if gradient is None:
             part.fill_(NO_GRADIENT)
@@ -54,7 +57,7 @@ def write(
 
 
 class GradientAccumulation:
-    """Sums the gradients of a rank's replicas to maximal tree nodes, siblings as soon as both are there."""
+    """Sums the gradients of a rank's replicas in tree order, with few gradients in memory at a time."""
 
     def __init__(self, block: range, replicas: int) -> None:
         self._merges, _ = merges(leaves(block), replicas)
@@ -63,16 +66,16 @@ class GradientAccumulation:
 
     @property
     def pending_merges(self) -> int:
-        """How many nodes the next replica's gradients are merged with."""
+        """Number of earlier sums (tree nodes) to which the next replica's gradients are added."""
         return self._merges[self._collected]
 
     @property
     def missing(self) -> int:
-        """How many of this rank's replicas have no gradients yet."""
+        """Number of this rank's replicas whose gradients were not pushed yet."""
         return len(self._merges) - self._collected
 
     def push(self, gradients: Gradients) -> None:
-        """Add the gradients of the next local replica."""
+        """Add the gradients of this rank's next replica to the sums."""
         self.nodes.append(gradients)
         for _ in range(self.pending_merges):
             right = self.nodes.pop()
@@ -80,14 +83,14 @@ class GradientAccumulation:
         self._collected += 1
 
     def take(self) -> list[Gradients]:
-        """Return the nodes, and reset."""
+        """Return the tree nodes (sums of gradients over replicas), and reset for the next batch."""
         nodes, self.nodes = self.nodes, []
         self._collected = 0
         return nodes
 
 
 def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> Gradients:
-    """Take the gradients off `parameters`, which have none afterwards."""
+    """Return the gradients of `parameters`, and set each `grad` to `None`."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

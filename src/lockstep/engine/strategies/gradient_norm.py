@@ -1,8 +1,7 @@
-"""Total norm of gradients: the norm of each, then of these norms in the order of parameters.
+"""Total norm of gradients: first the norm of each gradient, then the norm of these norms.
 
-torch's `get_total_norm` puts norms of one type and device together before it adds them, in an order that
-comes from a hash. With one type the bits are the same; with several, they would follow from where a
-gradient lies.
+torch's `get_total_norm` groups the norms by type and device before it adds them, in the order of a hash.
+So with several types its bits would depend on the devices; here norms are in the order of parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 @torch.no_grad()
 def each_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the norm of each gradient, a scalar of its type."""
+    """Return the norm of each gradient, as a scalar tensor of the gradient's type."""
     if not gradients:
         return []
     norms: dict[int, torch.Tensor] = {}
@@ -27,7 +26,7 @@ def each_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch
 
 @torch.no_grad()
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all gradients from that of each, in the order of parameters."""
+    """Return the total norm of all gradients from the norm of each, in the order of parameters."""
     if not norms:
         return torch.tensor(0.0)
     together = torch.stack([norm.to(norms[0].device) for norm in norms])

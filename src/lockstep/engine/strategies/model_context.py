@@ -1,4 +1,4 @@
-"""`ModelContext`: the device, groups and settings that a strategy gets with a model."""
+"""`ModelContext`: the device, process groups and settings with which a strategy wraps a model."""
 
 from __future__ import annotations
 
@@ -13,50 +13,47 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.engine.exchange.base import Forest
 
-#: Returns a context manager that marks a wait for other ranks, for the watchdog and the launcher.
+#: Returns a context manager for a wait for other ranks, which the watchdog and the launcher report.
 Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class Heartbeat(Protocol):
-    """Reports to the launcher in which collective call this rank waits."""
+    """Writes to the launcher's status page in which collective call this rank waits."""
 
     def collective(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager for a collective call in the loop's body."""
+        """Return a context manager for a collective call of this kind, such as "optimizer.step"."""
 
 
 class Watchdog(Protocol):
-    """Names ranks that are missing in a pass through a model."""
+    """Ends the run with the names of missing ranks if a forward or backward pass waits too long."""
 
     def passing(self, row: range) -> AbstractContextManager[None]:
-        """Return a context manager for a pass in which the ranks of `row` wait for each other."""
+        """Return a context manager for a forward or backward pass in which the ranks `row` communicate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """Device, groups, replicas and settings of one model of the run.
+    """Device, process groups, replicas and settings of one model of the run.
 
     Attributes:
-        number: which of the run's models it is, from 0.
-        device: what this rank computes on.
-        block: the replicas of this rank.
-        replicas: number of replicas in all.
-        forest: the tree nodes of the ranks in `group`.
+        number: index of the model among the models of the run, from 0.
+        block: the replicas that this rank hosts.
+        replicas: number of replicas on all ranks.
+        forest: the tree nodes (sums over replicas) of each rank in `group`, and the order of their sums.
         group: the ranks that hold the same part of the model; `None` for a single rank.
         mesh: torch's DeviceMesh of all ranks, with dimensions `data` and `model`; `None` where each rank
             holds a whole model.
-        store: shared by all ranks.
         exchange: name of the exchange.
         sync_every: steps between two averages of `local-sgd` and `diloco`; `None` for the default.
-        exact: whether what makes the result depend on the layout is refused.
-        say: prints a line on the main rank; not where progress is off.
-        warn: prints a line there in any case.
-        staleness: how many updates gradients lack; `None` where that is not asked for.
+        exact: whether a setting that makes the result depend on the layout raises an error.
+        say: prints a line on the main rank, unless progress is off.
+        warn: prints a line on the main rank.
+        staleness: number of latest updates that parameters lack in passes with gradients; `None`: off.
         servers: the run's parameter servers (`lockstep.engine.parameter_server.servers.Servers`).
-        exchanging: measures the time in which a backward pass waits for sums of gradients.
-        heartbeat: where this rank reports in which collective call it waits.
-        watchdog: names missing ranks; `None` on a single rank.
-        ranks: of the run.
-        ranks_of_row: those that hold this rank's model together.
+        exchanging: context manager that measures how long a backward pass waits for sums of gradients.
+        watchdog: `None` on a single rank.
+        ranks: all ranks of the run.
+        ranks_of_row: the ranks that hold this rank's model together.
     """
 
     number: int
@@ -81,23 +78,23 @@ class ModelContext:
     ranks_of_row: range = range(1)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager for waits of an optimizer's step."""
+        """Return a context manager in which an optimizer's step may wait for other ranks."""
         return self._collective("optimizer.step")
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Return a context manager for waits for other ranks' buffers."""
+        """Return a context manager in which a rank may wait for other ranks' buffers."""
         return self._collective("the exchange of buffers")
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Return a context manager for waits for other ranks' parts of parameters, outside of backward."""
+        """Return a context manager in which a rank gathers parameters, except in a backward pass."""
         return self._collective("the gathering of parameters")
 
     def gathering_in_backward(self) -> AbstractContextManager[None]:
-        """Return the same inside of `run.backward`, which is itself a collective call."""
+        """Return a context manager in which a rank gathers parameters during `run.backward`."""
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks)
 
     def passing(self) -> AbstractContextManager[None]:
-        """Return a context manager for waits inside of a pass through a model that ranks hold together."""
+        """Return a context manager for a pass in which the ranks that hold one model communicate."""
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks_of_row)
 
     def _collective(self, kind: str) -> AbstractContextManager[None]:

@@ -1,4 +1,7 @@
-"""Models that the ranks of a row hold together: gradients of each part are summed over a column."""
+"""Base class and gradient sums of models that are spread over a row of ranks (pipeline, tensor).
+
+The ranks of a column hold the same part of the model; gradients of a part are summed over its column.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,9 @@ _BUCKET_BYTES = 25 << 20
 
 
 class SpreadModel(WrappedModel):
-    """A model that the ranks of a row hold together.
+    """A model that the ranks of a row of the mesh hold together.
 
-    Args:
-        reducer: of the gradients of this rank's part; `None` where there is one model only.
+    `reducer`: sums gradients of this rank's part over its column; `None` if the mesh has one row.
     """
 
     is_split = True
@@ -33,7 +35,7 @@ class SpreadModel(WrappedModel):
         self._reducer, self._warn = reducer, context.warn
 
     def _accumulate(self, gradients: Gradients, microbatch: Microbatch) -> Gradients | None:
-        """Take a replica's gradients; return the sum over all replicas after the last of this rank."""
+        """Add a replica's gradients; after the rank's last replica, return the sum over all replicas."""
         self.accumulation.push(gradients)
         if not microbatch.last:
             return None
@@ -41,40 +43,40 @@ class SpreadModel(WrappedModel):
         return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
 
     def _warn_of_draws(self, where: str) -> None:
-        """Warn once that the model draws random numbers whose bits depend on its division."""
+        """Warn once that the random numbers of the model depend on its division over ranks."""
         if self.exactness != "approximate":
             self.exactness = "approximate"
             name = type(self.module).__name__
             self._warn(f"lockstep: {name} draws, {where}: the run is approximate")
 
     def close(self) -> None:
-        """Close the exchange."""
+        """Close the exchange, which sums the gradients."""
         if self._reducer is not None:
             self._reducer.close()
 
 
 class Reducer:
-    """Sums the tree nodes of all ranks, bucket by bucket."""
+    """Sums gradients over the ranks of a column, bucket by bucket."""
 
     def __init__(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
         self._exchange = exchange
         self._parameters = parameters
         self._buckets = _buckets(parameters)
-        # Kept, so that ranks go by one order whatever becomes of their parameters' memory.
+        # Computed once: later a rank may give a parameter other strides in memory.
         self._parts = [Parts(form(parameters[p]) for p in bucket) for bucket in self._buckets]
 
     def __call__(self, nodes: Sequence[Gradients], place: int) -> Gradients:
-        """Return the gradients of all replicas; `None` for parameters that none has used.
+        """Return the sum of gradients over all replicas; `None` for parameters that no replica has used.
 
         Args:
-            nodes: this rank's, one gradient per parameter each.
-            place: a number that is to be the same on all ranks.
+            nodes: this rank's tree nodes (sums over its replicas), one gradient per parameter each.
+            place: number of the batch; the exchange compares it between ranks.
         """
         sums = []
         for number, (bucket, parts) in enumerate(zip(self._buckets, self._parts, strict=True)):
             last = number == len(self._buckets) - 1
             first, size = self._parameters[bucket[0]], parts.size
-            # Behind the last gradients: how many ranks use each parameter.
+            # After the last gradients, one element per parameter: how many ranks use it.
             notes = len(self._parameters) if last else 0
             memory = first.new_empty(size, dtype=first.dtype.to_real())
             slots = self._exchange.slots(memory, notes)
@@ -82,7 +84,7 @@ class Reducer:
                 write(slot[:size], [node[p] for p in bucket], parts)
                 if last:
                     used = [position == 0 and self._is_used(nodes, p) for p in range(notes)]
-                    # Without non_blocking the copy to a GPU waits for all that its stream has to do.
+                    # Without non_blocking the copy to a GPU waits for its stream.
                     slot[size:].copy_(torch.tensor(used, dtype=slot.dtype), non_blocking=True)
             sums.append(self._exchange.start(slots, last=last, place=place))
         return self._read([total.wait() for total in sums], nodes)
@@ -94,13 +96,13 @@ class Reducer:
     def _read(self, sums: Sequence[torch.Tensor], nodes: Sequence[Gradients]) -> Gradients:
         number = len(self._parameters)
         used = [self._is_used(nodes, place) for place in range(number)]
-        if not all(used):  # only then is it read what others have used: that waits for the device
+        if not all(used):  # else the sum is not read, since reading waits for the device
             used = sums[-1][-number:].tolist()
         result: Gradients = [None] * len(self._parameters)
         for bucket, parts, total in zip(self._buckets, self._parts, sums, strict=True):
             for place, part in zip(bucket, parts.of(total), strict=True):
                 if used[place]:
-                    # Into the memory of this rank's own gradient: the sum's belongs to the exchange.
+                    # Copied to the memory of this rank's gradient: the exchange reuses the sum's memory.
                     own = next((n[place] for n in nodes if n[place] is not None), None)
                     parameter = self._parameters[place]
                     result[place] = own = torch.empty_like(parameter) if own is None else own
@@ -108,16 +110,16 @@ class Reducer:
         return result
 
     def close(self) -> None:
-        """Close the exchange."""
+        """Close the exchange, which sums the gradients."""
         self._exchange.close()
 
 
 def make_reducer(
     parameters: Sequence[torch.Tensor], context: ModelContext, column: int
 ) -> Reducer | None:
-    """Return the sum of gradients over the ranks of one column; `None` if there is one model only.
+    """Return the reducer of gradients over the ranks of one column; `None` if the mesh has one row.
 
-    `column`: which part of it the ranks hold.
+    `column`: index of the part of the model that the ranks hold.
     """
     assert context.group is not None
     if context.forest.size == 1 or not parameters:
@@ -134,7 +136,7 @@ def make_reducer(
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the places of parameters that go together: of one kind, and not too many bytes."""
+    """Return buckets as lists of parameter indices: one type and device each, about 25 MiB."""
     buckets: list[list[int]] = []
     order = sorted(range(len(parameters)), key=lambda p: str(parameters[p].dtype))
     for _, places in groupby(order, key=lambda p: (parameters[p].dtype, parameters[p].device)):

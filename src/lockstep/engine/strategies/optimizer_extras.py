@@ -1,7 +1,7 @@
-"""State of an optimizer beside its `state_dict`: plain values among its attributes, inner optimizers.
+"""State of an optimizer that its `state_dict` lacks: values of its attributes, and optimizers inside it.
 
-A subclass counts its steps in an attribute; SAM and Lookahead have the optimizer that updates. Parameters
-are identified by their positions, as in a `state_dict`.
+A subclass may count steps in an attribute; SAM and Lookahead have another optimizer as attribute.
+Parameters are identified by their positions, as in a `state_dict`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FROM_OTHERS = ("step", "zero_grad", "_step_count", "_opt_called", "_step_suppor
 
 
 def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any]:
-    """Return the values that `load` restores; empty if there are none.
+    """Return the attributes and inner optimizers of an optimizer for `load`; empty if it has none.
 
-    `others`: ids of optimizers that are saved by themselves.
+    `others`: ids of optimizers that the run saves separately.
     """
     others = {*others, id(optimizer)}
     inner = {
@@ -37,7 +37,12 @@ def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any
     }
     values: dict[str, Any] = {}
     keyed: dict[str, Any] = {}
-    attributes = list(_attributes(optimizer))
+    states = [id(one.state) for _, one in _inner(optimizer)]
+    attributes = [
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if name not in _of_torch() and id(value) not in states
+    ]
     places = {id(p): place for place, p in enumerate(_parameters(optimizer) if attributes else ())}
     for name, value in attributes:
         if isinstance(value, dict) and value and all(id(key) in places for key in value):
@@ -52,7 +57,7 @@ def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any
 
 
 def load(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
-    """Load what `capture` returned."""
+    """Restore the attributes and inner optimizers that `capture` returned."""
     for name, one in _inner(optimizer):
         if name in extras.get("inner", {}):
             saved = extras["inner"][name]
@@ -69,19 +74,12 @@ def load(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _of_torch() -> frozenset[str]:
-    """Return the names of attributes that every optimizer has."""
+    """Return the names of attributes that every `torch.optim.Optimizer` has."""
     return frozenset((*vars(Optimizer([nn.Parameter(torch.zeros(()))], {})), *_FROM_OTHERS))
 
 
-def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    states = [id(one.state) for _, one in _inner(optimizer)]
-    for name, value in vars(optimizer).items():
-        if name not in _of_torch() and id(value) not in states:
-            yield name, value
-
-
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Return the optimizers among the attributes of one, and in lists and dictionaries there."""
+    """Yield names and values of attributes that are optimizers, also in lists and dictionaries."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield name, value
@@ -95,26 +93,29 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
-    """Return those values that can be saved, and hold no parameter, which is saved with its model."""
-    return {name: value for name, value in values.items() if _is_plain(name, value, aliases)}
+    """Return the values that can be saved and share no memory with a parameter.
 
-
-def _is_plain(name: str, value: Any, aliases: set[int]) -> bool:
-    try:
-        _, tensors = state_codec.flatten({name: value})
-    except (CheckpointError, RecursionError):
-        return False
-    own = (local(one).untyped_storage().data_ptr() for one in tensors.values() if one.numel())
-    return aliases.isdisjoint(own)
+    `aliases`: addresses of the parameters, which are saved with their models.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            _, tensors = state_codec.flatten({name: value})
+        except (CheckpointError, RecursionError):
+            continue
+        own = (local(one).untyped_storage().data_ptr() for one in tensors.values() if one.numel())
+        if aliases.isdisjoint(own):
+            plain[name] = value
+    return plain
 
 
 def _into(now: Any, saved: Any, device: torch.device) -> Any:
-    """Return a saved value, in the object that has been there, if it is of the same kind."""
+    """Return the value `saved`, written into the object `now` if both have the same type."""
     if isinstance(saved, torch.Tensor):
         if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
             with torch.no_grad():
                 return now.copy_(saved)
-        return saved.to(device) if saved.dim() else saved  # counts of steps may stay on the host
+        return saved.to(device) if saved.dim() else saved  # a number of steps may stay on the host
     if isinstance(saved, dict):
         before = now if isinstance(now, dict) else {}
         return _fill(now, {key: _into(before.get(key), one, device) for key, one in saved.items()})
@@ -127,7 +128,7 @@ def _into(now: Any, saved: Any, device: torch.device) -> Any:
 
 
 def _fill(now: Any, made: Any) -> Any:
-    """Return `made`, as the content of `now` where that is a container of its kind."""
+    """Replace the content of the container `now` by that of `made`; return `made` if the types differ."""
     if isinstance(now, dict) and isinstance(made, dict):
         now.clear()
         now.update(made)

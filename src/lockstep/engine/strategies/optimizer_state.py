@@ -1,4 +1,4 @@
-"""State of an optimizer by the numbers that its `state_dict` gives to parameters."""
+"""Loading of an optimizer's `state_dict`, which identifies parameters by numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 
 
 def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """Return the parameters of an optimizer by their numbers in `state`, a `state_dict` of one like it."""
+    """Return the parameters of an optimizer, keyed by their numbers in its `state_dict` `state`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     return dict(zip(numbers, parameters, strict=False))
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state and keep its types: torch 2.13 casts all of it to the parameters' type.
+    """Load `state` into `optimizer` with the saved types: torch 2.13 casts tensors to the parameters' type.
 
-    `param_groups` and `state` stay the same objects: an optimizer may share them with another one.
+    `param_groups` and `state` remain the same objects, since two optimizers may share them.
     """
     groups, before = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
@@ -33,11 +33,6 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
         before.clear()
         before.update(optimizer.state)
         optimizer.state = before
-    _restore_groups(optimizer, groups)
-
-
-def _restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer its former group objects, with the loaded content."""
     loaded = optimizer.param_groups
     if loaded is groups:
         return
@@ -46,7 +41,7 @@ def _restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
             old.clear()
             old.update(new)
     loaded[:] = groups
-    # Its own `load_state_dict` may have given the new list to an optimizer inside of it.
+    # The `load_state_dict` of a subclass may have assigned the new list to an inner optimizer.
     inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
     if not any(one.param_groups is loaded for one in inner):
         optimizer.param_groups = groups

@@ -1,4 +1,4 @@
-"""Hooks on forward passes of a module, and its trainable parameters."""
+"""Hooks on a module's forward passes, copies and `state_dict`; a check of its trainable parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Hook:
-    """A forward hook of a module that its copies don't have: deep copies, and those loaded from files."""
+    """A forward hook that does nothing in copies of its module, made by `copy.deepcopy` or pickle."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -29,27 +29,29 @@ class _Hook:
 
 
 class _NoHook:
+    """The forward hook of a copied module, without any effect."""
+
     def __call__(self, *_called: object) -> None:
-        """Do nothing."""
+        pass
 
 
 class RefusedCopy:
-    """`__deepcopy__` of a module that is cut over ranks: raises a `ModelError`."""
+    """The `__deepcopy__` of a module that is cut over ranks: raises a `ModelError`."""
 
     def __init__(self, problem: str, hint: str) -> None:
         self._problem, self._hint = problem, hint
 
     def __call__(self, _memo: object) -> NoReturn:
-        """Raise the error."""
+        """Raise a `ModelError`, when the module is copied."""
         raise ModelError(
             f"copy.deepcopy of {self._problem}; a copy would be no model", hint=self._hint
         )
 
 
 def refuse_state_dict(part: str) -> Callable[[nn.Module, str, bool], None]:
-    """Return a hook that refuses `state_dict()`, but with `keep_vars`, which is not for saving.
+    """Return a `state_dict` hook that raises a `ModelError` unless `keep_vars` is set.
 
-    `part`: a predicate for the message, such as "has one stage of it".
+    `part`: end of a sentence "this rank …" in the message, such as "has one stage of it".
     """
 
     def refuse(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
@@ -71,9 +73,9 @@ def watch_forward(
     *,
     always: bool = False,
 ) -> Callable[[], None]:
-    """Call `before` and `after` around each forward pass of `module`; return a function that ends that.
+    """Call `before` and `after` around each forward pass of `module`; return a function to remove them.
 
-    `after`: called last, after a pass that raises only with `always`.
+    `always`: call `after` also if the forward pass raises an exception.
     """
     handles = [module.register_forward_pre_hook(_Hook(before))]
     if after is not None:
@@ -87,7 +89,7 @@ def watch_forward(
 
 
 class TrainableParameters:
-    """Checks that the trainable parameters of a model stay the same ones."""
+    """Checks that a model's trainable parameters are those that it had when it was wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -95,21 +97,17 @@ class TrainableParameters:
         self._first = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
 
     def _find_parts(self) -> None:
-        # Kept, since walking through a model takes longer than a small one's forward pass.
+        # Cached: walking through a small model takes longer than its forward pass.
         parts = list(self._module.modules())
         self._inside = [part._modules for part in parts]
         self._owners = [part._parameters for part in parts]
         self._children = _values(self._inside)
 
     def check(self) -> None:
-        """Refuse others than there were at first.
-
-        Raises:
-            ModelError: naming them.
-        """
+        """Raise a `ModelError` if trainable parameters were added, removed, frozen or replaced."""
         if _values(self._inside) != self._children:
             self._find_parts()
-        # In any order: pruning gives a parameter another name, behind those that were there.
+        # Without regard to order: pruning renames a parameter, which moves it to the end.
         now = {id(p) for p in _values(self._owners) if p is not None and p.requires_grad}
         if now != self._first.keys():
             raise ModelError(
@@ -120,7 +118,7 @@ class TrainableParameters:
             )
 
     def _changes(self, now: Collection[int]) -> str:
-        """Return which parameters are trainable that were not, or the other way round."""
+        """Return a list of changed parameters as text; `now`: ids of the parameters trainable now."""
         own = ((name, id(p)) for name, p in self._module.named_parameters())
         new = [name for name, one in own if one in now and one not in self._first]
         old = [name for one, name in self._first.items() if one not in now]

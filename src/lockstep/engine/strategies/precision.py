@@ -1,4 +1,4 @@
-"""Autocast of forward passes; parameters and outputs stay in fp32."""
+"""Forward passes in bf16 or fp16 by autocast; parameters and outputs remain in fp32."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from lockstep.errors import DeviceError
 
-#: What forward passes compute in, where that is not fp32.
+#: The type of autocast for each `precision` other than fp32.
 REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(name: str, device: torch.device) -> None:
-    """Try a product of matrices and its gradient in the precision of a run.
+    """Raise a `DeviceError` if `device` cannot compute a matrix product and its gradient in a precision.
 
-    Raises:
-        DeviceError: if the device cannot.
+    `name`: the run's `precision`, such as "bf16".
     """
     if name not in REDUCED:
         return
@@ -35,6 +34,7 @@ def check_precision(name: str, device: torch.device) -> None:
 
 
 def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why `device` cannot compute under autocast with `dtype`; `None` if it can."""
     if not is_autocast_available(device.type):
         return "it has no autocast"
     with warnings.catch_warnings(record=True) as caught:
@@ -54,9 +54,9 @@ def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Run every forward pass of `module` under autocast, and return its outputs in fp32.
+    """Register hooks that run each forward pass of `module` under autocast and cast outputs to fp32.
 
-    So the loss is computed in fp32, wherever the script computes it.
+    So the script computes its loss in fp32.
     """
     entered = _Entered()
 
@@ -70,12 +70,12 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
         return _to_fp32(output)
 
     module.register_forward_pre_hook(enter)
-    # Called after a forward pass that raised, too: autocast must not stay on.
+    # always_call: if a forward pass raises an exception, autocast must be switched off, too.
     module.register_forward_hook(leave, always_call=True)
 
 
 class _Entered(threading.local):
-    """The autocast contexts of each thread: DataParallel runs forward passes in several."""
+    """The autocast contexts that each thread has entered: DataParallel's threads run forward passes."""
 
     def __init__(self) -> None:
         self.contexts: list[torch.autocast] = []

@@ -1,4 +1,7 @@
-"""Modules whose result depends on the division of a model: random draws, batch statistics."""
+"""Detection of modules that draw random numbers, or compute statistics of a batch.
+
+Their results depend on how a model or a batch is divided.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a part is one of torch's modules that draw in training; `watch_draws` detects others."""
+    """Whether a submodule is a torch module that draws random numbers in training, such as dropout."""
     return any(map(_draws, module.modules()))
 
 
@@ -29,7 +32,7 @@ def _draws(part: nn.Module) -> bool:
 
 
 def looks_at_batches(module: nn.Module) -> bool:
-    """Whether a part of `module` uses or updates statistics of a batch."""
+    """Whether a submodule, such as BatchNorm, uses or updates statistics of a batch."""
     return any(
         isinstance(part, _NormBase)
         and (part.track_running_stats or not isinstance(part, _InstanceNorm))
@@ -38,7 +41,7 @@ def looks_at_batches(module: nn.Module) -> bool:
 
 
 def watch_draws(module: nn.Module, act: Callable[[], None]) -> None:
-    """Call `act` once, when a forward pass of `module` has drawn random numbers."""
+    """Call `act` after the first forward pass of `module` that has drawn random numbers."""
     before: Generators | None = None
 
     def begin() -> None:

@@ -1,4 +1,4 @@
-"""Strategy `single`: no sum over ranks, for one rank with all replicas or for no gradients."""
+"""Strategy `single`: a model on the only rank, which hosts all replicas; and models without gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 
 
 class SingleModel(WrappedModel):
-    """The user's own module; the replicas' gradients are added as they come."""
+    """A model whose gradients are summed over the replicas of this rank alone."""
 
     def __init__(self, module: nn.Module, context: ModelContext) -> None:
         super().__init__(module, context, shares_buffers=False)
@@ -30,12 +30,12 @@ class SingleModel(WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, _settings: dict[str, Any]) -> SingleModel:
-    """Wrap a model on the only rank; keywords of DistributedDataParallel have no effect."""
+    """Wrap a model on the only rank; keywords of DistributedDataParallel have no effect there."""
     return SingleModel(module, context)
 
 
 class FrozenModel(WrappedModel):
-    """A model without trainable parameters: every rank has it; its buffers are still replica 0's."""
+    """A model without trainable parameters, of which each rank has a copy with replica 0's buffers."""
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         shares = context.group is None or shares_buffers(settings)

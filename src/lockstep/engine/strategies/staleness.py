@@ -1,12 +1,12 @@
 """Last versions of a model's parameters, for gradients with staleness.
 
-With a staleness K, a pass with gradients sees the parameters that lack their K latest updates, exactly:
+With a staleness K, forward and backward passes use parameters that lack exactly the K latest updates:
 
     updates so far        0   1   2   3   4   5        K = 2
-    a pass sees version   0   0   0   1   2   3
+    version in passes     0   0   0   1   2   3
 
-A parameter holds one of its versions at a time: the oldest one in passes with gradients, and the newest
-one everywhere else.
+The module's parameters have the values of the oldest version in passes with gradients, and those of the
+newest version at other times.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lockstep.errors import StepError
 
 @dataclass(slots=True)
 class _Versioned:
-    """The versions of one parameter.
+    """The last versions of one parameter.
 
     Attributes:
-        versions: the oldest first.
-        shown: the one that the parameter holds.
-        changes: how often the parameter was changed in place, as autograd counts it, when it got that.
+        versions: values after each of the last updates, the oldest first.
+        shown: the version that was copied to the parameter last.
+        changes: `parameter._version` (autograd's count of in-place changes) after that copy.
     """
 
     parameter: nn.Parameter
@@ -40,10 +40,9 @@ class _Versioned:
 
 
 class Versions:
-    """The last versions of a model's parameters.
+    """The last versions of a model's parameters: `staleness + 1` of each.
 
-    Args:
-        made_here: whether optimizers update the parameters in this process.
+    `made_here`: whether optimizers in this process update the parameters; else parameter servers do.
     """
 
     def __init__(self, module: nn.Module, staleness: int, *, made_here: bool = True) -> None:
@@ -52,7 +51,7 @@ class Versions:
         self._kept: dict[int, _Versioned] = {}
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to keep versions of `parameters` that have none yet."""
+        """Store the current values of `parameters` as their first version, where they have none yet."""
         for parameter in parameters:
             if id(parameter) not in self._kept:
                 first = parameter.detach().clone()
@@ -60,10 +59,9 @@ class Versions:
                 self._kept[id(parameter)] = kept
 
     def check(self, parameters: Iterable[nn.Parameter], name: str) -> None:
-        """Refuse parameters that the script has changed: the next version would overwrite them.
+        """Raise a `StepError` if the script has changed parameters: the next version would overwrite them.
 
-        Raises:
-            StepError: if there are some; `name` is that of their optimizer.
+        `name`: name of their optimizer, for the message.
         """
         kept = [self._kept[id(p)] for p in parameters if id(p) in self._kept]
         if any(one.changes != one.parameter._version for one in kept):
@@ -76,7 +74,10 @@ class Versions:
 
     @contextlib.contextmanager
     def updating(self, among: Collection[int], name: str) -> Iterator[None]:
-        """Keep the update that the optimizer `name` makes in the body; `among`: ids of its parameters."""
+        """Return a context manager for a step of the optimizer `name`: it stores the new version.
+
+        `among`: ids of the optimizer's parameters.
+        """
         if not self._made_here:
             yield
             return
@@ -94,14 +95,14 @@ class Versions:
         self.show_oldest()
 
     def add(self, parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> None:
-        """Add a version of `parameters` that a server has made."""
+        """Append `values`, computed by a parameter server, as the newest version of `parameters`."""
         for parameter, value in zip(parameters, values, strict=True):
             self._kept[id(parameter)].versions.append(value)
 
     def drop(self, parameters: Iterable[nn.Parameter], *, coming: int = 0) -> None:
-        """Drop versions that no pass needs any more.
+        """Drop versions of `parameters` that are older than the staleness needs.
 
-        `coming`: how many newer versions the servers have.
+        `coming`: number of newer versions that the servers have and this rank has not.
         """
         for parameter in parameters:
             versions = self._kept[id(parameter)].versions
@@ -109,7 +110,7 @@ class Versions:
                 versions.popleft()
 
     def count(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return how many versions are kept of `parameters`, which are those of one optimizer."""
+        """Return how many versions are stored of each of `parameters`, which one optimizer updates."""
         kept = self._kept.get(id(parameters[0]))
         return 0 if kept is None else len(kept.versions)
 
@@ -118,17 +119,17 @@ class Versions:
         return [self._kept[id(parameter)].versions[-1] for parameter in parameters]
 
     def forget(self) -> None:
-        """Drop all versions, after other values were loaded."""
+        """Drop all versions, after the model's `state_dict` was loaded."""
         self._kept.clear()
 
-    # --- what parameters hold --------------------------------------------------------------------
+    # --- values of the parameters ------------------------------------------------------------------
 
     def show_oldest(self) -> None:
-        """Set parameters to the version for passes with gradients."""
+        """Set all parameters to their oldest version, for passes with gradients."""
         self._show(0)
 
     def show_newest(self) -> None:
-        """Set parameters to the version with all updates."""
+        """Set all parameters to their newest version, which has all updates."""
         self._show(-1)
 
     def _show(self, which: int) -> None:
@@ -144,7 +145,10 @@ class Versions:
 
     @contextlib.contextmanager
     def with_newest(self) -> Iterator[None]:
-        """Point parameters to copies of their newest versions; a graph may need their own memory."""
+        """Return a context manager in which each parameter's `data` is a copy of its newest version.
+
+        The parameter's own memory is not changed, since a backward pass may still need it.
+        """
         others = [one for one in self._kept.values() if one.shown is not one.versions[-1]]
         own = [one.parameter.data for one in others]
         for one in others:
@@ -158,7 +162,7 @@ class Versions:
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the older versions, by age and name, which are saved beside the newest one."""
+        """Return all versions but the newest, by age and parameter name; the newest is in `state_dict`."""
         older: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             kept = self._kept.get(id(parameter))
@@ -169,7 +173,7 @@ class Versions:
         return {"older": older, "shows_newest": shows_newest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned, when parameters have their newest version."""
+        """Load the versions that `state` returned, after the newest was loaded into the parameters."""
         self.forget()
         if not state["older"]:
             return

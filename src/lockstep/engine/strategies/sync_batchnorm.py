@@ -1,10 +1,9 @@
-"""BatchNorm over the global batch: statistics of all replicas, summed in every forward pass.
+"""BatchNorm whose statistics are those of the global batch, gathered in every forward pass.
 
-The method is that of torch.nn.SyncBatchNorm, on any device. Each rank computes count, mean and the sum of
-squared deviations of its own samples; they are merged pairwise by the formula of Chan, Golub and LeVeque
-("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in the order of the
-tree over ranks. So it does not matter how many samples each rank has, and the bits depend on the number of
-ranks alone.
+The method is that of torch.nn.SyncBatchNorm, on any device. Each rank computes count, mean and sum of
+squared deviations of its samples. Two ranks' statistics are merged by the formula of Chan, Golub and
+LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in the order
+of a tree over ranks. Ranks may have different numbers of samples. The bits depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from torch.nn.parameter import is_lazy
 from lockstep.engine.exchange.tree import GroupWire
 from lockstep.errors import ModelError, StepError
 
-#: Types whose sums would be too coarse: statistics of such inputs are computed in fp32.
+#: Types of inputs whose statistics are computed in fp32, since their sums would be too coarse.
 _COARSE = (torch.float16, torch.bfloat16)
 
 
 class Ranks:
-    """The ranks whose statistics are summed.
+    """The ranks whose statistics are merged.
 
-    Args:
-        counts: whether this rank's samples count, or only stand in for a replica without samples.
+    `counts`: returns whether this rank's samples count; those of a replica without samples do not.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Ranks:
     def fold(
         self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the `own` of all ranks, merged in tree order: the same bits on every rank."""
+        """All-gather the tensors `own`, and return them merged in tree order: equal bits on every rank."""
         gathered = own.new_empty(self.size * own.numel())
         self._wire.gather(own, gathered).wait()
         return fold(gathered.view(self.size, -1), merge)
@@ -67,9 +65,9 @@ class Ranks:
 def fold(
     rows: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return all `rows` merged in tree order, by one call of `merge` for each level of the tree.
+    """Return all `rows` merged in tree order, with one call of `merge` for each level of the tree.
 
-    Adjacent rows are siblings, and an odd last row goes up alone: that is the tree of layout/tree.py.
+    Adjacent rows are siblings; an odd last row moves to the next level unmerged, as in layout/tree.py.
     """
     while len(rows) > 1:
         even = len(rows) // 2 * 2
@@ -79,21 +77,21 @@ def fold(
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics in training are those of all ranks' samples; made by `convert`."""
+    """BatchNorm whose statistics in training mode are those of all ranks' samples; made by `convert`."""
 
     kind: type[_BatchNorm]
     ranks: Ranks
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether each forward pass in training mode needs all ranks, also without gradients."""
+        """Whether each forward pass in training mode is collective, even under `torch.no_grad()`."""
         return self.ranks.size > 1
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - the name that torch gives it
         self.kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as above
-        """Normalise `input`, of shape `(samples, channels, …)`."""
+        """Return `input`, of shape `(samples, channels, …)`, normalised per channel."""
         if not self.training or self.ranks.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -101,7 +99,7 @@ class SyncedBatchNorm(_BatchNorm):
         own = _statistics(input.detach(), counts=counts)
         with self.ranks.collective():
             count, mean, squares = _unpack(self.ranks.fold(own, _merge))
-        # Only where this rank has one value at most can there be no more in all: reading costs a wait.
+        # `item` waits for the device: called only if this rank has at most one value per channel.
         if (not counts or input.numel() == input.shape[1]) and count.item() <= 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {input.shape} "
@@ -129,12 +127,12 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 class _Batch(NamedTuple):
-    """The global batch, as a rank normalises its own part of it.
+    """Statistics of the global batch, and settings, for `_Normalise`.
 
     Attributes:
         var: the biased variance of each channel.
-        number: how many values a channel has.
-        counts: whether this rank's part counts.
+        number: how many values of the global batch a channel has.
+        counts: whether this rank's samples count.
     """
 
     mean: torch.Tensor
@@ -181,9 +179,9 @@ class _Normalise(torch.autograd.Function):
         to_bias, to_weight = own.chunk(2)
         to_x = None
         if ctx.needs_input_grad[0]:
-            # What a sample adds to the statistics reaches the outputs of all samples, on all ranks.
+            # A sample changes the statistics, and so the outputs of all samples on all ranks.
             total = ctx.ranks.fold(own.double(), torch.add).to(kind)
-            if ctx.counts:  # a stand-in adds nothing to them
+            if ctx.counts:  # samples that do not count have not changed the statistics
                 first, second = (part.view(shape) for part in (total / count).chunk(2))
                 gradient = gradient - first - normal * second
             scale = invstd if weight is None else invstd * weight.to(kind)
@@ -198,13 +196,13 @@ def _accumulated(x: torch.Tensor) -> torch.dtype:
 
 
 def _across(x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the shape that broadcasts a value per channel to `x`, and all dimensions but that one."""
+    """Return a shape that broadcasts one value per channel to `x`, and all dimensions but the channels'."""
     others = [dim for dim in range(x.dim()) if dim != 1]
     return [1 if dim in others else -1 for dim in range(x.dim())], others
 
 
 def _statistics(x: torch.Tensor, *, counts: bool) -> torch.Tensor:
-    """Return mean and sum of squared deviations of each channel, and the count behind them, in fp64."""
+    """Return one fp64 tensor of each channel's mean and sum of squared deviations, and their count."""
     channels = x.shape[1]
     if not counts:
         return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -221,43 +219,41 @@ def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _merge(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Merge the statistics of two sets of samples (Chan, Golub, LeVeque 1979, equations 1.5).
-
-    Both may have several rows: each pair of rows is merged as it would be by itself.
-    """
+    """Merge the statistics of two sets of samples, row by row (Chan, Golub, LeVeque 1979, eq. 1.5)."""
     count, mean, squares = _unpack(left)
     more, other, spread = _unpack(right)
     merged = torch.empty_like(left)
     total, merged_mean, merged_squares = _unpack(merged)
     torch.add(count, more, out=total)
-    share = more / total.clamp(min=1)  # of nothing and nothing: nothing
+    share = more / total.clamp(min=1)  # 0 if both sets are empty
     difference = other - mean
     torch.add(mean, difference * share, out=merged_mean)
     torch.add(squares + spread, difference.square() * count * share, out=merged_squares)
     return merged
 
 
-def convert(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Return `module` with a `SyncedBatchNorm` in the place of every BatchNorm and SyncBatchNorm.
+def convert(
+    module: nn.Module,
+    ranks: Ranks,
+    name: str = "",
+    seen: dict[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """Return `module` with each BatchNorm and SyncBatchNorm layer replaced by a `SyncedBatchNorm`.
 
-    They have the parameters, buffers, hooks and all else of those in whose place they are.
+    A new layer has all attributes of the one that it replaces: parameters, buffers and hooks.
+    `name`, `seen`: for recursive calls, the name of `module`, and modules that are converted already.
 
     Raises:
-        ModelError: for a layer that has no parameters yet, or that computes in a way of its own.
+        ModelError: for a layer without shapes yet, with its own forward pass, or with a process group.
     """
-    return _convert(module, ranks, "", {})
-
-
-def _convert(
-    module: nn.Module, ranks: Ranks, name: str, seen: dict[nn.Module, nn.Module]
-) -> nn.Module:
+    seen = {} if seen is None else seen
     if module in seen:
         return seen[module]
     is_norm = isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm)
     seen[module] = new = _synced(module, ranks, name) if is_norm else module
     for key, child in list(module._modules.items()):
         if child is not None:
-            new._modules[key] = _convert(child, ranks, f"{name}.{key}".lstrip("."), seen)
+            new._modules[key] = convert(child, ranks, f"{name}.{key}".lstrip("."), seen)
     return new
 
 
@@ -286,5 +282,5 @@ def _synced(module: nn.Module, ranks: Ranks, name: str) -> SyncedBatchNorm:
 
 
 def layers(module: nn.Module) -> Iterator[SyncedBatchNorm]:
-    """Yield the converted layers of `module`."""
+    """Yield the `SyncedBatchNorm` layers of `module`."""
     return (part for part in module.modules() if isinstance(part, SyncedBatchNorm))

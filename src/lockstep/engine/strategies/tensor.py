@@ -1,4 +1,4 @@
-"""Strategy `tensor`: tensor parallelism; each rank has a part of the layers' matrices."""
+"""Strategy `tensor`: tensor parallelism; each rank of a row has a part of the layers' matrices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHERE = "torch.distributed.tensor.parallel"
 
 
 class TensorModel(CutState, SpreadModel):
-    """A model with layers that are cut over the ranks of a row."""
+    """A model whose layers `parallelize_module` has cut over the ranks of a row of the mesh."""
 
     exactness = "close"
 
@@ -34,13 +34,13 @@ class TensorModel(CutState, SpreadModel):
         if draws(module):
             self.exactness = "approximate"
         else:
-            # Each rank draws as many numbers as its part of the activations has: the same on all ranks.
+            # Ranks draw equal numbers for different parts of the activations.
             watch_draws(module, lambda: self._warn_of_draws("on each rank for its part"))
 
     def _sum_gradients(self, microbatch: Microbatch) -> None:
         if not self.several_replicas:
             for parameter in self.parameters:
-                if parameter.grad is not None:  # whose state no rank could capture alone
+                if parameter.grad is not None:  # so that a rank captures its part alone
                     parameter.grad = _placed(parameter.grad, parameter)
             return
         pairs = zip(self.parameters, take_gradients(self.parameters), strict=True)
@@ -57,34 +57,34 @@ class TensorModel(CutState, SpreadModel):
         return super()._are_nonzero([whole(gradient) for gradient in gradients])
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
-        """Clamp this rank's parts of gradients, once they are no parts of a sum."""
+        """Clamp this rank's parts of the gradients of `parameters` to `-value` to `value`."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = _placed(parameter.grad, parameter)
                 local(parameter.grad).clamp_(-value, value)
 
-    # --- the whole of it -------------------------------------------------------------------------
+    # --- norms of whole gradients ------------------------------------------------------------------
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of all gradients."""
+        """Return the total norm of the gradients of `parameters`, with every rank's parts."""
         placed = [_placed(p.grad, p) for p in parameters if p.grad is not None]
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in placed]
         return total_norm(norms, norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale gradients to a norm of at most `max_norm`; one by one, as some are cut and some are not."""
+        """Scale gradients to a total norm of at most `max_norm`, one by one: only some are `DTensor`s."""
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> TensorModel:
     """Parallelise `module` over the ranks of a row by the user's plan.
 
-    `settings`: `plan`: for each name of a part, how its matrices are cut.
+    `settings`: `plan` has a `ParallelStyle` for each submodule to cut, as for `parallelize_module`.
 
     Raises:
         UsageError: without a plan.
         ModelError: for a plan that does not fit the model.
-        ExactnessError: with `exact`: sums over parts of a matrix are rounded otherwise.
+        ExactnessError: with `exact`, since sums over parts of a matrix are rounded differently.
     """
     assert context.mesh is not None
     row = context.mesh["model"]
@@ -131,7 +131,7 @@ def _check_plan(module: nn.Module, plan: Any) -> None:
 
 
 def _check_parts(module: nn.Module, size: int) -> None:
-    """Refuse parts of different sizes: what one layer gives then does not fit the next (torch 2.13)."""
+    """Raise a `ModelError` if ranks have parts of different sizes, which torch 2.13 cannot multiply."""
     for name, parameter in module.named_parameters():
         for placement in parameter.placements if isinstance(parameter, DTensor) else ():
             if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
@@ -143,13 +143,13 @@ def _check_parts(module: nn.Module, size: int) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a part is meant: a star stands for one piece of a name, as it does for torch."""
+    """Whether a submodule's name matches a plan's pattern; `*` matches one dotted part, as in torch."""
     own, asked = name.split("."), pattern.split(".")
     return len(own) == len(asked) and all(map(fnmatchcase, own, asked))
 
 
 def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient cut like its parameter: autograd leaves some as parts of a sum."""
+    """Return a gradient with its parameter's placements: autograd leaves some as partial sums."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return placed

@@ -1,4 +1,4 @@
-"""Modules that the run does not train, such as averages of weights: their buffers are replica 0's."""
+"""Modules that the run does not train, such as averaged weights; all ranks take replica 0's buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 class UntrainedModule:
-    """A module whose forward passes in loops change its buffers as those of a model do."""
+    """A module outside of `run.model` whose buffers are synchronized like those of a wrapped model."""
 
     is_split = False
 
@@ -24,7 +24,7 @@ class UntrainedModule:
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether forward passes may change buffers."""
+        """Whether a submodule that changes buffers in forward passes is in training mode."""
         return self._buffers.are_trained
 
     def _before_forward(self) -> None:
@@ -34,7 +34,7 @@ class UntrainedModule:
                 self._buffers.before_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Begin a microbatch, before the loop's body."""
+        """Prepare the buffers for a microbatch, before the loop's body."""
         self._watching = True
         if microbatch.first:
             self._buffers.finish()
@@ -42,7 +42,7 @@ class UntrainedModule:
             self._buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch; where the body was left, buffers wait for the next call."""
+        """Synchronize buffers after a microbatch; if the body was `left` early, a later call does so."""
         self._watching = False
         if microbatch.audit:
             self._buffers.discard()
@@ -54,5 +54,5 @@ class UntrainedModule:
             self._buffers.end_batch()
 
     def finish_buffers(self) -> None:
-        """Let all ranks take replica 0's buffers now."""
+        """Broadcast replica 0's buffers to all ranks, if forward passes have changed them."""
         self._buffers.finish()

@@ -1,4 +1,4 @@
-"""`WrappedModel`: the base class of models under every strategy."""
+"""`WrappedModel`: the base class of the models of all strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.strategies import optimizer_state
 from lockstep.engine.strategies.buffers import Buffers
-from lockstep.engine.strategies.dtensor import bytes_here
+from lockstep.engine.strategies.dtensor import bytes_here, part_of
 from lockstep.engine.strategies.gradient_accumulation import GradientAccumulation
 from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
 from lockstep.engine.strategies.model_context import ModelContext
@@ -22,7 +22,7 @@ from lockstep.engine.strategies.passes import TrainableParameters, watch_forward
 from lockstep.engine.strategies.staleness import Versions
 from lockstep.errors import StepError
 
-#: What to do in the place of stepping in some microbatches only.
+#: Hint for a script that calls `optimizer.step()` in some microbatches only.
 ACCUMULATE = (
     "call optimizer.step() and optimizer.zero_grad() in every iteration: the run accumulates by itself; "
     "for more samples per update raise batch_size, and set replicas above the number of ranks"
@@ -30,22 +30,18 @@ ACCUMULATE = (
 
 
 class WrappedModel(abc.ABC):
-    """A model over the replicas of a rank.
-
-    Args:
-        shares_buffers: whether all ranks that hold the same part of it take replica 0's buffers.
+    """A model given to `run.model`: checks its passes, and sums its gradients over all replicas.
 
     Attributes:
-        parameters: those that take part in training.
+        parameters: the trainable parameters.
         used: whether a forward pass with gradients has run since the last backward pass.
-        optimized: the ids of parameters that optimizers of the run have.
+        optimized: ids of the parameters that optimizers of the run update.
         gradient_bytes: bytes of this rank's gradients; 0 before the first step.
-        is_split: whether this rank holds a part of it only.
-        is_cut: whether that is a part of every tensor, so that its state is captured by each rank alone;
-            otherwise all ranks capture the state of a split model together.
-        mixes: whether an optimizer, or a norm, may include other such models, though it is split.
-        steps_locally: whether each rank updates its own parameters: its optimizer has no other model's.
-        versions: of its parameters, where gradients are late; `None` where passes see all updates.
+        is_split: whether a rank holds only a part of the model.
+        is_cut: whether a rank holds a part of every tensor, and so captures its state without the others.
+        mixes: whether one optimizer, or one norm, may include several such models, though they are split.
+        steps_locally: whether each rank trains independently, with one optimizer for this model alone.
+        versions: the last versions of the parameters, if gradients have a staleness.
     """
 
     exactness = "exact"
@@ -72,7 +68,7 @@ class WrappedModel(abc.ABC):
         self._watched = TrainableParameters(module)
         self._is_summed = self._was_added_to = False
         self._interrupted = self._is_last = self._stepped = False
-        self._behind = 0  # replicas of this rank that come after that of the microbatch
+        self._behind = 0  # number of this rank's replicas after the current microbatch's replica
         self._mixed: set[int] = set()
         self._watching = False
         self.gradient_bytes = 0
@@ -85,32 +81,32 @@ class WrappedModel(abc.ABC):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """The tensors that autograd computes gradients of."""
+        """The leaf tensors for which autograd computes gradients."""
         return self.parameters
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether forward passes may change buffers, or need all ranks: such a part is in training mode."""
+        """Whether a submodule that changes buffers, or needs all ranks, is in training mode."""
         return self._buffers.are_trained
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module that the script calls: its own, unless a strategy needs another."""
+        """The module that `run.model` returns: the script's own, unless the strategy wraps it."""
         return self.module
 
     def _prepare(self, microbatch: Microbatch) -> None:  # noqa: B027
-        """Prepare for the forward and backward pass of a microbatch."""
+        """Prepare the strategy for the forward and backward pass of a microbatch."""
 
     @abc.abstractmethod
     def _sum_gradients(self, microbatch: Microbatch) -> None:
-        """Accumulate the gradients of a backward pass; after the last replica's, complete the sum."""
+        """Accumulate the gradients of a backward pass; after the rank's last replica, sum over ranks."""
 
     def before_forward(self) -> None:
         """Prepare buffers and versions of parameters for a forward pass."""
         if self.versions is not None:
             if self._watching and torch.is_grad_enabled():
-                self.show_oldest()
-            elif not self.used:  # no graph needs the older ones
+                self.versions.show_oldest()
+            elif not self.used:  # else a graph may still need the older version
                 self.show_newest()
         if not self._watching:
             return
@@ -128,20 +124,16 @@ class WrappedModel(abc.ABC):
 
     def _before_forward(self) -> None:
         self.before_forward()
-        if self._checks_passes:
+        # If torch compiles the hooks, tensors have the `_version` of the trace.
+        if self._watching and not torch.compiler.is_compiling():
             self._buffers.before_evaluation()
 
-    @property
-    def _checks_passes(self) -> bool:
-        # Where torch compiles the hooks, too, versions of tensors are those of the trace.
-        return self._watching and not torch.compiler.is_compiling()
-
     def _after_forward(self) -> None:
-        if self._checks_passes:
+        if self._watching and not torch.compiler.is_compiling():
             self._buffers.after_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Begin a microbatch, before the loop's body."""
+        """Prepare gradients, buffers and checks for a microbatch, before the loop's body."""
         self._watching = True
         self.used = self._is_summed = self._was_added_to = False
         self._is_last = microbatch.last
@@ -161,14 +153,10 @@ class WrappedModel(abc.ABC):
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch, after the loop's body.
+        """Synchronize buffers after a microbatch, or raise a `StepError` if it had no backward pass.
 
-        Where the body was left by `break` or by an exception (which cannot be told apart here), buffers
-        wait for the next call that needs them: after an exception the other ranks would not answer.
-
-        Raises:
-            StepError: if replicas of this rank before had a backward pass, and this one had none; if a loop
-                was left between them, where a rank that hosts a single replica would have finished.
+        `left`: whether `break` or an exception has ended the loop's body. Then buffers are broadcast by a
+        later call: after an exception the other ranks may not take part.
         """
         self._watching = False
         self._stepped = False
@@ -187,7 +175,7 @@ class WrappedModel(abc.ABC):
             self.check_between()
 
     def check_between(self) -> None:
-        """Refuse that a loop, or the run, is left between the replicas of a batch."""
+        """Raise a `StepError` if a loop or run ends when only some replicas of the batch have gradients."""
         if 0 < self.accumulation.missing < len(self._block):
             raise StepError(
                 f"a loop was left between the replicas of a batch, with gradients of "
@@ -196,7 +184,7 @@ class WrappedModel(abc.ABC):
             )
 
     def _discard_audit(self, *, left: bool) -> None:
-        """End an extra pass of the audit: buffers and gradients are as they were before."""
+        """Restore buffers and drop gradients after the audit's extra pass over a microbatch."""
         done = "backward" if self._is_summed else "forward" if self._buffers.dirty else ""
         self._buffers.discard()
         self.accumulation.take()
@@ -211,12 +199,9 @@ class WrappedModel(abc.ABC):
             )
 
     def _check_complete(self, *expected: int) -> None:
-        """Refuse a batch of which some replicas had a backward pass and others had not.
+        """Raise a `StepError` if replicas lack a backward pass; on other layouts ranks would wait forever.
 
-        On as many ranks as replicas the others would wait for the missing one for ever.
-
-        Args:
-            expected: how many replicas of this rank may be missing now.
+        `expected`: how many of this rank's replicas may be without gradients now.
         """
         if self.accumulation.missing not in expected:
             raise StepError(
@@ -228,47 +213,37 @@ class WrappedModel(abc.ABC):
             )
 
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
-        """Check that a backward pass would mean the same on every layout.
+        """Prepare for a backward pass; raise a `StepError` if its result would depend on the layout.
 
         `alone`: whether the loss depends on no other model of the run.
-
-        Raises:
-            StepError: if the model's gradients were summed already in this pass, or an earlier backward
-                pass was interrupted by an exception.
         """
+        name = type(self.module).__name__
         if self.several_replicas:
-            self._check_replica(microbatch)
+            if self._interrupted:
+                raise StepError(
+                    f"a backward pass of {name} was interrupted by an exception, and others may have "
+                    "some of its gradients",
+                    hint="let exceptions of run.backward end the run; it resumes from its newest state",
+                )
+            if self._is_summed:
+                raise StepError(
+                    f"run.backward was called twice for {name} in one microbatch; expected once, since "
+                    "its gradients are summed already",
+                    hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
+                    "gradients in torch.no_grad()",
+                )
+            if microbatch.first:
+                self._drop_old_gradients()
+            if not microbatch.audit:
+                self._check_complete(1 + self._behind)
         self._before_backward(microbatch, alone=alone)
         self._interrupted = True  # until gradients have been summed
 
-    def _check_replica(self, microbatch: Microbatch) -> None:
-        """Check that no gradients are there that another replica would not have, or has had already."""
-        if self._interrupted:
-            raise StepError(
-                f"a backward pass of {type(self.module).__name__} was interrupted by an exception, and "
-                "others may have some of its gradients",
-                hint="let exceptions of run.backward end the run; it resumes from its newest state",
-            )
-        if self._is_summed:
-            raise StepError(
-                f"run.backward was called twice for {type(self.module).__name__} in one "
-                "microbatch; expected once, since its gradients are summed already",
-                hint="add the losses: run.backward(loss_a + loss_b); wrap forwards that need no "
-                "gradients in torch.no_grad()",
-            )
-        if microbatch.first:
-            self._drop_old_gradients()
-        if not microbatch.audit:
-            self._check_complete(1 + self._behind)
-
     def _drop_old_gradients(self) -> None:
-        """Drop gradients from before this pass, which belong to no replica.
-
-        Nonzero gradients of parameters that an optimizer has are refused at its step.
-        """
+        """Drop gradients of an earlier batch; if they are nonzero, `check_gradients` raises an error."""
         old = [parameter for parameter in self.parameters if parameter.grad is not None]
         mixed = [p for p in old if id(p) in self.optimized]
-        if mixed:  # zeros were cleared in place
+        if mixed:  # zero_grad(set_to_none=False) leaves zeros
             found = self._are_nonzero([p.grad for p in mixed if p.grad is not None])
             self._mixed |= {id(p) for p, is_nonzero in zip(mixed, found, strict=True) if is_nonzero}
         for parameter in old:
@@ -281,30 +256,25 @@ class WrappedModel(abc.ABC):
         return any(p.grad is not None and id(p) in among for p in self.parameters)
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
-        """Prepare for the backward pass of a microbatch."""
+        """Prepare the strategy for the backward pass of a microbatch."""
 
     def after_backward(self, microbatch: Microbatch) -> None:
         """Sum the gradients of a backward pass over the replicas."""
         self.used = False
         self._is_summed = True
-        # A body may read gradients: an audit's stay where they are until its pass is over.
+        # The loop's body may read gradients: those of an audit remain until the microbatch ends.
         if not microbatch.audit or self.is_split:
             self._sum_gradients(microbatch)
         self._interrupted = False
 
     def _after_accumulation(self, _parameter: torch.Tensor) -> None:
-        """Detect a plain backward pass after run.backward, by the first parameter's gradient."""
+        """Autograd hook of the first parameter: detects `loss.backward()` after `run.backward`."""
         self._was_added_to |= self._is_summed and not self._interrupted
 
     def check_gradients(self, among: Collection[int]) -> None:
-        """Check the gradients that an optimizer is about to use.
+        """Raise a `StepError` for gradients that were not summed over replicas, or are of several batches.
 
-        Args:
-            among: the ids of its parameters.
-
-        Raises:
-            StepError: if plain PyTorch would have added gradients of an earlier batch, or if there
-                are gradients that have not been summed over the replicas.
+        `among`: ids of the parameters that an optimizer is about to update.
         """
         if not self.several_replicas:
             return
@@ -324,110 +294,106 @@ class WrappedModel(abc.ABC):
             )
 
     def stepped(self, among: Collection[int]) -> None:
-        """Check gradients for a step of an optimizer with parameters `among`, inside a microbatch."""
+        """Check the gradients for an optimizer's step in a loop; `among`: ids of its parameters."""
         self.check_gradients(among)
         self._stepped = True
         if self._is_last and not self.gradient_bytes:
             self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
 
     def finish_buffers(self) -> None:
-        """Let all ranks take replica 0's buffers now."""
+        """Broadcast replica 0's buffers to all ranks, if forward passes have changed them."""
         self._buffers.finish()
 
-    def synchronize(self) -> None:  # noqa: B027 - most are one model all the time
-        """Average models that ranks have trained independently; collective."""
-
-    def show_oldest(self) -> None:
-        """Set parameters to the version for passes with gradients."""
-        if self.versions is not None:
-            self.versions.show_oldest()
+    def synchronize(self) -> None:  # noqa: B027 - only local SGD has ranks with different parameters
+        """Average the parameters of models that ranks have trained independently; collective."""
 
     def show_newest(self) -> None:
-        """Set parameters to the version with all updates."""
+        """Set parameters to the version with all updates, if the run has a staleness."""
         if self.versions is not None:
             self.versions.show_newest()
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks that hold the same part of the model hold the same bits now."""
+        """Whether all ranks that hold the same part of the model have equal parameters now."""
         return True
 
-    def check_gathering(self) -> None:  # noqa: B027 - most have nothing to gather
-        """Check that all ranks are about to gather the tensors of `state` that are cut over them."""
+    def check_gathering(self) -> None:  # noqa: B027 - only FSDP gathers
+        """Check that all ranks call this before they gather the tensors of `state`; collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`; where it is cut its tensors are `DTensor`s."""
+        """Return the `state_dict` of the whole model; tensors that are cut over ranks are `DTensor`s."""
         newest = nullcontext() if self.versions is None else self.versions.with_newest()
         with newest:
             state: dict[str, Any] = self.module.state_dict()
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a whole model's `state_dict`, or this rank's part of it; where it is cut, of `Stored`s."""
+        """Load the `state_dict` of the whole model, of which a rank takes its part."""
         self.module.load_state_dict(state)
         if self.versions is not None:
             self.versions.forget()
 
     def extras(self) -> dict[str, Any]:
-        """Return the state of the strategy besides model and optimizer."""
+        """Return state that neither model nor optimizer has, such as older versions of parameters."""
         return {} if self.versions is None else {"versions": self.versions.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load what `extras` returned, after `load`."""
+        """Load the state that `extras` returned; called after `load`."""
         if self.versions is not None and "versions" in extras:
             self.versions.load(extras["versions"])
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients that wait for a step, as they may where there is one replica."""
+        """Return gradients that no step has used yet, by parameter name; only one replica may have them."""
         if self.several_replicas:
-            return {}  # others refuse them
+            return {}
         named = self.module.named_parameters()
         return {name: value.grad for name, value in named if value.grad is not None}
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Load what `gradients` returned."""
+        """Load the gradients that `gradients` returned, of which a rank takes its part."""
         parameters = dict(self.module.named_parameters())
         for name, value in gradients.items():
             if name in parameters:
-                parameters[name].grad = value.to(parameters[name].device)
+                own = parameters[name]
+                own.grad = part_of(value, own).to(own.device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` that an optimizer of the whole model would have, on every rank."""
+        """Return the `state_dict` of an optimizer as if this rank held the whole model."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimizer its part of what `optimizer_state` returned."""
+        """Load an optimizer's `state_dict` of the whole model, of which a rank takes its part."""
         optimizer_state.load(optimizer, state)
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most do nothing
-        """Register an optimizer of the run that has parameters of this model."""
+    def add_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - only some need it
+        """Register an optimizer of the run that updates parameters of this model."""
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Run the step `act` of an optimizer that has this model's parameters alone."""
+        """Call `act`, the step of an optimizer of this model alone, and return its result."""
         return act()
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of all gradients of `parameters`, the same on every rank."""
+        """Return the total norm of the gradients of `parameters`, with equal bits on every rank."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         return total_norm(each_norm(gradients, norm_type), norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale gradients of `parameters`, whose norm is `norm`, to at most `max_norm`."""
+        """Scale the gradients of `parameters`, whose total norm is `norm`, to at most `max_norm`."""
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
-        """Clamp gradients of `parameters` to `-value` to `value`."""
+        """Clamp the gradients of `parameters` to the range from `-value` to `value`."""
         if there := [p for p in parameters if p.grad is not None]:  # torch fails for none
             nn.utils.clip_grad_value_(there, value)
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that `state_dict` leaves out, which the run saves, too."""
+        """Return the buffers with `persistent=False`, which `state_dict` leaves out."""
         saved = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
     def ends(self) -> dict[str, int]:
-        """Return bytes that this rank has sent and received, at the end of the script."""
+        """Return the bytes that this rank has sent and received for the model, at the end of the script."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Close what the strategy has opened."""
+    def close(self) -> None:  # noqa: B027 - only some have an exchange
+        """Close the exchange and connections of the strategy."""

@@ -188,7 +188,7 @@ def test_a_worker_may_be_so_many_updates_ahead_and_no_more(
     fast.model.versions.add(
         fast.remote.parameters, fast.remote.receive()
     )  # what it waited for comes with the other worker's gradients
-    fast.model.show_oldest()
+    fast.model.versions.show_oldest()
     assert same(fast.values, module)
 
 
@@ -225,7 +225,7 @@ def test_catching_up_waits_for_all_that_was_sent(serve: Callable[[int], Service]
         late = worker.values
         worker.model.show_newest()
         newest = worker.values
-        worker.model.show_oldest()
+        worker.model.versions.show_oldest()
         assert all(torch.equal(a, b) for a, b in zip(late, worker.values, strict=True))
         assert same(list(worker.model.state().values()), alone(sgd, 8, replicas=2)[0])
         return newest

@@ -1,1 +1,1 @@
-"""Local SGD and DiLoCo: ranks train independently between averages of their parameters."""
+"""Strategies `local-sgd` and `diloco`: ranks train independently between averages of their parameters."""

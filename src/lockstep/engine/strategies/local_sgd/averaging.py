@@ -1,4 +1,4 @@
-"""Averages of parameters and optimizer state over ranks, in tree order."""
+"""Averages of parameters and optimizer state over ranks, summed in tree order."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lockstep.engine.exchange.base import Forest
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
 from lockstep.errors import ModelError
 
-#: Position of a parameter, and the name of a value in its state.
+#: Index of a parameter, and the name of a value in its optimizer state.
 _Slot = tuple[int, str]
 #: Description of a value in an optimizer's state: shape and type of a tensor, or the value itself.
 _Description = list[Any]
-#: How much of a digest ranks compare, in numbers of 64 bits.
+#: Length of a SHA-256 digest in 64-bit integers.
 _DIGEST = 4
 
 
 class Averaging:
-    """Takes means over the ranks of a group."""
+    """Computes means of tensors, and gathers values, over the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -33,21 +33,21 @@ class Averaging:
         self._exchange = TreeExchange(self._wire, Forest.of(self.size, self.size, self.rank))
 
     def of(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
-        """Return the mean of each of `tensors`, which have the same shapes on all ranks.
+        """Return the mean of each of `tensors` over the ranks; shapes are equal on all ranks.
 
-        `shares`: what part of each mean this rank's tensor is; the ranks' parts add up to 1.
+        `shares`: weight of this rank's tensor in each mean; the weights of all ranks add up to 1.
         """
         kinds: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
             kinds[tensor.dtype].append(place)
         means = list(tensors)
         for places in kinds.values():
-            # Optimizers may count their steps elsewhere than where the model is.
+            # An optimizer may have its number of steps on another device than the model.
             own = [tensors[place].reshape(-1).to(self._device) * shares[place] for place in places]
             total = self._sum(torch.cat(own))
             parts = torch.split(total, [tensors[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
-                # A copy: the exchange uses its memory again.
+                # Copied, since the exchange reuses its memory.
                 means[place] = part.view(tensors[place].shape).to(tensors[place].device, copy=True)
         return means
 
@@ -58,10 +58,7 @@ class Averaging:
         return self._exchange.start([slot], last=True).wait()
 
     def gather(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
-        """Gather some numbers and a JSON value of each rank.
-
-        The value is sent only where ranks differ in it.
-        """
+        """All-gather some numbers and a JSON value; the value is sent only if it differs between ranks."""
         text = json.dumps(value).encode()
         digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
         head = [*numbers, len(text), *digest.view(torch.int64).tolist()]
@@ -70,33 +67,31 @@ class Averaging:
         sizes = [row[-1 - _DIGEST] for row in heads]
         if all(row[-_DIGEST:] == head[-_DIGEST:] for row in heads):
             return [(row, value) for row in given]
-        # Spaces at its end are no part of a JSON text.
+        # JSON ignores spaces at the end.
         padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
         texts = [row.numpy().tobytes() for row in self._gather(padded)]
         return [(row, json.loads(theirs)) for row, theirs in zip(given, texts, strict=True)]
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
-        """All-gather one row of each rank."""
+        """All-gather the tensor `row`; return one row per rank, on the CPU."""
         own = row.to(self._device)
         rows = own.new_empty(self.size * own.numel())
         self._wire.gather(own, rows).wait()
         return rows.cpu().view(self.size, -1)
 
     def close(self) -> None:
-        """Close the exchange."""
+        """Close the exchange, which sums tensors over the ranks."""
         self._exchange.close()
 
 
 def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list[float]:
-    """Return the weight of each rank in a mean.
+    """Return the weight of each rank in a mean; the weights add up to 1.
 
-    Args:
-        weights: how many samples each rank has seen.
-        has: which ranks have something to give; by default all.
+    `weights`: number of samples of each rank. `has`: whether each rank has a value; by default all have.
     """
     has = [True] * len(weights) if has is None else has
     counted = [weight * there for weight, there in zip(weights, has, strict=True)]
-    # Ranks that have seen nothing may be the only ones to have it: then they count alike.
+    # If only ranks without samples have a value, they get equal weights.
     counted = counted if any(counted) else [int(there) for there in has]
     return [count / sum(counted) for count in counted]
 
@@ -104,10 +99,9 @@ def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list
 def describe_state(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, _Description]]:
-    """Describe an optimizer's state of each parameter, without the tensors, as JSON values.
+    """Return shapes, types and plain values of an optimizer's state, for each parameter, as JSON.
 
-    Raises:
-        ModelError: for a value that has no mean, and is no JSON value.
+    A value that has no mean, and that JSON cannot represent, raises a `ModelError`.
     """
     states = (optimizer.state.get(parameter, {}) for parameter in parameters)
     return [{key: _describe(key, value) for key, value in state.items()} for state in states]
@@ -120,13 +114,12 @@ def average_state(
     weights: Sequence[int],
     averaging: Averaging,
 ) -> None:
-    """Average an optimizer's state, such as momentum, over the ranks.
+    """Set an optimizer's state, such as momentum, to its mean over the ranks.
 
-    A rank whose samples have never used a parameter has no state of it: then the mean is over the ranks
-    that have, and becomes this rank's, too.
+    A rank whose samples have never used a parameter has no state for it. Then the mean of the ranks with
+    state becomes the state of all ranks.
 
-    `all_ranks`: what `describe_state` returned on each rank. `weights`: how many samples each rank has
-    seen.
+    `all_ranks`: the result of `describe_state` on each rank. `weights`: number of samples of each rank.
     """
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):
@@ -153,7 +146,7 @@ def average_state(
 
 
 def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
-    """Return the state that any rank has of a parameter; of several values the first rank's."""
+    """Merge the ranks' descriptions of one parameter's state; of several values the first rank's wins."""
     merged: dict[str, _Description] = {}
     for rank in ranks:
         merged = {**rank, **merged}
@@ -161,7 +154,7 @@ def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
 
 
 def _describe(key: str, value: Any) -> _Description:
-    """Return shape and type of a tensor; the value of what is the same on all ranks."""
+    """Return shape and type of a floating-point tensor; of other values the value, too."""
     if isinstance(value, torch.Tensor):
         shape, kind = list(value.shape), str(value.dtype).removeprefix("torch.")
         if value.is_floating_point():
@@ -180,9 +173,8 @@ def _describe(key: str, value: Any) -> _Description:
 
 
 def _fits_json(value: Any) -> bool:
-    """Whether JSON gives other ranks the same value."""
+    """Whether `value` remains equal, or a float such as NaN, when it is converted to JSON and back."""
     try:
-        # A NaN is not equal to itself.
         return bool(json.loads(json.dumps(value)) == value) or isinstance(value, float)
     except (TypeError, ValueError):
         return False

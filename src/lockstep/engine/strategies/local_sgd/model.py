@@ -1,8 +1,7 @@
 """`LocalModel`: independent steps on each rank, then one average of the parameters.
 
-For links so slow that gradients cannot cross them in every step. What a rank does by itself is a step on
-its own share of the global batch; the more ranks, the more of them there are: the result depends on the
-layout, and no tree helps. It is deterministic still: the same layout gives the same bits.
+For networks that are too slow to sum gradients in every step. Each rank steps on its own share of the
+global batch, so the result depends on the number of ranks. Equal layouts give equal bits.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from lockstep.registry import EXCHANGES
 
 
 class LocalModel(WrappedModel):
-    """A model that each rank trains independently between averages.
+    """A model that each rank trains independently between averages of the parameters.
 
-    Args:
-        every: steps between two averages.
+    `every`: steps between two averages. `outer`: updates parameters by their mean change over all ranks.
     """
 
     exactness = "approximate"
@@ -44,7 +42,7 @@ class LocalModel(WrappedModel):
     def __init__(self, module: nn.Module, context: ModelContext, every: int, outer: Outer) -> None:
         super().__init__(module, context, shares_buffers=False)
         assert context.group is not None
-        # The tree, and the buffers, of this rank's replicas alone.
+        # Gradients and buffers are synchronized over this rank's replicas only.
         own = range(len(context.block))
         self.accumulation = GradientAccumulation(own, len(own))
         self._buffers = Buffers(module, own, None)
@@ -55,14 +53,14 @@ class LocalModel(WrappedModel):
         self._sharing = context.sharing
         self._weight = 0.0
         self._steps = 0
-        # Samples of a batch whose step has not happened yet; and those of the steps since the last average.
+        # Samples of the current batch before its step, and samples of all steps since the last average.
         self._batch = self._samples = 0
         self._has_own_buffers = False
 
     # --- local steps -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """The model is about to be called."""
+        """Prepare for a forward pass, and record whether it changes this rank's buffers."""
         super().before_forward()
         self._has_own_buffers |= self._buffers.dirty
 
@@ -79,17 +77,13 @@ class LocalModel(WrappedModel):
         (total,) = self.accumulation.take()
         for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = gradient
-        # The mean over this rank's samples; where it has none, zeros, so that all ranks step alike.
+        # The mean over this rank's samples; without samples gradients are zeros, and the rank steps, too.
         there = [gradient for gradient in total if gradient is not None]
         if there and self._weight:
             torch._foreach_div_(there, self._weight)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Register the optimizer, whose state is averaged, too.
-
-        Raises:
-            ModelError: for a second one: it would step after the average.
-        """
+        """Register the optimizer whose state is averaged; raise a `ModelError` for a second one."""
         if self._optimizer is not None:
             raise ModelError(
                 f"{type(self.module).__name__} has two optimizers; expected one, whose steps are counted "
@@ -99,7 +93,7 @@ class LocalModel(WrappedModel):
         self._optimizer = optimizer
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Let the optimizer act; every `sync_every` steps, average."""
+        """Call `act`, the optimizer's step; after every `sync_every` steps average the models."""
         if not self._steps:
             self._outer.begin()
         result = act()
@@ -113,14 +107,14 @@ class LocalModel(WrappedModel):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have the same parameters: just after an average."""
+        """Whether all ranks have equal parameters and buffers, as just after an average."""
         return not self._steps and not self._has_own_buffers
 
     def synchronize(self) -> None:
-        """Average the models of all ranks, where they have stepped since the last average; collective.
+        """Average parameters and optimizer state, and broadcast buffers, if they have changed; collective.
 
         Raises:
-            MismatchError: if they have done different numbers of steps.
+            MismatchError: if ranks have done different numbers of steps since the last average.
             ModelError: if the state of an optimizer has no mean.
         """
         if self.is_synchronized:
@@ -156,33 +150,27 @@ class LocalModel(WrappedModel):
     # --- state -----------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """Return the state of the outer optimizer.
-
-        Its anchors are not saved: states are taken just after an average, when they are the parameters.
-        """
+        """Return the state of the outer optimizer, captured just after an average."""
         return {"outer": self._outer.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load what `extras` returned."""
-        # A run may continue with another exchange than it began with.
+        """Load the state of the outer optimizer that `extras` returned."""
+        # Without it, the run began with another strategy.
         if extras.get("outer"):
             self._outer.load(extras["outer"])
 
     def close(self) -> None:
-        """Close the exchange."""
+        """Close the exchange, which averages the models."""
         self._averaging.close()
 
 
 def wrap_local_sgd(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> LocalModel:
-    """Wrap a model for local SGD, which averages parameters.
+    """Wrap a model for local SGD, which averages parameters every 16 steps by default.
 
-    The default of 16 steps between averages is the most that Lin et al. use, "Don't Use Large Mini-Batches,
-    Use Local SGD" (ICLR 2020, arXiv:1808.07217).
-
-    Raises:
-        ModelError: for a keyword that asks for another result.
+    16 is the largest number in Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020,
+    arXiv:1808.07217).
     """
     return _wrap("local-sgd", module, context, settings, context.sync_every or 16, Mean)
 
@@ -190,13 +178,9 @@ def wrap_local_sgd(
 def wrap_diloco(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> LocalModel:
-    """Wrap a model for DiLoCo, whose outer optimizer takes the averaged change for a gradient.
+    """Wrap a model for DiLoCo: the mean change of parameters is the gradient of an outer optimizer.
 
-    The default is the smallest number of steps that Douillard et al. compare: 50 to 2000, in runs of a
-    hundred thousand steps.
-
-    Raises:
-        ModelError: for a keyword that asks for another result.
+    Ranks average every 50 steps by default, the smallest number that Douillard et al. compare (50 to 2000).
     """
     return _wrap("diloco", module, context, settings, context.sync_every or 50, Nesterov)
 
@@ -209,6 +193,7 @@ def _wrap(
     every: int,
     outer: Callable[[list[nn.Parameter]], Outer],
 ) -> LocalModel:
+    """Wrap a model for the strategy `name`; raise a `ModelError` for `broadcast_buffers=False`."""
     assert context.group is not None
     own_buffers = named_buffers_of_own(settings)
     if own_buffers is not None:

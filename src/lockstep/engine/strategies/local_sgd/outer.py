@@ -1,4 +1,4 @@
-"""Outer step of local SGD and DiLoCo: the mean, or Nesterov momentum on it."""
+"""Update of parameters by their mean change over ranks: a mean (local SGD) or Nesterov step (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Change:
-    """The change of a rank's parameters since the last average."""
+    """The change of this rank's parameters since the last average over ranks."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -17,40 +17,40 @@ class _Change:
         self._anchors = [parameter.detach().clone() for parameter in parameters]
 
     def begin(self) -> None:
-        """Copy the parameters, before the first step: the script may have loaded other weights."""
+        """Save a copy of the parameters, before the first step after an average."""
         torch._foreach_copy_(self._anchors, self._now())
 
     def _now(self) -> list[torch.Tensor]:
-        # Not kept: a script may give a parameter other memory.
+        # Not cached: a script may replace a parameter's memory.
         return [parameter.detach() for parameter in self._parameters]
 
     def outgoing(self) -> list[torch.Tensor]:
-        """Return the change of this rank, with the sign of a gradient."""
+        """Return the change of each parameter on this rank, with the sign of a gradient."""
         return list(torch._foreach_sub(self._anchors, self._now()))
 
 
 class Mean(_Change):
-    """Local SGD: the mean of the parameters (Stich, ICLR 2019, arXiv:1805.09767).
+    """Local SGD: sets parameters to their mean over the ranks (Stich, ICLR 2019, arXiv:1805.09767).
 
-    It is taken of the changes: a parameter that no rank has changed keeps its bits, whatever the weights.
+    Changes are averaged, not parameters, so that a parameter that no rank has changed keeps its bits.
     """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Set the parameters to the mean."""
+        """Apply the mean change over all ranks to the parameters."""
         torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
 
     def state(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty state: local SGD has no outer optimizer."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load nothing."""
+        """Ignore `state`: local SGD has no outer optimizer."""
 
 
 class Nesterov(_Change):
-    """DiLoCo: the ranks' mean change is a gradient for an outer optimizer, SGD with Nesterov momentum.
+    """DiLoCo: the mean change over ranks is the gradient of an outer SGD with Nesterov momentum.
 
-    Learning rate and momentum are those of the paper: Douillard et al. 2023 (arXiv:2311.08105).
+    Learning rate and momentum are those of Douillard et al. 2023 (arXiv:2311.08105).
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -58,7 +58,7 @@ class Nesterov(_Change):
         self._optimizer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Let the outer optimizer step with the mean change as gradient."""
+        """Step the outer optimizer with the mean change over all ranks as gradient."""
         for anchor, mean in zip(self._anchors, means, strict=True):
             anchor.grad = mean
         self._optimizer.step()
@@ -66,11 +66,11 @@ class Nesterov(_Change):
         torch._foreach_copy_(self._now(), self._anchors)
 
     def state(self) -> dict[str, Any]:
-        """Return the outer momentum."""
+        """Return the `state_dict` of the outer optimizer, with its momentum."""
         return self._optimizer.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the outer momentum."""
+        """Load the `state_dict` of the outer optimizer."""
         self._optimizer.load_state_dict(dict(state))
 
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: partition into stages, schedule, messages between stages."""
+"""Pipeline parallelism: partition of a model into stages, schedule, messages between stages."""

@@ -1,6 +1,7 @@
-"""Chunks of a batch: split the tensors of a call, and merge the outputs.
+"""Chunks (microbatches of a pipeline): split the tensors of a call, and merge the outputs.
 
-Tensors with one row per sample are cut. The user names them, since a mask may be as long as the batch.
+Tensors with one row per sample are cut. The user names them, since another tensor may be as long as the
+batch by chance.
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ class Split:
     """Division of a call's tensors into chunks.
 
     Attributes:
-        sizes: how many samples each chunk has; no chunk is empty, whatever the batch.
-        cut: places of the tensors that are cut along their first dimension; others go to each chunk whole.
+        sizes: number of samples of each chunk, at least 1.
+        cut: indices of the tensors that are cut along their first dimension; others are sent whole.
     """
 
     sizes: list[int]
     cut: frozenset[int]
 
     def part(self, place: int, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return what one chunk gets of the tensor at `place`."""
+        """Return the part of a tensor for one chunk; `place`: index of the tensor in the call."""
         if place not in self.cut:
             return tensor
-        # With `data` each chunk counts its own changes: a stage may change its input in place, which is
-        # kept for the backward passes of other chunks where all are views of one tensor.
+        # Through `data` each chunk has its own `_version`: if a stage changes its input in place, autograd
+        # must not report that for other chunks.
         return tensor.data.narrow(0, sum(self.sizes[:chunk]), self.sizes[chunk])
 
     def gradient(
         self, place: int, parts: Sequence[torch.Tensor | None], whole: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradient of the tensor at `place` from those of its chunks."""
+        """Return the gradient of a tensor of the call from the gradients of its chunks.
+
+        `place`: index of the tensor. `parts`: gradient of each chunk. `whole`: the tensor.
+        """
         found = [part for part in parts if part is not None]
         if not found:
             return None
@@ -61,12 +65,12 @@ def split(
 ) -> Split:
     """Return the division of a call's tensors into chunks.
 
-    `arguments`: for each of them, the argument of `forward` that it is in. `chunks`: how many chunks
-    there are to be; a batch of fewer samples has as many as samples. `named`: arguments whose tensors
-    have one row per sample; `None` for the only tensor of the call.
+    `arguments`: for each tensor, the argument of `forward` that contains it. `chunks`: number of chunks; a
+    batch of fewer samples has one chunk per sample. `named`: arguments whose tensors have one row per
+    sample; `None` for the only tensor of the call.
 
     Raises:
-        ModelError: if the user does not name the tensors that are cut, or if they differ in length.
+        ModelError: if `named` is missing for several tensors, or the named tensors differ in length.
     """
     if chunks == 1:
         return Split([1], frozenset())
@@ -95,10 +99,9 @@ def split(
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put the outputs of all chunks together.
+    """Concatenate the outputs of all chunks; `sizes`: number of samples of each chunk.
 
-    Raises:
-        ModelError: if they don't have one row per sample, or differ in form.
+    Outputs without one row per sample, or with different structures, raise a `ModelError`.
     """
     columns: list[list[torch.Tensor]] = []
     parts = None

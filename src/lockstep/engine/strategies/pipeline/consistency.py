@@ -1,4 +1,4 @@
-"""Consistency of calls over the stages of a model: the same call on all."""
+"""Check that all ranks of a pipelined model make the same calls with the same inputs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import lockstep
 from lockstep.engine.strategies.pipeline.p2p import Row
 from lockstep.errors import MismatchError
 
-#: The place of a call outside of all loops.
+#: Description of the position of a call outside of all loops.
 OUTSIDE = "outside of a loop"
-#: Bytes of each tensor that are compared: enough to distinguish batches, and fast to read.
+#: Number of bytes of each tensor that are compared; more would take longer than is useful.
 _COMPARED = 4096
-#: Bytes of a script's name in a message, which has room for some 500 in all.
+#: Most bytes of a script's name in a message to other ranks, which has at most 512 bytes.
 _NAMED = 80
-#: Code that is not the script's.
+#: Beginnings of file names that are not the script's.
 _OTHERS = (str(Path(lockstep.__file__).parent), str(Path(torch.__file__).parent), "<frozen ")
 _HINT = (
     "all ranks of a model must call it alike, with the same input: no call may stand under an `if` that "
@@ -30,13 +30,12 @@ _HINT = (
 
 
 class CallCheck:
-    """Counts a rank's passes through one model, and compares them with the other ranks'.
+    """Numbers the calls of one pipelined model, and compares them between the ranks of a row.
 
-    Without it a call that one rank makes by itself would go through the stages with another rank's, as
-    messages come in the order in which they were sent.
+    Without this check, stages would combine activations of different calls if only one rank makes a call.
 
     Attributes:
-        where: the batch that the script is in.
+        where: description of the batch that the script computes.
     """
 
     def __init__(self, row: Row, number: int, name: str) -> None:
@@ -45,17 +44,15 @@ class CallCheck:
         self.where = OUTSIDE
 
     def next(self) -> int:
-        """Return the number of a call that begins."""
+        """Return the number of the next call."""
         self._calls += 1
         return self._calls
 
     def check(self, kind: str, call: int, values: str = "") -> None:
-        """Compare a pass with those of the other ranks of the row.
+        """Raise a `MismatchError` if ranks of the row are in different passes or calls; collective.
 
-        `values`: fingerprint of the input.
-
-        Raises:
-            MismatchError: if another rank is in another pass, or the same with another input.
+        `kind`: "forward pass" or "backward pass". `call`: number of the call. `values`: fingerprint of
+        its input.
         """
         own = [self._number, kind, call, self.where, values]
         calls = [_decode(text) for text in self._row.compare(_encode(own, _script_line()))]
@@ -87,7 +84,7 @@ def _describe(description: Sequence[Any]) -> str:
 
 
 def _encode(own: Sequence[Any], line: str) -> bytes:
-    """Return a pass as text for `Row.compare`; the line comes last, as a long one is cut."""
+    """Encode a call and its line in the script as text; the line is last, since long texts are cut."""
     return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
 
 
@@ -97,7 +94,7 @@ def _decode(text: bytes) -> tuple[list[Any], str]:
 
 
 def _script_line() -> str:
-    """Return file and line of the script in the call stack."""
+    """Return file name and line of the innermost call in the script's code."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
@@ -106,7 +103,7 @@ def _script_line() -> str:
 
 
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """Return a checksum of the values of a call; on a GPU of shapes alone, without a wait."""
+    """Return a checksum of a call's input: structure, shapes, types, and values that are on the CPU."""
     crc = zlib.crc32(json.dumps(parts).encode())
     for tensor in tensors:
         crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)

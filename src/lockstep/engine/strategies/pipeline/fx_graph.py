@@ -1,7 +1,7 @@
-"""The graph of a model's forward pass, by torch.fx.
+"""Tracing of a model's forward pass to a graph by torch.fx.
 
-The model's own `forward` runs once on symbols. Python code in it, which reads a number or decides by it,
-runs once for all passes.
+The model's `forward` runs once on symbolic values (`fx.Proxy`). So its Python code, such as an `if`, runs
+once and not in each pass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Traced:
     """A model's forward pass as a graph.
 
     Attributes:
-        constants: tensors that `forward` makes without its arguments, by their names in the graph.
-        opened: names of the parts that were looked into.
-        fixed: arguments that have their default value in it.
-        steps: its nodes that compute something, in order.
-        weights: for each of them, bytes of the parameters that it is the first to use.
+        constants: tensors that `forward` computes without its arguments, by their names in the graph.
+        opened: names of the submodules whose `forward` was traced, too.
+        fixed: arguments that have their default value in the graph.
+        steps: nodes of the graph that compute something, in order.
+        weights: for each step, bytes of the parameters that no earlier step uses.
     """
 
     graph: fx.Graph
@@ -43,9 +43,9 @@ class Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Keeps parts whole, but for those that are to be looked into."""
+    """Traces a model's `forward`, and those of the submodules `opened`; calls of others are one node."""
 
-    proxy_buffer_attributes = True  # what is computed of a buffer is computed each time
+    proxy_buffer_attributes = True  # operations on buffers become nodes, computed in each pass
 
     def __init__(self, opened: frozenset[str]) -> None:
         super().__init__()
@@ -61,18 +61,16 @@ class _Tracer(fx.Tracer):
 
 
 def _mode() -> tuple[bool, ...]:
-    """Return what a `with` may change for the calls inside, which a graph does not have."""
+    """Return the current grad, inference and autocast modes, which a graph does not record."""
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", accelerator.kind() or "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 def trace(module: nn.Module, opened: frozenset[str]) -> Traced:
-    """Return the forward pass of `module`, which is the same one in training and in evaluation.
+    """Trace the forward pass of `module`, in training and in evaluation mode; `module` is not changed.
 
-    `module`: the model; it is left as it was.
-
-    Raises:
-        ModelError: if it cannot be traced, or another pass is seen to be another one.
+    `opened`: names of the submodules whose `forward` is traced, too. A model that cannot be traced, or
+    whose graphs in the two modes differ, raises a `ModelError`.
     """
     fixed = _defaults(module)
     graph, constants = _trace_in(True, module, opened, fixed)
@@ -98,7 +96,7 @@ def trace(module: nn.Module, opened: frozenset[str]) -> Traced:
 
 def _equal(one: Any, other: Any) -> bool:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return True  # the graph shows it
+        return True  # a difference would be in the graph, too
     alike = one.dtype == other.dtype and one.shape == other.shape
     return alike and torch.allclose(one, other, 0, 0, equal_nan=True)
 
@@ -106,12 +104,12 @@ def _equal(one: Any, other: Any) -> bool:
 def _trace_in(
     training: bool, module: nn.Module, opened: frozenset[str], fixed: dict[str, Any]
 ) -> tuple[fx.Graph, dict[str, Any]]:
-    """Trace as in training, or as in evaluation: not by `Module.train`, which users override."""
+    """Return the graph of a forward pass in training or evaluation mode, and its constants."""
     name, modes = type(module).__name__, {part: part.training for part in module.modules()}
     before = Generators.now()
     with undisturbed(), _Attributes(module) as changed, torch.set_grad_enabled(training):
         try:
-            for part in modes:
+            for part in modes:  # not by `Module.train`, which users override
                 part.training = training
             tracer = _Tracer(opened)
             graph = tracer.trace(module, concrete_args=dict(fixed) or None)
@@ -134,10 +132,9 @@ def _trace_in(
 
 
 def _refuse(name: str, tracer: _Tracer, changed: Sequence[str], *, has_drawn: bool) -> None:
-    """Refuse side effects of the pass that a graph does not have.
+    """Raise a `ModelError` for side effects of `forward`, which a graph does not contain.
 
-    Raises:
-        ModelError: if it has drawn, run a part in another mode, or set an attribute.
+    They are random numbers, grad or autocast modes, and assignments to attributes (`changed`).
     """
     seen = ""
     if has_drawn:
@@ -155,7 +152,7 @@ def _refuse(name: str, tracer: _Tracer, changed: Sequence[str], *, has_drawn: bo
 
 
 class _Attributes:
-    """The attributes of a model's modules, which the body of `with` may change, and which are restored."""
+    """Context manager that restores all attributes of a model's modules, and lists the changed ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self._spaces = [
@@ -165,12 +162,12 @@ class _Attributes:
         ]
 
     def is_new(self, name: str) -> bool:
-        """Whether the model itself has an attribute of this name that it did not have before."""
+        """Whether the model itself got an attribute `name` inside the `with` block."""
         _, now, before = self._spaces[0]
         return name in now and name not in before
 
     def names(self, constants: dict[str, Any]) -> list[str]:
-        """Return the names of changed attributes, without those of a `cached_property`."""
+        """Return the names of changed attributes, except `constants` and those of a `cached_property`."""
         return [
             name
             for kind, now, before in self._spaces
@@ -194,7 +191,7 @@ class _Attributes:
 
 
 def _copy_constants(graph: fx.Graph, constants: dict[str, Any]) -> None:
-    """Copy constants in each pass, as `forward` may write into them."""
+    """Insert a `clone` of each constant tensor into the graph, since `forward` may modify it in place."""
     for name in (n for n, value in constants.items() if isinstance(value, torch.Tensor)):
         first, *others = [n for n in graph.nodes if n.op == "get_attr" and n.target == name]
         with graph.inserting_after(first):
@@ -206,7 +203,7 @@ def _copy_constants(graph: fx.Graph, constants: dict[str, Any]) -> None:
 
 
 def _remove_checks(graph: fx.Graph) -> None:
-    """Remove torch's checks that arguments have their default values, which `Program.bind` makes."""
+    """Remove fx's assertions that arguments have their default values: `Program.bind` checks that."""
     for node in graph.nodes:
         is_check = getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
         checked = node.all_input_nodes[:1] if is_check else []
@@ -222,7 +219,7 @@ def _compares_an_argument(node: fx.Node) -> bool:
 
 
 def _parameters(module: nn.Module, node: fx.Node) -> list[nn.Parameter]:
-    """Return the parameters of the part that a step calls, and those that it is given directly."""
+    """Return the parameters of the submodule that a step calls, and parameters among its arguments."""
     found = []
     if node.op == "call_module":
         found = list(module.get_submodule(str(node.target)).parameters())
@@ -235,11 +232,7 @@ def _parameters(module: nn.Module, node: fx.Node) -> list[nn.Parameter]:
 
 
 def _defaults(module: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `forward` that have a default value.
-
-    Raises:
-        ModelError: if it takes any number of arguments.
-    """
+    """Return default values of `forward`'s arguments; raise a `ModelError` for `*args` or `**kwargs`."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise ModelError(

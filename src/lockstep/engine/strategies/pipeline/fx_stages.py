@@ -1,9 +1,9 @@
-"""Stages of models that are not sequential: the graph of the forward pass (torch.fx), split.
+"""Stages of models that are not `nn.Sequential`: the graph of the forward pass (torch.fx) is split.
 
-The model's own `forward` runs once on symbols, and the parts that it calls stay whole. Only a part that is
-heavier than a stage should be, or has the place where the user wants a cut inside of it, is traced in turn.
+The model's `forward` is traced; a call of a submodule is one node. The `forward` of a submodule is traced,
+too, if it has more parameters than a stage should have, or if the user wants to cut inside it.
 
-`torch.fx.passes.split_module` makes stages, too, but hands parameters from one to the next as values.
+`torch.fx.passes.split_module` splits graphs, too, but passes parameters from stage to stage as values.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lockstep.engine.strategies.pipeline.stage import (
 )
 from lockstep.errors import ModelError, UsageError
 
-#: Part of its weight that the heaviest stage may keep, for a part to be traced.
+#: A submodule is traced only if the heaviest stage then has less than this part of its bytes.
 _WORTH = 0.9
 
 
 def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
-    """Return `module` as `count` stages.
+    """Cut `module` into `count` stages.
 
-    `split`: names of the parts that the second and each later stage begin with.
+    `split`: names of the submodules with which the second and each later stage begin.
 
     Raises:
-        UsageError: if there are not enough parts.
-        ModelError: if the model cannot be traced, or cut there.
+        UsageError: if the model has too few parts with parameters.
+        ModelError: if the model cannot be traced, or cannot be cut at `split`.
     """
     for name in split or ():
         find(name, [other for other, _ in module.named_modules() if other])
@@ -43,14 +43,23 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
     starts = _balanced(traced, module, count)
     if split is not None:
         starts = [0, *(_begin(name, traced) for name in split)]
-    return _program(module, traced, pieces_from(starts, len(traced.steps), split))
+    alive = _alive(traced)
+    stages = []
+    for piece in pieces_from(starts, len(traced.steps), split):
+        end = piece.stop == len(traced.steps)
+        keeps = () if end else tuple(node.name for node in alive[piece.stop])
+        stages.append(_stage(module, traced, traced.steps[piece.start : piece.stop], keeps))
+    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    signature = inspect.signature(module.forward)
+    inputs = dict(zip(signature.parameters, placeholders, strict=True))
+    return Program(tuple(stages), signature, inputs, traced.fixed)
 
 
 # --- where to cut ----------------------------------------------------------------------------------
 
 
 def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
-    """Trace `module`, and look into parts where that makes the heaviest stage a good deal lighter."""
+    """Trace `module`, and submodules if that makes the heaviest stage at least 10 % lighter."""
     opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
     traced = best = trace(module, opened)
     least = _heaviest(traced, count)
@@ -67,7 +76,7 @@ def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
 
 
 def _heaviest(traced: Traced, count: int) -> float:
-    """Return the weight of the heaviest of `count` stages; infinite if there cannot be as many."""
+    """Return the bytes of the heaviest of `count` stages; infinite if the model has too few parts."""
     weights = [weight for weight in traced.weights if weight]
     if len(weights) < count:
         return float("inf")
@@ -75,7 +84,7 @@ def _heaviest(traced: Traced, count: int) -> float:
 
 
 def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) -> str | None:
-    """Return the heaviest part that is worth a look inside; `None` if the stages are fine as it is."""
+    """Return the heaviest submodule to trace next, not in `closed`; `None` if none is too heavy."""
     share = sum(traced.weights) / count
     few = sum(weight > 0 for weight in traced.weights) < count
     candidates = [
@@ -90,7 +99,7 @@ def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) 
 
 
 def _begin(name: str, traced: Traced) -> int:
-    """Return the first step that belongs to the part `name`."""
+    """Return the index of the first step that calls the submodule `name`."""
     for place, node in enumerate(traced.steps):
         if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
             return place
@@ -100,7 +109,7 @@ def _begin(name: str, traced: Traced) -> int:
 
 
 def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
-    """Return where stages begin that have about as many bytes of parameters as each other."""
+    """Return the first step of each stage, so that stages have similar bytes of parameters."""
     heavy = [place for place, weight in enumerate(traced.weights) if weight]
     if len(heavy) < count:
         raise UsageError(
@@ -111,14 +120,14 @@ def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
     alive = _alive(traced)
     starts = [0]
     for piece in balance([traced.weights[place] for place in heavy], count)[1:]:
-        # What has no parameters may go to either side: cut where the fewest values cross.
+        # Steps without parameters may be in either stage: cut where the fewest values are sent.
         before, begin = heavy[piece.start - 1], heavy[piece.start]
         starts.append(min(range(begin, before, -1), key=lambda place: len(alive[place])))
     return starts
 
 
 def _alive(traced: Traced) -> list[list[fx.Node]]:
-    """Return, for each step, the results of steps before it that it or later ones use."""
+    """Return, for each step, the results of earlier steps that this or a later step uses."""
     places = {node: place for place, node in enumerate(traced.steps)}
     end = len(traced.steps)
     last = {node: max((places.get(u, end) for u in node.users), default=-1) for node in places}
@@ -128,22 +137,10 @@ def _alive(traced: Traced) -> list[list[fx.Node]]:
 # --- stages ----------------------------------------------------------------------------------------
 
 
-def _program(module: nn.Module, traced: Traced, pieces: Sequence[range]) -> Program:
-    alive = _alive(traced)
-    stages = []
-    for piece in pieces:
-        end = piece.stop == len(traced.steps)
-        keeps = () if end else tuple(node.name for node in alive[piece.stop])
-        stages.append(_stage(module, traced, traced.steps[piece.start : piece.stop], keeps))
-    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
-    signature = inspect.signature(module.forward)
-    inputs = dict(zip(signature.parameters, placeholders, strict=True))
-    return Program(tuple(stages), signature, inputs, traced.fixed)
-
-
 def _stage(
     module: nn.Module, traced: Traced, steps: Sequence[fx.Node], keeps: tuple[str, ...]
 ) -> Stage:
+    """Return the stage that computes the nodes `steps`; `keeps`: names of the values that it sends on."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = [n for n in traced.graph.nodes if n.op == "output" and steps[-1] is traced.steps[-1]]
     used = [n for node in (*steps, *outputs) for n in node.all_input_nodes]
@@ -160,22 +157,18 @@ def _stage(
         gives = tuple(node.name for node in steps if node.name in keeps)
         graph.output(tuple(copies[node] for node in steps if node.name in keeps))
     own = vars(module)
-    own.update(traced.constants)  # torch looks for them there
+    own.update(traced.constants)  # `GraphModule` copies them from the module's attributes
     try:
         compiled = fx.GraphModule(module, graph)
     finally:
         for name in traced.constants:
             del own[name]
-    _without_strangers(compiled, module)
-    called = [str(n.target) for n in steps if n.op == "call_module"] or [n.name for n in steps]
-    return Stage(compiled, tuple(n.name for n in takes), gives, keeps, called[0], called[-1])
-
-
-def _without_strangers(compiled: nn.Module, module: nn.Module) -> None:
-    """Make plain attributes of what fx has made buffers, and are none of the model's: constants."""
-    own = {id(buffer) for buffer in module.buffers()}
+    # fx registers constants as buffers; they become plain attributes.
+    buffers = {id(buffer) for buffer in module.buffers()}
     for part in compiled.modules():
         for name, tensor in list(part._buffers.items()):
-            if tensor is not None and id(tensor) not in own:
+            if tensor is not None and id(tensor) not in buffers:
                 del part._buffers[name]
                 vars(part)[name] = tensor
+    called = [str(n.target) for n in steps if n.op == "call_module"] or [n.name for n in steps]
+    return Stage(compiled, tuple(n.name for n in takes), gives, keeps, called[0], called[-1])

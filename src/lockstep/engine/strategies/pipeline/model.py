@@ -1,4 +1,4 @@
-"""Strategy `pipeline`: a stage of the model on each rank, and data parallelism over rows."""
+"""Strategy `pipeline`: each rank of a row has one stage of the model; rows are data-parallel."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lockstep.errors import ExactnessError, UsageError
 class PipelinedModel(SpreadModel):
     """A model of which this rank has one stage.
 
-    The user's module stays what the script calls: its `forward` goes through the stages of all ranks.
-    Parameters of other stages are on the device `meta`, where they have a shape and no memory. So every
-    rank's optimizer counts the parameters of the whole model, and acts on those that get gradients here.
+    The script calls its own module, whose `forward` is replaced by a pass through the stages of all ranks.
+    Parameters of other stages are on the device `meta`, with a shape and without memory. So the optimizer
+    of each rank has all parameters, and updates those of its stage, which alone have gradients.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PipelinedModel(SpreadModel):
     ) -> None:
         super().__init__(module, context, reducer)
         if schedule.chunks > 1:
-            # Statistics of a batch, and random numbers for it, are others for chunks.
+            # Batch statistics and random numbers of chunks differ from those of the whole batch.
             other = looks_at_batches(module) or draws(module)
             self.exactness = "approximate" if other else "close"
             schedule.drawn = lambda: self._warn_of_draws("for each chunk by itself")
@@ -60,7 +60,7 @@ class PipelinedModel(SpreadModel):
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The leaf of the graph of a loss that depends on the model."""
+        """The leaf tensor of autograd's graph that stands for the parameters of all stages."""
         return [self._schedule.leaf]
 
     def _prepare(self, microbatch: Microbatch) -> None:
@@ -70,7 +70,7 @@ class PipelinedModel(SpreadModel):
         self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch, after the loop's body."""
+        """End a microbatch, and record that the next calls of the model are outside of a loop."""
         super().microbatch_ends(microbatch, left=left)
         self._schedule.calls.where = OUTSIDE
 
@@ -83,21 +83,21 @@ class PipelinedModel(SpreadModel):
         for parameter, gradient in zip(self._own, total, strict=True):
             parameter.grad = gradient
 
-    # --- the whole of it -------------------------------------------------------------------------
+    # --- state of the whole model ------------------------------------------------------------------
 
     def _gathered(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of all stages; collective."""
+        """All-gather dictionaries over the row, and return their union; collective."""
         return {key: value for part in self._row.gather(dict(own)) for key, value in part.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the whole model's `state_dict`; collective."""
+        """Gather the whole model's `state_dict` from all stages; collective."""
         state = self.module.state_dict(keep_vars=True)
         own = {n: v.detach() for n, v in state.items() if _is_here(v)}
         everything = self._gathered(own)
         return {name: everything.get(name, value) for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a whole model's `state_dict`."""
+        """Load this rank's stage from a whole model's `state_dict`."""
         known = self.module.state_dict(keep_vars=True)
         if known.keys() != state.keys():
             missing, strange = known.keys() - state.keys(), state.keys() - known.keys()
@@ -110,31 +110,31 @@ class PipelinedModel(SpreadModel):
         self.module.load_state_dict(own, strict=False)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of all stages that wait for a step."""
+        """Gather the gradients of all stages that no step has used yet; collective."""
         return self._gathered(super().gradients())
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's part of what `gradients` returned."""
+        """Load the gradients of this rank's stage from those that `gradients` returned."""
         here = {name for name, p in self.module.named_parameters() if not p.is_meta}
         super().load_gradients({n: v for n, v in gradients.items() if n in here})
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers of all stages that `state_dict` leaves out."""
+        """Gather the buffers with `persistent=False` from all stages; collective."""
         own = super().unsaved_buffers()
         return self._gathered({name: value for name, value in own.items() if _is_here(value)})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` that an optimizer of the whole model would have."""
+        """Gather an optimizer's state from all stages, and return its `state_dict`; collective."""
         state = optimizer.state_dict()
-        own = _of_stage(optimizer, state)  # Adagrad has state of others' parameters, too: no values
+        own = _of_stage(optimizer, state)  # Adagrad has state of parameters on `meta`, too
         return {**state, "state": dict(sorted(self._gathered(own).items()))}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of what `optimizer_state` returned."""
+        """Load an optimizer's state of this rank's stage from the `state_dict` of the whole model."""
         super().load_optimizer(optimizer, {**state, "state": _of_stage(optimizer, state)})
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of all gradients, as a single process computes it."""
+        """Return the total norm of the gradients of all stages, with the bits of a single process."""
         own = {
             place: each_norm([p.grad], norm_type)[0]
             for place, p in enumerate(parameters)
@@ -144,17 +144,17 @@ class PipelinedModel(SpreadModel):
         return total_norm([norms[place] for place in sorted(norms)], norm_type)
 
     def ends(self) -> dict[str, int]:
-        """Return bytes that went to other stages, and came from them."""
+        """Return the number of bytes sent to other stages, and received from them."""
         return self._row.moved
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> PipelinedModel:
-    """Cut `module` into stages and wrap this rank's.
+    """Cut `module` into one stage per rank of a row, and wrap this rank's stage.
 
     Raises:
-        UsageError: if stages don't fit the ranks, or the exchange cannot serve them.
+        UsageError: if the model has too few parts for the ranks, or a keyword is invalid.
         ModelError: if the model cannot be cut.
-        ExactnessError: for several chunks, with `exact`.
+        ExactnessError: with `exact`, for several chunks.
     """
     assert context.mesh is not None
     row = Row(context.mesh.get_group("model"), context.device)
@@ -167,7 +167,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) 
         f"{chunks} chunk{'s' if chunks > 1 else ''} per batch"
     )
     own_ids = {id(t) for t in _tensors(program.stages[row.rank].module)}
-    if row.rank == row.size - 1:  # has the tensors that no stage computes with, too
+    if row.rank == row.size - 1:  # tensors that no stage uses are on the last rank
         used = {id(t) for stage in program.stages for t in _tensors(stage.module)}
         own_ids |= {id(t) for t in _tensors(module)} - used
     _place(module, own_ids, context.device)
@@ -207,7 +207,7 @@ def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
 
 
 def _place(module: nn.Module, own_ids: set[int], device: torch.device) -> None:
-    """Move this rank's tensors to its device, and all others to `meta`."""
+    """Move the tensors in `own_ids` to `device`, and all others of `module` to `meta`."""
     shapes: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for own in (part._parameters, part._buffers):
@@ -217,17 +217,17 @@ def _place(module: nn.Module, own_ids: set[int], device: torch.device) -> None:
                 if id(tensor) in own_ids:
                     _move(tensor, device)
                 elif not tensor.is_meta:
-                    # One for all names: an optimizer counts a tied parameter once.
+                    # One tensor for all names of a tied parameter, which an optimizer has once.
                     shape = shapes.setdefault(id(tensor), _shape_of(tensor))
                     own[name] = shape  # type: ignore[assignment]
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor, which stays the same object: optimizers have it."""
+    """Move a tensor to `device` in place: an optimizer may have a reference to it."""
     moved = tensor.detach().to(device)
     if torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
-    else:  # devices of PrivateUse1, such as Ascend's, have tensors of another type
+    else:  # a device of PrivateUse1, such as Ascend's, has another type of tensor
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, tensor.requires_grad)
         moved.__dict__.update(tensor.__dict__)
@@ -248,7 +248,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _of_stage(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return an optimizer's state of the parameters that this rank has, by their numbers."""
+    """Return the entries of `state`, an optimizer's `state_dict`, for parameters of this rank's stage."""
     here = {number for number, p in numbered(optimizer, state).items() if not p.is_meta}
     return {number: value for number, value in state["state"].items() if number in here}
 

@@ -1,8 +1,8 @@
-"""Point-to-point messages between stages: tensors in tuples, lists and dictionaries.
+"""Messages between the ranks of a row (pipeline stages): tensors in tuples, lists and dictionaries.
 
-A message is a JSON header of a fixed size, which holds the structure and what each tensor is like, and
-then the tensors. Nothing has to be known of them in advance: a batch may be shorter than the one before.
-The header goes over the processor's memory, tensors over that of their device.
+A message is a JSON header, with the structure, shapes and types, and then the tensors. So the receiver
+need not know shapes in advance, and batches may differ in length. The header is sent from CPU memory,
+tensors from their device.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ import torch.distributed as dist
 from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.errors import ModelError
 
-_BLOCK = 512  # bytes; one message is enough for the header of a few tensors
+_BLOCK = 512  # bytes of the first block, enough for the header of a few tensors
 _LENGTH = 8
 _TEXT = 512  # bytes
-_SMALL = (
-    1 << 14
-)  # bytes up to which a tensor goes in one piece with others: each piece takes its time
+_SMALL = 1 << 14  # tensors of at most so many bytes are sent in one block together
 
 
 def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` as JSON, with a number in the place of each tensor, which is added to `tensors`.
+    """Return the structure of `value` as JSON, with indices of its tensors, which are added to `tensors`.
 
-    Raises:
-        ModelError: if there is anything in it that another process could not make again.
+    Objects other than tensors, numbers, strings and containers raise a `ModelError`.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -55,7 +52,7 @@ def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def assemble(parts: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value from the `parts` and `tensors` of `dismantle`."""
+    """Return the value that `dismantle` has split into `parts` and `tensors`."""
     ((kind, content),) = parts.items()
     if kind == "tensor":
         return tensors[content]
@@ -70,7 +67,7 @@ def assemble(parts: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A received value: its structure, its tensors, and which of them need gradients."""
+    """A received value: its structure, its tensors, and whether each tensor needs a gradient."""
 
     parts: Any
     tensors: list[torch.Tensor]
@@ -78,15 +75,15 @@ class Message:
 
     @property
     def value(self) -> Any:
-        """The value."""
+        """The value, assembled from its structure and tensors."""
         return assemble(self.parts, self.tensors)
 
 
 class Row:
-    """The ranks that hold one model together, in order.
+    """Communication between the ranks of a row of the mesh, which hold one model together.
 
     Attributes:
-        moved: bytes that it has sent and received, without those of `gather`.
+        moved: number of bytes that this rank has sent and received, without those of `gather`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -96,17 +93,17 @@ class Row:
         self.moved = {"sent": 0, "received": 0}
 
     def of_run(self, place: int) -> int:
-        """Return the number in the run of the rank at `place`."""
+        """Return the global rank of the process that has rank `place` in the row."""
         return dist.get_global_rank(self._group, place)
 
     def compare(self, text: bytes) -> list[bytes]:
-        """Gather a text of each rank, of at most 512 bytes; collective."""
+        """All-gather the texts of the row's ranks, at most 512 bytes each; collective."""
         return gather_texts(text, _TEXT, self._group)
 
-    # --- from one to the next --------------------------------------------------------------------
+    # --- from one stage to the next ----------------------------------------------------------------
 
     def send(self, value: Any, to: int) -> None:
-        """Begin to send `value` to another rank; it must not change until `flush`."""
+        """Begin to send `value` to rank `to` of the row; the caller must not change it until `flush`."""
         header, flats = _outgoing(value, self._device)
         for block in (*_blocks(header), *flats):
             work = dist.isend(block, group=self._group, group_dst=to)
@@ -115,13 +112,13 @@ class Row:
             self.moved["sent"] += block.numel()
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all values of `send` are sent."""
         sending, self._sending = self._sending, []
         for work, _ in sending:
             work.wait()
 
     def receive(self, source: int) -> Message:
-        """Wait for a value of another rank."""
+        """Wait for a value that rank `source` of the row sends, and return it."""
 
         def fill(block: torch.Tensor) -> None:
             dist.recv(block, group=self._group, group_src=source)
@@ -129,13 +126,13 @@ class Row:
 
         return _incoming(fill, self._device)
 
-    # --- from one to all -------------------------------------------------------------------------
+    # --- from one rank to the whole row ------------------------------------------------------------
 
     def share(self, value: Any, source: int, device: torch.device | None = None) -> Message:
-        """Broadcast the `value` of rank `source`; collective.
+        """Broadcast the `value` of rank `source` over the row; collective.
 
-        `value`: anything, on the other ranks. `device`: where tensors are to be; by default what this
-        rank computes on.
+        `value`: ignored on the other ranks. `device`: device of the returned tensors; by default this
+        rank's device.
         """
         device = device or self._device
 
@@ -151,11 +148,11 @@ class Row:
         tensors: list[torch.Tensor] = []
         parts = dismantle(value, tensors)
         needy = [tensor.requires_grad for tensor in tensors]
-        # Where the others have them: ranks compare hashes, which belong to a device.
+        # On the device that the other ranks use: they compare hashes, which depend on the device.
         return Message(parts, [tensor.to(device) for tensor in tensors], needy)
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value of each rank, on the CPU; collective."""
+        """All-gather a value of each rank of the row, with tensors on the CPU; collective."""
         moved, cpu = dict(self.moved), torch.device("cpu")
         values = [self.share(value, other, cpu).value for other in range(self.size)]
         self.moved = moved
@@ -163,12 +160,13 @@ class Row:
 
 
 def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the header of a message, and its tensors as pieces of bytes on `device`."""
+    """Return the header of a message, and its tensors as blocks of bytes on `device`."""
     tensors: list[torch.Tensor] = []
     parts = dismantle(value, tensors)
     kinds, flats = [], []
     for tensor in tensors:
-        plain = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+        plain = tensor.detach() if is_dense else tensor.detach().contiguous()
         kind = str(tensor.dtype).removeprefix("torch.")
         kinds.append([kind, list(plain.shape), list(plain.stride()), tensor.requires_grad])
         if plain.numel():
@@ -179,22 +177,12 @@ def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tenso
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor that fills its memory."""
+    """Return the bytes of a dense tensor as a flat view."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory, in any order, so that it can be sent as it is."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _blocks(header: bytes) -> Iterator[torch.Tensor]:
-    """Yield the block that begins a message, and a second one if the header is too long for it."""
+    """Yield the header as a block of fixed size, and its rest as a second block if it is longer."""
     length = len(header).to_bytes(_LENGTH, "little")
     room = _BLOCK - _LENGTH
     yield _bytes((length + header[:room]).ljust(_BLOCK, b"\0"))
@@ -207,7 +195,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _incoming(fill: Any, device: torch.device) -> Message:
-    """Return a message whose blocks `fill` receives, one after the other, into the memory it is given."""
+    """Receive a message on `device`; `fill` receives one block into its argument."""
     block = torch.empty(_BLOCK, dtype=torch.uint8)
     fill(block)
     data = block.numpy().tobytes()

@@ -1,7 +1,6 @@
-"""Partition of a model into stages, one for each rank.
+"""Partition of a model into pipeline stages, one for each rank of a row.
 
-A row of modules is cut between its modules. Any other model is cut where its forward pass allows it
-(`fx_stages.py`).
+An `nn.Sequential` is cut between its modules, any other model between nodes of its graph (`fx_stages.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from lockstep.errors import ModelError, UsageError
 
 
 def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
-    """Return `module` as `count` stages.
+    """Cut `module` into `count` stages.
 
-    `split`: names of the parts that the second and each later stage begin with; by default stages are to
-    have as many bytes of parameters as each other, as far as the parts allow it.
+    `split`: names of the submodules with which the second and each later stage begin; by default stages
+    get similar bytes of parameters.
 
     Raises:
-        UsageError: if the stages don't fit the ranks.
-        ModelError: if the model cannot be cut, or not there.
+        UsageError: if the number of stages is not that of the ranks.
+        ModelError: if the model cannot be cut, or cannot be cut at `split`.
     """
     if isinstance(split, str) or not isinstance(split, Sequence | None):
         raise UsageError(f"split is {split!r}; expected a list of names of the model's parts")
@@ -46,7 +45,7 @@ def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
 
 
 class _Call(nn.Module):
-    """The modules of one stage of a row."""
+    """The modules of one stage of an `nn.Sequential`, called one after the other."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class _Call(nn.Module):
 
 def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
     names, parts = [n for n, _ in module.named_children()], list(module.children())
-    if len(module._modules) != len(parts):  # named_children leaves out what is there twice
+    if len(module._modules) != len(parts):  # named_children yields a repeated module once
         names, parts = list(module._modules), [m for m in module._modules.values() if m is not None]
     if len(parts) < count:
         raise UsageError(
@@ -87,7 +86,7 @@ def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Prog
 
 
 def _check_shared(module: nn.Module, program: Program) -> None:
-    """Refuse a parameter that two stages use: its gradient would have to be summed over them."""
+    """Raise a `ModelError` if two stages use one parameter: its gradients would have to be summed."""
     names = {id(tensor): name for name, tensor in _tensors(module)}
     owners: dict[int, int] = {}
     for number, stage in enumerate(program.stages):

@@ -1,11 +1,11 @@
 """Schedule of a pipeline: forward and backward passes through the stages.
 
-A call of the model is one node of autograd's graph on every rank of the row: what the script computes from
-its output, all ranks compute alike, and when gradients come back to that node the ranks go through their
-stages in the other direction. So the script's loop is the one it would be on a single device.
+Every rank of the row gets the model's output, and computes the same loss from it. The call of the model is
+one node of autograd's graph. In the backward pass of that node, gradients are sent through the stages in
+reverse order. So the script's loop is that of a single device.
 
-All chunks of a batch go forward, one after the other, before the first goes back (GPipe, Huang et al.,
-arXiv:1811.06965), as the loss is the script's affair and needs the whole output.
+The forward passes of all chunks come before the first backward pass (GPipe, Huang et al.,
+arXiv:1811.06965), since the script computes the loss from the whole output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class _Arrival:
-    """A tensor from another stage, and its gradient, which is sent back there."""
+    """A tensor received from the previous stage, and its gradient, which is sent to that stage."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -40,7 +40,7 @@ class _Arrival:
 
 
 class _Arrive(torch.autograd.Function):
-    """Starts a graph with a tensor that is no leaf: the next module may change it in place."""
+    """Autograd function that makes a received tensor a non-leaf, which modules may modify in place."""
 
     @staticmethod
     def forward(ctx: Any, _leaf: torch.Tensor, arrival: _Arrival) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Call(torch.autograd.Function):
-    """The whole model as one node of the graph."""
+    """Autograd function that makes a call of the whole model one node of the graph."""
 
     @staticmethod
     def forward(
@@ -79,14 +79,14 @@ class _Call(torch.autograd.Function):
 
 
 class Schedule:
-    """The part of a rank in forward and backward passes through one model.
+    """The `forward` of a pipelined model: runs this rank's stage, and communicates with the other stages.
 
     Args:
-        chunks: in how many parts a batch goes through the stages, and the arguments that are cut for it.
+        chunks: number of chunks of a batch, and names of the arguments that are cut into chunks.
 
     Attributes:
-        leaf: what the graph of a loss ends at where it depends on the model.
-        drawn: called when a chunk has drawn, on any rank.
+        leaf: leaf tensor at which the graph of a loss ends, in place of the parameters.
+        drawn: called if a chunk has drawn random numbers, on any rank.
     """
 
     def __init__(
@@ -107,33 +107,24 @@ class Schedule:
 
     @property
     def stage(self) -> Stage:
-        """This rank's stage."""
+        """The stage of this rank."""
         return self.program.stages[self.row.rank]
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank's stage begins the model."""
-        return self.row.rank == 0
-
-    @property
     def is_last(self) -> bool:
-        """Whether this rank's stage ends it."""
+        """Whether this rank has the last stage of the model."""
         return self.row.rank == self.row.size - 1
 
     @property
     def accumulates(self) -> bool:
-        """Whether the backward pass that runs now is one for all parameters, and not `autograd.grad`.
+        """Whether the current backward pass accumulates gradients of parameters, unlike `autograd.grad`.
 
-        torch.autograd.graph.register_multi_grad_hook asks the engine the same way (torch 2.13).
+        torch.autograd.graph.register_multi_grad_hook uses the same private function (torch 2.13).
         """
         return torch._C._will_engine_execute_node(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, on every rank of the row; all of them call with the same input.
-
-        Raises:
-            MismatchError: if another rank is in another pass, or calls with another input.
-        """
+        """Return the model's output on every rank of the row; collective, with equal inputs."""
         values = self.program.bind(args, kwargs)
         passing = _Pass(self, values)
         with self.passing():
@@ -151,10 +142,9 @@ class Schedule:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Go through this rank's stage in the body, with messages that other ranks wait for.
+        """Return a context manager for a forward or backward pass of this rank's stage.
 
-        Raises:
-            StepError: if an exception has ended an earlier pass: what it left out would be taken for this.
+        After a pass that an exception has ended, it raises a `StepError`: messages may be missing.
         """
         if self._is_interrupted:
             raise StepError(
@@ -184,24 +174,26 @@ class _Pass:
         self._left: list[list[torch.Tensor]] = []
         self._number = schedule.calls.next()
         self._is_over = False
-        self._has_drawn = False  # a chunk, in this stage or in those before
+        self._has_drawn = (
+            False  # whether a chunk has drawn random numbers, in this or earlier stages
+        )
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """Tensors of the call that need gradients."""
+        """The tensors among the call's arguments that need gradients."""
         return [self._tensors[place] for place in self._given]
 
     # --- forward ---------------------------------------------------------------------------------
 
     def forward(self) -> Message:
-        """Go through this rank's stage with all chunks, and return the model's output."""
+        """Run this rank's stage on all chunks, and return the model's output, from the last rank."""
         self._schedule.calls.check(
             "forward pass", self._number, fingerprint(self._parts, self._tensors)
         )
         if len(self._sizes) == 1:
-            # Draws as one process would: each stage resumes from where the one before has drawn.
+            # As in one process: each stage continues the random stream of the previous stage.
             return self._share(*self._forward_chunk(0, Generators.now()))
-        # What a chunk draws cannot resume from where the chunk before has drawn in later stages.
+        # A chunk cannot continue the stream of the previous chunk, which later stages still use.
         key = derive(int(torch.randint(2**62, ())), FORWARD, self._schedule.row.rank)
         with undisturbed():
             set_key(key)
@@ -210,7 +202,7 @@ class _Pass:
         return self._share(merged, None)
 
     def _share(self, output: Any, states: States | None) -> Message:
-        """Return the last rank's `output`, and take its generators' states."""
+        """Broadcast the last rank's `output` and the `states` of its generators; return the output."""
         row = self._schedule.row
         row.flush()
         message = row.share([output, states, self._has_drawn], row.size - 1)
@@ -224,13 +216,14 @@ class _Pass:
     def _forward_chunk(
         self, chunk: int, begin: Generators | None = None
     ) -> tuple[Any, States | None]:
-        """Go through the stage with one chunk; return its output where it is the model's.
+        """Receive one chunk, run the stage on it, and send the result; return the last stage's output.
 
-        `begin`: where the generators stood when the model was called, if the stages draw in turn; then
-        where they stand afterwards is returned, or `None` if no chunk has drawn.
+        `begin`: state of the random generators at the call, if stages continue one stream. Then the state
+        after the stage is returned, too; `None` if nothing was drawn.
         """
         schedule = self._schedule
-        message = None if schedule.is_first else schedule.row.receive(schedule.row.rank - 1)
+        rank = schedule.row.rank
+        message = schedule.row.receive(rank - 1) if rank else None
         if message is not None:
             _, states, has_drawn = message.value
             self._has_drawn |= has_drawn
@@ -244,14 +237,15 @@ class _Pass:
             states = None
         if schedule.is_last:
             return kept, states
-        schedule.row.send([kept, states, self._has_drawn], schedule.row.rank + 1)
+        schedule.row.send([kept, states, self._has_drawn], rank + 1)
         return None, states
 
     def _compute(self, chunk: int, message: Message | None) -> Any:
-        """Return the output of this rank's stage, or of the model, for a chunk."""
+        """Run this rank's stage on a chunk; return values for the next stage, or the model's output."""
         schedule, stage = self._schedule, self._schedule.stage
         values = self._begin(chunk)
         arrived: list[_Arrival] = []
+        tensors: list[torch.Tensor] = []
         if message is not None:
             pairs = zip(message.tensors, message.needy, strict=True)
             tensors = [self._enter(tensor, needy, arrived) for tensor, needy in pairs]
@@ -263,11 +257,14 @@ class _Pass:
         given = stage.module(*(values[name] for name in stage.takes))
         values |= dict(zip(stage.gives, given, strict=True))
         kept = given[0] if schedule.is_last else [values[name] for name in stage.keeps]
-        self._left.append(_needy(kept))  # refuses what cannot be sent
+        tensors = []
+        dismantle(kept, tensors)  # raises an error for objects that cannot be sent
+        grad = torch.is_grad_enabled()
+        self._left.append([tensor for tensor in tensors if grad and tensor.requires_grad])
         return kept
 
     def _begin(self, chunk: int) -> Values:
-        """Return the inputs of the call, cut to a chunk."""
+        """Return the arguments of the call, cut to one chunk of the batch."""
         tensors: list[torch.Tensor] = []
         begun: list[_Arrival] = []
         for place, tensor in enumerate(self._tensors):
@@ -289,13 +286,9 @@ class _Pass:
     # --- backward --------------------------------------------------------------------------------
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Go back through the stage with all chunks; return the gradients of `given`.
+        """Run the backward pass of this rank's stage for all chunks; return the gradients of `given`.
 
-        Args:
-            gradients: of the model's outputs that need one.
-
-        Raises:
-            StepError: the second time.
+        `gradients`: gradients of the model's outputs. A second backward pass raises a `StepError`.
         """
         if self._is_over:
             raise StepError(
@@ -309,8 +302,13 @@ class _Pass:
             schedule.calls.check(kind, self._number)
             for chunk, left in enumerate(self._left):
                 own = self._returning(chunk, gradients)
-                self._backward_chunk(left, own, accumulates=accumulates)
-                # The rank before waits for it where its header said that a gradient is needed.
+                pairs = [(o, g) for o, g in zip(left, own, strict=False) if g is not None]
+                outputs, given = [o for o, _ in pairs], [g for _, g in pairs]
+                if pairs and accumulates:
+                    torch.autograd.backward(outputs, given)
+                elif pairs:  # all inputs of the stage depend on the leaf
+                    torch.autograd.grad(outputs, [schedule.leaf], given, allow_unused=True)
+                # The previous rank waits for gradients of tensors that it sent with requires_grad.
                 if self._arrived[chunk]:
                     came = [a.gradient for a in self._arrived[chunk]]
                     schedule.row.send(came, schedule.row.rank - 1)
@@ -319,21 +317,8 @@ class _Pass:
         self._left, self._arrived, self._begun = [], [], []
         return result
 
-    def _backward_chunk(
-        self, left: list[torch.Tensor], gradients: Gradients, *, accumulates: bool
-    ) -> None:
-        """Go back through the stage; into gradients of its parameters, or to where it begins only."""
-        pairs = [(o, g) for o, g in zip(left, gradients, strict=False) if g is not None]
-        if not pairs:
-            return
-        outputs, gradients = [o for o, _ in pairs], [g for _, g in pairs]
-        if accumulates:
-            torch.autograd.backward(outputs, gradients)
-        else:  # all that arrives or begins here hangs on the leaf
-            torch.autograd.grad(outputs, [self._schedule.leaf], gradients, allow_unused=True)
-
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
-        """Return the gradients of the stage's output for a chunk."""
+        """Return the gradients of a chunk's outputs of this stage, received from the next rank."""
         schedule = self._schedule
         if not self._left[chunk]:
             return []
@@ -345,7 +330,7 @@ class _Pass:
         return [None if g is None else torch.split(g, self._sizes)[chunk] for g in gradients]
 
     def _gradients_of_inputs(self) -> Gradients:
-        """Sum the gradients of the stages that take the call's tensors."""
+        """Sum the gradients of the call's tensors over the stages that use them."""
         if not self._given:
             return []
         own = [
@@ -369,7 +354,7 @@ class _Pass:
 def _dismantled(
     values: Values, inputs: dict[str, str]
 ) -> tuple[Values, list[torch.Tensor], list[str]]:
-    """Return the structure of a call's values, their tensors, and for each the argument that it is in."""
+    """Return the structure of a call's values, their tensors, and for each tensor its argument's name."""
     tensors: list[torch.Tensor] = []
     arguments: list[str] = []
     parts: Values = {}
@@ -384,9 +369,3 @@ def _dismantled(
             hint="take it apart in the script, and call the model with its tensors",
         ) from error
     return parts, tensors, arguments
-
-
-def _needy(value: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    dismantle(value, tensors)
-    return [tensor for tensor in tensors if torch.is_grad_enabled() and tensor.requires_grad]

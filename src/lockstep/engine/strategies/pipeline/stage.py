@@ -1,4 +1,4 @@
-"""`Stage`: a part of a model's forward pass, with its inputs and outputs."""
+"""`Stage`: a part of a model's forward pass; `Program`: all stages of a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HINT = f"{LIST_HINT}, or name where to cut: split=[…]"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A piece of a model.
+    """A part of a model's forward pass.
 
     Attributes:
-        takes: names of its inputs.
-        gives: names of its outputs, which it returns as a tuple.
-        keeps: names of the values that later stages take from this or earlier stages.
-        first: name of its first part in the model.
-        last: name of its last part.
+        takes: names of the module's inputs.
+        gives: names of the module's outputs, which it returns as a tuple.
+        keeps: names of the values that the stage sends on: later stages use them.
+        first: name of the first submodule of the stage.
+        last: name of the last submodule of the stage.
     """
 
     module: nn.Module
@@ -36,7 +36,7 @@ class Stage:
 
     @property
     def bytes(self) -> int:
-        """How many bytes of parameters it has."""
+        """Number of bytes of the stage's parameters."""
         return weight(self.module)
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model as stages.
+    """A model that is cut into stages.
 
     Attributes:
-        signature: of the model's own `forward`.
-        inputs: for each argument, its name as a value.
-        fixed: arguments that must have their default values.
+        signature: signature of the model's `forward`.
+        inputs: for each argument of `forward`, its name among the inputs of stages.
+        fixed: arguments that must have their default values, and these values.
     """
 
     stages: tuple[Stage, ...]
@@ -60,7 +60,7 @@ class Program:
     fixed: dict[str, Any]
 
     def only(self, number: int) -> Program:
-        """Return the program with one stage's module: others would keep what they use in memory."""
+        """Return the program with the module of one stage alone, to free the memory of the others."""
         kept = (
             s if n == number else replace(s, module=nn.Identity())
             for n, s in enumerate(self.stages)
@@ -68,10 +68,9 @@ class Program:
         return replace(self, stages=tuple(kept))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the values that a call of the model begins with.
+        """Return the arguments of a call by their names among the inputs of stages.
 
-        Raises:
-            ModelError: for an argument that the stages were not cut for.
+        An argument that differs from the default in the traced graph raises a `ModelError`.
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -87,16 +86,12 @@ class Program:
 
 
 def weight(module: nn.Module) -> int:
-    """Return how many bytes of parameters a module has."""
+    """Return the number of bytes of a module's parameters."""
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def pieces_from(starts: Sequence[int], end: int, split: Sequence[str] | None) -> list[range]:
-    """Return neighbouring pieces of `range(end)` that begin at `starts`.
-
-    Raises:
-        ModelError: if one that the user has asked for by `split` is empty.
-    """
+    """Divide `range(end)` into ranges that begin at `starts`; raise a `ModelError` for an empty one."""
     pieces = [range(a, b) for a, b in zip(starts, [*starts[1:], end], strict=True)]
     if split is not None and not all(len(piece) for piece in pieces):
         raise ModelError(
@@ -107,11 +102,7 @@ def pieces_from(starts: Sequence[int], end: int, split: Sequence[str] | None) ->
 
 
 def find(name: str, names: Sequence[str]) -> int:
-    """Return the place of a part that the user has named.
-
-    Raises:
-        ModelError: if there is none of that name.
-    """
+    """Return the index of `name` in `names`, the submodules; raise a `ModelError` if it is missing."""
     if name in names:
         return names.index(name)
     raise ModelError(

@@ -1,1 +1,1 @@
-"""Sharded models (FSDP2): units, wrap policy, and the strategy `fsdp`."""
+"""Strategy `fsdp`: models sharded by FSDP2, their units (submodules gathered together), wrap policy."""

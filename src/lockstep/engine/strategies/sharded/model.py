@@ -1,4 +1,4 @@
-"""Strategy `fsdp`: parameters, gradients and optimizer state sharded by FSDP2, sums in tree order."""
+"""Strategy `fsdp`: FSDP2 shards parameters and optimizer state; gradients are summed in tree order."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from lockstep.state.checkpoint.parts import local, whole
 
 
 class ShardedModel(CutState, WrappedModel):
-    """A model with parameters that are sharded over all ranks.
+    """A model whose parameters are sharded over all ranks.
 
-    torch gathers the parameters of a unit where it computes with them. Gradients never go through its
-    own reduce-scatter: they are taken from autograd, and each unit's go to the ranks that hold its
-    parts as soon as they are complete, in an order of units that is the same on all ranks.
+    FSDP2 gathers the parameters of a unit before each use. Gradients are not summed by its reduce-scatter:
+    hooks take them from autograd. As soon as a unit's gradients are complete, each rank is sent those of
+    its shards. The order of units is the same on all ranks.
 
     Args:
-        units: its units; the last is the model itself.
+        units: submodules that FSDP2 gathers separately; the last is the model itself.
+        gather: "unit": gather parameters before each use; "batch": once for a global batch.
     """
 
     mixes = True
@@ -57,13 +58,13 @@ class ShardedModel(CutState, WrappedModel):
         super().__init__(module, context, shares_buffers=self._size > 1)
         self._context, self._scatter = context, scatter
         self._all = units
-        # As backward passes complete them, more or less; the model's own is the last.
+        # In about the order in which a backward pass completes them; the model's own unit is last.
         *inner, root = units
         self._units = [unit for unit in [*reversed(inner), root] if unit.parameters]
         place = {id(p): number for number, p in enumerate(self.parameters)}
         self._places = [[place[id(p)] for p in unit.parameters] for unit in self._units]
         self._may_skip = gather == "batch"
-        # Ranks with different numbers of replicas make different numbers of forward passes.
+        # Ranks with different numbers of replicas have different numbers of forward passes.
         self._once = self._may_skip or context.replicas % self._size != 0
         if self._once:
             for unit in units:
@@ -95,17 +96,17 @@ class ShardedModel(CutState, WrappedModel):
             part = cast("nn.Module", unit.module)
             part.register_forward_pre_hook(_Passing(self._path, number))
             part.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-            # What copy.deepcopy asks an object for.
+            # Called by copy.deepcopy.
             part.__dict__["__deepcopy__"] = copied
-        # The tensors that torch gathers into are made by the first gathering: one under
-        # torch.inference_mode() would make ones that no backward pass could use.
+        # The first gathering allocates the tensors for gathered parameters: under
+        # torch.inference_mode() no backward pass could use them later.
         with torch.inference_mode(False):
             for unit in self._all:
                 unit.module.unshard()
                 unit.module.reshard()
 
     def _watch_gradients(self, *called: object) -> None:
-        """Register hooks on the parameters that have been gathered by now."""
+        """Register hooks that take the gradients of parameters that have been gathered by now."""
         if called and not self._may_skip:
             refuse_graphs_of_gradients(type(self.module).__name__, called[-1])
         for unit in self._units:
@@ -113,13 +114,13 @@ class ShardedModel(CutState, WrappedModel):
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The whole parameters that forward passes compute with."""
+        """The gathered (unsharded) parameters, which forward passes use."""
         return [leaf for unit in self._units for leaf in unit.leaves]
 
     # --- a batch ---------------------------------------------------------------------------------
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Reshard what was gathered outside of loops; gather for the batch with `gather="batch"`."""
+        """Reshard parameters gathered outside of loops; with `gather="batch"` gather all units."""
         if microbatch.first:
             self._reshard()
             self._gathers.batch_begins(microbatch)
@@ -130,7 +131,7 @@ class ShardedModel(CutState, WrappedModel):
                 unit.module.unshard()
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Reshard after the batch."""
+        """Reshard all units after the last microbatch of a batch."""
         if microbatch.last or left:
             self._reshard()
             self._gathers.batch_ends()
@@ -151,11 +152,11 @@ class ShardedModel(CutState, WrappedModel):
         self._watch_gradients()
         self._expects = True
         self._started, self._finished = [], 0
-        # Messages of several models would leave in an order that depends on the data.
+        # If the loss uses several models, the order of their messages could depend on the data.
         self._is_early = microbatch.last and alone
 
     def _check_path(self) -> None:
-        """Refuse forward passes that leave out a unit: other ranks may wait for it to be gathered."""
+        """Raise a `ModelError` if forward passes have not used all units: ranks gather units together."""
         left_out = [u.name for i, u in enumerate(self._all) if u.parameters and i not in self._path]
         if left_out and not self._may_skip:
             raise ModelError(
@@ -166,7 +167,7 @@ class ShardedModel(CutState, WrappedModel):
             )
 
     def _advance(self) -> None:
-        """Send the units whose gradients are complete, in their order; called for each gradient."""
+        """Hook on each gradient: start to sum units whose gradients are complete, in the order of units."""
         if not self._expects:
             for unit in self._units:
                 unit.take()
@@ -179,7 +180,7 @@ class ShardedModel(CutState, WrappedModel):
             if not self._units[len(self._started)].is_complete:
                 return
             self._start()
-            # No waiting here: another rank may wait for this one to gather parameters.
+            # This must not wait: another rank may wait for this rank to gather parameters.
             while self._finished < len(self._started):
                 started = self._started[self._finished]
                 if isinstance(started, Scattering) and not started.has_arrived:
@@ -197,15 +198,15 @@ class ShardedModel(CutState, WrappedModel):
             return
         while len(self._started) < len(self._units):
             self._start()
-        self.accumulation.take()  # those of earlier replicas went with the messages
+        self.accumulation.take()  # gradients of earlier replicas were sent with the last replica's
         self._reshard()
         while self._finished < len(self._units):
             self._finish()
 
     def _start(self) -> None:
-        """Send the next unit's nodes: those collected before, and the one that is complete now.
+        """Start to sum the next unit's gradients over all ranks: send each rank those of its shards.
 
-        That ranks are in one batch they have compared when they gathered for it: see `Gathers`.
+        That ranks compute the same batch was checked when they gathered parameters: see `Gathers`.
         """
         number = len(self._started)
         unit, places = self._units[number], self._places[number]
@@ -222,7 +223,7 @@ class ShardedModel(CutState, WrappedModel):
         self._started.append(self._scatter.start(out))
 
     def _finish(self) -> None:
-        """Give the parameters of the next unit their gradients, and free the message."""
+        """Wait for the sums of the next unit, and set the gradients of its shards."""
         number = self._finished
         unit, started = self._units[number], self._started[number]
         self._started[number] = []
@@ -234,7 +235,7 @@ class ShardedModel(CutState, WrappedModel):
             return
         total, notes = started.finish()
         used = self._used[number]
-        if not all(used):  # otherwise no rank waits for its device
+        if not all(used):  # else no rank need wait for its device
             used = (notes != 0).any(0).tolist()
         for is_used, (parameter, part) in zip(used, unit.unpack(total, self._size), strict=True):
             if is_used:
@@ -245,14 +246,10 @@ class ShardedModel(CutState, WrappedModel):
             gradient is not None for unit in self._units for gradient in unit.gradients
         )
 
-    # --- the whole of it -------------------------------------------------------------------------
+    # --- state of the whole model ------------------------------------------------------------------
 
     def check_gathering(self) -> None:
-        """Compare with other ranks that are about to gather the whole model.
-
-        Raises:
-            StepError: if the run is over.
-        """
+        """Check that all ranks are about to gather the model; raise a `StepError` after the run's end."""
         if self._is_over:
             raise StepError(
                 f"{type(self.module).__name__} is cut over ranks, and they have left the run; "
@@ -262,28 +259,24 @@ class ShardedModel(CutState, WrappedModel):
         self._gathers.check_all()
 
     def state(self) -> dict[str, Any]:
-        """Return the model's `state_dict`, with this rank's part of each tensor."""
+        """Return the model's `state_dict`, whose tensors are this rank's shards."""
         self._reshard()
         return super().state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole model's `state_dict`."""
+        """Load this rank's shards from the `state_dict` of the whole model."""
         self._reshard()
         super().load(state)
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of all gradients, as a single process computes it of whole tensors."""
+        """Return the total norm of whole gradients, with the bits of a single process; collective."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # One at a time: no rank needs memory for all of them.
+        # Gathered one at a time, to save memory.
         norms = [each_norm([whole(one)], norm_type)[0] for one in gradients]
         return total_norm(norms, norm_type)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers whose updates depend on where a parameter is cut.
-
-        Raises:
-            ExactnessError: for one that looks at whole tensors, or rounds by place in memory.
-        """
+        """Raise an `ExactnessError`, in an exact run, for optimizers whose updates depend on the shards."""
         if self._context.exact:
             updated = [
                 p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
@@ -291,16 +284,16 @@ class ShardedModel(CutState, WrappedModel):
             check_updates(optimizer, updated)
 
     def close(self) -> None:
-        """Note that the run is over: there is no rank to gather from."""
+        """Record that the run is over, so that a later gathering raises an error."""
         self._is_over = True
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager for waits in which parameters are gathered."""
+        """Return a context manager in which parameters are gathered, in or outside of a backward pass."""
         context = self._context
         return context.gathering_in_backward() if self._expects else context.gathering()
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        """Return it for whole gradients, the same on all ranks: this rank's part may be zeros."""
+        """Return whether each gradient is nonzero on any rank; collective."""
         own = [local(gradient).count_nonzero() for gradient in gradients]
         found = torch.stack(own).to(self._context.device)
         if self._size > 1:
@@ -308,18 +301,14 @@ class ShardedModel(CutState, WrappedModel):
         return found.bool().tolist()
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
-        """Clamp this rank's parts of gradients."""
+        """Clamp this rank's shards of the gradients of `parameters` to `-value` to `value`."""
         for parameter in parameters:
             if parameter.grad is not None:
                 local(parameter.grad).clamp_(-value, value)
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ShardedModel:
-    """Shard `module` over all ranks.
-
-    Raises:
-        ModelError: if it cannot be sharded so.
-    """
+    """Shard `module` over all ranks; raise a `ModelError` if it cannot be sharded with `settings`."""
     assert context.mesh is not None
     made = shard(module, context.mesh["data"], settings)
     names = names_of(module, made)
@@ -332,7 +321,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
 
 
 class _Passing:
-    """Forward hook that appends the number of a unit to the path of the pass."""
+    """Forward hook of a unit that appends the unit's number to the list of used units."""
 
     def __init__(self, path: list[int], number: int) -> None:
         self._path, self._number = path, number

@@ -1,7 +1,7 @@
-"""Units of a sharded model: parameters that torch gathers together, and their gradients.
+"""Units of a sharded model: parameters that FSDP2 gathers together, and their gradients.
 
-All that is used of FSDP2 besides its public face is in this file: a unit's parameters, and the whole
-tensors that forward passes compute with in their place (torch 2.11 to 2.13).
+Only this module uses private attributes of FSDP2: a unit's parameters, and the gathered tensors that
+forward passes use instead (torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lockstep.state.checkpoint.parts import local
 
 
 class Unit:
-    """One unit of FSDP2, and its gradients on this rank.
+    """A module that FSDP2 gathers separately, and its gradients on this rank.
 
     Args:
-        sum_type: type in which gradients are summed; `None` for their own.
+        sum_type: type in which gradients are summed; `None` for the gradients' type.
 
     Attributes:
         parameters: this rank's shards of trainable parameters.
-        gradients: unsharded, of the latest backward pass; `None` where there is none yet.
+        gradients: unsharded gradients of the current backward pass; `None` for those not computed yet.
     """
 
     def __init__(self, module: FSDPModule, name: str, sum_type: torch.dtype | None) -> None:
@@ -53,16 +53,16 @@ class Unit:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """Unsharded parameters, which have gradients; none before the first forward pass."""
+        """The gathered parameters, whose gradients autograd computes; empty before the first gathering."""
         return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a gradient of every parameter."""
+        """Whether the gradients of all parameters are computed."""
         return all(gradient is not None for gradient in self.gradients)
 
     def watch(self, arrived: Callable[[], None]) -> None:
-        """Take gradients from autograd as they come, and call `arrived`."""
+        """Register hooks that move each computed gradient to `gradients`, and call `arrived`."""
         if self._handles or not self.leaves:
             return
         for place, leaf in enumerate(self.leaves):
@@ -77,7 +77,7 @@ class Unit:
             self._handles.append(handle)
 
     def take(self) -> Gradients:
-        """Return the gradients, and reset them."""
+        """Return the gradients, and reset them to `None`."""
         gradients, self.gradients = self.gradients, [None] * len(self.parameters)
         return gradients
 
@@ -86,9 +86,9 @@ class Unit:
     def pack(
         self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
     ) -> Outgoing:
-        """Write `nodes` as one message to each of `size` ranks, with its part of each parameter.
+        """Write the tree nodes `nodes` (sums over replicas) to messages, one for each of `size` ranks.
 
-        A row has the parameters' shards one after the other, each as long as the longest.
+        A message has that rank's shard of each gradient, padded to the length of the longest shard.
         """
         filled = [self._filled(node) for node in nodes]
         share = sum(self._share(parameter, size) for parameter in self.parameters)
@@ -97,7 +97,7 @@ class Unit:
             rows = []
             for gradient, parameter in zip(node, self.parameters, strict=True):
                 dimension = cut_dimension(parameter)
-                # The ranks' parts below each other, along whatever dimension the parameter is cut.
+                # Move the dimension along which the parameter is cut to the front, shard by shard.
                 parts = torch.chunk(gradient, size, dim=dimension) if dimension else (gradient,)
                 rows.append(torch.cat(parts) if dimension else gradient)
             torch._chunk_cat(rows, 0, size, out=slot)
@@ -118,7 +118,7 @@ class Unit:
         return -(-length // size) * (parameter.numel() // length) if length else 0
 
     def unpack(self, total: torch.Tensor, size: int) -> Iterator[tuple[DTensor, torch.Tensor]]:
-        """Yield each parameter with this rank's part of the gradient, a view of `total`."""
+        """Yield each parameter with this rank's shard of its gradient, a view of the sum `total`."""
         offset = 0
         for parameter in self.parameters:
             own = local(parameter)
@@ -127,7 +127,7 @@ class Unit:
             offset += self._share(parameter, size)
 
     def give(self, parameter: DTensor, part: torch.Tensor) -> None:
-        """Set this rank's part of the gradient, or add to it."""
+        """Set the gradient of `parameter` to its shard `part`, or add `part` to the gradient."""
         own = local(parameter)
         part = part.to(device=own.device, dtype=own.dtype)
         if parameter.grad is None:
@@ -137,14 +137,14 @@ class Unit:
 
 
 class Gathers:
-    """Compares between ranks which unit of a model they are about to gather.
+    """Checks that all ranks are about to gather the same unit of a model in the same batch.
 
-    Otherwise messages for one unit may be received as those of another: with Gloo the process ends if they
-    are larger, and the numbers are wrong if they are not.
+    Without this check a rank could receive parameters of another unit: with Gloo the process would end, or
+    numbers would be wrong.
 
     Args:
-        group: used for nothing else, so that ranks in another call wait; `None` for one rank.
-        always: whether every unit is compared, also after the first batches.
+        group: process group for these checks alone; `None` for a single rank.
+        always: whether every gathering is checked, also after the first batches.
     """
 
     def __init__(
@@ -158,26 +158,26 @@ class Gathers:
         self.names = [*names, "all units, for run.digest, run.export and the like"]
         self._group, self._waiting, self._always = group, waiting, always
         self._place = _OUTSIDE
-        self._batches = 0  # in which something was gathered
+        self._batches = 0  # number of batches in which a unit was gathered
         self._is_first = False
 
     def batch_begins(self, microbatch: Microbatch) -> None:
-        """Begin a batch, for which units are gathered from here on."""
+        """Record the batch for which units are gathered from now on."""
         loader, epoch, round_, step, _ = microbatch.numbers
         self._place, self._is_first = (loader, epoch, round_, step, microbatch.turn), True
 
     def batch_ends(self) -> None:
-        """End the batch."""
+        """Record that units are gathered outside of a batch from now on."""
         self._place, self._is_first = _OUTSIDE, False
 
     def check_all(self) -> None:
-        """Compare with other ranks before the whole model is gathered."""
+        """Check that all ranks are about to gather the whole model; collective."""
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
-        """Compare unit `number` with the units that other ranks are about to gather.
+        """Check that all ranks are about to gather unit `number`; collective.
 
-        The first of each batch is always compared: ranks may be in different batches.
+        The first gathering of each batch is always checked: ranks may be in different batches.
 
         Raises:
             MismatchError: if another rank is in another batch.
@@ -214,7 +214,7 @@ class Gathers:
             )
 
 
-#: In how many global batches ranks on GPUs compare all that they gather; on CPUs they always do.
+#: Number of global batches in which ranks on GPUs check each gathering; on CPUs they always do.
 _COMPARED = 8
 _OUTSIDE = (-1, -1, -1, -1, -1)
 
@@ -227,7 +227,7 @@ def _describe(place: Sequence[int]) -> str:
 
 
 class Gather:
-    """Gathers the parameters of a unit, as `torch.distributed.fsdp` calls for it."""
+    """Custom all-gather of a unit's parameters for `FSDPModule.set_custom_all_gather`, with a check."""
 
     def __init__(self, number: int, gathers: Gathers) -> None:
         self._number, self._gathers = number, gathers
@@ -235,7 +235,7 @@ class Gather:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return memory for the gathered parameters."""
+        """Return a tensor of this size for the gathered parameters."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -245,7 +245,7 @@ class Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather `input_tensor` of all ranks."""
+        """All-gather `input_tensor` into `output_tensor`, after a check that all ranks do so."""
         self._gathers.check(self._number)
         work: dist.Work | None = all_gather(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -254,7 +254,7 @@ class Gather:
 
 
 def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
-    """Return a unit's nodes with the gradients `last`, merged with the `count` latest nodes."""
+    """Return a unit's tree nodes after the last replica's gradients are added to the `count` latest."""
     kept = len(nodes) - count
     for node in reversed(nodes[kept:]):
         last = add(node, last)
@@ -264,7 +264,7 @@ def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Grad
 def _fsdp_params(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 has one at most
+    if groups is None:  # torch 2.11 has at most one group
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     if len(groups) > 1:
         raise ModelError("shard_placement_fn names meshes of its own; expected Shard or None")
@@ -272,7 +272,10 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 
 
 def refuse_graphs_of_gradients(name: str, output: object) -> None:
-    """Refuse create_graph=True for outputs of a model, whose parameters are resharded after a pass."""
+    """Register hooks on outputs that raise a `StepError` for a backward pass with `create_graph=True`.
+
+    Such a pass cannot be differentiated, since parameters are resharded after it.
+    """
 
     def check(_gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -288,6 +291,6 @@ def refuse_graphs_of_gradients(name: str, output: object) -> None:
 
 
 def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
-    """Return the units' names in the model, by identity; the model's own is that of its class."""
+    """Return the names of units by their ids; the model's own unit has the name of its class."""
     names = {id(part): name for name, part in module.named_modules()}
     return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}

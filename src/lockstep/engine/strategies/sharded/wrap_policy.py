@@ -1,4 +1,4 @@
-"""Wrap policy of FSDP2: the modules that become units, and their `fully_shard` settings."""
+"""Wrap policy of FSDP2: choice of the submodules that `fully_shard` shards separately (units)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lockstep.engine.strategies.checks import refuse_sparse
 from lockstep.errors import ModelError
 from lockstep.registry import OF_FULLY_SHARD, STRATEGIES
 
-#: Parts with fewer parameters stay in the unit of the model itself: a message each would cost more.
+#: Submodules with fewer parameters belong to the model's own unit, to send fewer messages.
 MIN_PARAMETERS = 65_536
-#: When whole parameters are gathered: before each unit computes, or once for a global batch.
+#: When parameters are gathered: before each use of a unit, or once for a global batch.
 GATHERS = ("unit", "batch")
 _KEYWORDS = STRATEGIES.find("fsdp").keywords
 _KINDS = {"mp_policy": MixedPrecisionPolicy, "offload_policy": OffloadPolicy}
@@ -38,11 +38,11 @@ _WHY = {
 def check_sharding(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Refuse what cannot be sharded.
+    """Check a model and its keywords for `fully_shard`.
 
     Raises:
-        ModelError: for an unknown setting, a model that is sharded already, or one with sparse gradients,
-            parameters without dimensions, complex ones, or ones that are not contiguous.
+        ModelError: for an unknown keyword, a model that is sharded already, sparse gradients, or
+            parameters that have no dimensions, are complex, or are not contiguous.
     """
     for name in settings:
         if name not in _KEYWORDS:
@@ -95,15 +95,13 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list[FSDPModule]:
     """Shard `module` in place, and return its units; the last is the model itself.
 
-    Raises:
-        ModelError: if it cannot be cut as asked, or `fully_shard` refuses it.
+    Invalid units in `wrap`, and errors of `fully_shard`, raise a `ModelError`.
     """
     wrap = settings.get("wrap")
     names = _default(module) if wrap is None else _asked(module, wrap)
-    _check_ties(module, names)
-    _check_types(module, names)
-    # The model's own unit lets go of its parameters after a forward pass, too: otherwise the tensors
-    # registered in the model would be other ones after an evaluation.
+    _check_units(module, names)
+    # The model's own unit is resharded after a forward pass, too: otherwise the model's registered
+    # parameters would be the gathered ones after an evaluation.
     passed: dict[str, Any] = {"reshard_after_forward": True}
     passed |= {name: settings[name] for name in OF_FULLY_SHARD if name in settings}
     parts = [module.get_submodule(name) for name in names]
@@ -120,9 +118,10 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
 
 
 def _default(module: nn.Module, prefix: str = "", *, listed: bool = False) -> list[str]:
-    """Return the names of the default units.
+    """Return the names of the submodules that become units by default.
 
-    Large children of Sequential, ModuleList and ModuleDict, and large parts that have none of those inside.
+    They are large children of Sequential, ModuleList and ModuleDict, and large submodules without one of
+    these containers inside.
     """
     names = []
     for name, child in module.named_children():
@@ -135,7 +134,7 @@ def _default(module: nn.Module, prefix: str = "", *, listed: bool = False) -> li
         elif sum(p.numel() for p in child.parameters()) >= MIN_PARAMETERS:
             names.append(path)
     owners = _units_of(module, names) if not prefix else {}
-    # Units that share a parameter cannot stand alone.
+    # Submodules that share a parameter become no units.
     tied = {name for units in owners.values() if len(units) > 1 for name in units}
     return [name for name in names if name not in tied]
 
@@ -158,14 +157,14 @@ def _asked(module: nn.Module, wrap: Any) -> list[str]:
                 hint=f"its parts are {', '.join(list(there)[:20]) or 'none'}",
             )
         found += names
-    # Inner ones first, as fully_shard wants them.
+    # Inner submodules first, as fully_shard requires.
     return sorted(dict.fromkeys(found), key=lambda name: -name.count("."))
 
 
 def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set[str]]:
-    """Return the units of each parameter; the model itself is the unit with an empty name."""
+    """Return the units `names` that use each parameter; the model's own unit has an empty name."""
     there = dict(module.named_modules(remove_duplicate=False))
-    # By identity: one part may have several names.
+    # By identity: one submodule may have several names.
     units = {id(there[name]): name for name in reversed(names)} | {id(module): ""}
     owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -176,22 +175,19 @@ def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set
     return owners
 
 
-def _check_ties(module: nn.Module, names: Sequence[str]) -> None:
-    for units in _units_of(module, names).values():
+def _check_units(module: nn.Module, names: Sequence[str]) -> None:
+    """Raise a `ModelError` if units share a parameter, or have trainable parameters of several types."""
+    types: dict[str, set[torch.dtype]] = {}
+    for parameter, units in _units_of(module, names).items():
         if len(units) > 1:
             shown = " and ".join(sorted(unit or "the rest of the model" for unit in units))
             raise ModelError(
                 f"{shown} share a parameter; expected units of `wrap` that share none",
                 hint="wrap a module that holds both, or neither",
             )
-
-
-def _check_types(module: nn.Module, names: Sequence[str]) -> None:
-    types: dict[str, set[torch.dtype]] = {}
-    for parameter, units in _units_of(module, names).items():
         if parameter.requires_grad:
-            for unit in units:
-                types.setdefault(unit, set()).add(parameter.dtype)
+            (unit,) = units
+            types.setdefault(unit, set()).add(parameter.dtype)
     for unit, found in types.items():
         if len(found) > 1:
             raise ModelError(
