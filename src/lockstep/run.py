@@ -95,7 +95,7 @@ class Run(RunMetrics):
         run_dir: str | Path | None = None,
         progress: bool = True,
         stop_on_nan: bool = False,
-        audit: str = "512",
+        audit: str = "1024",
         checkpoint_every: float = 600.0,
         keep: int = 3,
         loggers: Sequence[Any] = (),

@@ -247,7 +247,7 @@ class Settings:
         flag=("records", "--stop-on-nan"),
     )
     audit: str = _setting(
-        "512",
+        "1024",
         "compute a microbatch twice and compare the bits: `K` for powers of two and every K steps, `first` "
         "for the first batch of loops alone, `off`",
         str,

@@ -37,3 +37,12 @@ def test_two_layouts_with_two_results(lockstep):
     place = lockstep.script(SCRIPT.replace("RANKS", "0").replace("LR", "0.2"))
     for ranks in ("1", "2"):  # another script: only runs of this one count
         assert said not in lockstep("run", "-n", ranks, place).err
+
+
+@pytest.mark.ranks(2)
+def test_a_learning_rate_that_follows_from_the_number_of_ranks(lockstep):
+    place = lockstep.script(SCRIPT.replace("RANKS", "0").replace("LR", "0.1 * run.world.size"))
+    assert lockstep("run", "-n", "1", place).code == 0
+    other = lockstep("run", "-n", "2", place)
+    assert "(1 rank) ended with other weights" in other.err, other.err
+    assert "of the same script, arguments, seed, with other settings or data" in other.err

@@ -1,4 +1,4 @@
-"""Earlier runs of a launch's command: a finished one has nothing to do, an unfinished one can continue."""
+"""Earlier runs of the launched command: finished ones are not repeated, unfinished ones can be resumed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ from lockstep.state.files import run_file
 from lockstep.state.record import unfinished
 from lockstep.state.record.unfinished import BASE, Unfinished
 
-#: Set in `run.json` by the launcher, when the launch of a finished run has ended with exit code 0.
+#: Key in the `run.json` of a finished run: whether the whole script has ended with exit code 0.
 _MARK = "complete"
-#: The flags for the newest unfinished run, and for one by its directory.
+#: Flags that resume the newest unfinished run, or one by its directory, for messages.
 _FLAGS = {"resume": "--resume", "run_dir": "--run-dir "}
 
 
 def finished(spec: LaunchSpec) -> str | None:
-    """Return the user's message if the same command has completed in the directory that it names.
-
-    `None` where there is something to do, or where the ranks report what is wrong with the directory.
-    """
+    """Return a message if the command has completed in its run directory, else `None`."""
     if spec.run_dir is None or spec.settings.value("fresh", os.environ) or not _is_only(spec):
         return None
-    try:
+    recorded: dict[str, Any] = {}
+    with contextlib.suppress(RunDirectoryError):  # the ranks report it
         recorded = run_file.read(spec.run_dir) or {}
-    except RunDirectoryError:
-        return None
-    if recorded.get("status") != "finished" or "next" in recorded or not recorded.get(_MARK):
-        return None
-    if not unfinished.is_same(recorded.get("identity", {}), _identity(spec)):
+    is_done = (
+        recorded.get("status") == "finished" and recorded.get(_MARK) and "next" not in recorded
+    )
+    if not (is_done and unfinished.is_same(recorded.get("identity", {}), _identity(spec))):
         return None
     return (
         f"lockstep: finished already steps={recorded.get('steps')} digest={recorded.get('digest')}: "
@@ -47,23 +44,19 @@ def finished(spec: LaunchSpec) -> str | None:
 
 def mark_complete(spec: LaunchSpec, directory: Path) -> None:
     """Record in a finished run's `run.json` that the whole script has ended with exit code 0."""
-    if not _is_only(spec):
-        return
-    with contextlib.suppress(
-        RunDirectoryError
-    ):  # without the mark, the same command runs the script
-        recorded = run_file.read(directory)
+    with contextlib.suppress(RunDirectoryError):  # then the same command runs the script again
+        recorded = run_file.read(directory) if _is_only(spec) else None
         if recorded is not None and recorded.get("status") == "finished":
             run_file.write(directory, {**recorded, _MARK: True})
 
 
 def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
-    """Return `spec` with the directory of the run that it continues, if it is to continue one.
+    """Return `spec` with the directory of the run that it resumes; `spec` itself for a new run.
 
     Launchers on several nodes agree on a directory in their rendezvous: `stamp`, and then `check`.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if `--resume` is set and there is no unfinished run.
     """
     if not _resumes(spec) or _on_several_nodes(spec):
         return spec
@@ -72,36 +65,32 @@ def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
 
 
 def stamp(spec: LaunchSpec, name: str) -> str | None:
-    """Return the name in `runs/NAME` of the run that this launcher would continue; `None` for a new one."""
-    if not _resumes(spec) or spec.run_dir is not None:
-        return None
-    found = _find(spec, name)
+    """Return the name in `runs/NAME` of the run that this launcher would resume; `None` for a new run."""
+    found = _find(spec, name) if spec.run_dir is None and _resumes(spec) else []
     return found[0].directory.name if found else None
 
 
 def check(spec: LaunchSpec, name: str, common: Common) -> None:
-    """Refuse to begin a new run where this launcher is to continue one, and the first launcher found none.
+    """Check that the launchers of several nodes have found a run to resume.
 
     Raises:
-        UsageError: if that is so.
+        UsageError: if `--resume` is set and the first launcher has found no unfinished run.
     """
     if spec.run_dir is None and _resumes(spec) and not common.resumes:
         _require(spec, name, [])
 
 
 def note(spec: LaunchSpec, name: str) -> str | None:
-    """Return the line that names the newest unfinished run, where a new one begins in its place."""
-    if spec.run_dir is not None or _resumes(spec):
-        return None
-    found = _find(spec, name)
+    """Return a note of the newest unfinished run of the command, if the launch begins a new run."""
+    found = _find(spec, name) if spec.run_dir is None and not _resumes(spec) else []
     return unfinished.note(found, **_FLAGS) if found else None
 
 
 def _resumes(spec: LaunchSpec) -> bool:
-    """Whether the launch is to continue an unfinished run.
+    """Whether `--resume` is set.
 
     Raises:
-        UsageError: if it is also to begin anew.
+        UsageError: if `--fresh` is set, too.
     """
     settings = spec.settings
     if not settings.value("resume", os.environ):
@@ -112,7 +101,7 @@ def _resumes(spec: LaunchSpec) -> bool:
 
 
 def _identity(spec: LaunchSpec) -> dict[str, Any]:
-    """Return what the launch fixes of the run's identity; `None` for any value."""
+    """Return the parts of the run's identity that the launch sets; `None` stands for any value."""
     names = ("seed", "replicas", "threads", "precision")
     fixed = {name: spec.settings.value(name, os.environ) for name in names}
     if spec.kind == "module":  # its directory has its name
@@ -130,8 +119,8 @@ def _require(spec: LaunchSpec, name: str, found: list[Unfinished]) -> Path:
 
 
 def _find(spec: LaunchSpec, name: str) -> list[Unfinished]:
-    # Under `python` a run makes its directory below its own name, and not below the script's. The launchers
-    # of several nodes, and those of modules and functions, only look where they make theirs.
+    # Under `python` a run's directory has the name of the run, and not that of the script. Launchers of
+    # several nodes, of modules and of functions search only the directory where they make runs.
     anywhere = spec.kind == "script" and not _on_several_nodes(spec)
     directories: Iterable[Path] = BASE.glob("*/*") if anywhere else (BASE / name).glob("*")
     if spec.run_dir is not None:
@@ -145,5 +134,5 @@ def _on_several_nodes(spec: LaunchSpec) -> bool:
 
 
 def _is_only(spec: LaunchSpec) -> bool:
-    """Whether `spec` runs a script, and this launcher is the only one."""
+    """Whether the launch runs a script, with one launcher."""
     return spec.kind == "script" and not _on_several_nodes(spec)

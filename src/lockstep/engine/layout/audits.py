@@ -1,11 +1,11 @@
-"""Audits: which steps are audited, which rank computes whose microbatch, and which rank differs."""
+"""Audits: steps that are audited, ranks that compute each other's microbatches, and differences found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Checksums of the values that a rank computed of a microbatch.
+#: Checksums of the losses, gradients and settings that a rank computed of one microbatch.
 Values = tuple[int, ...]
 
 
@@ -15,7 +15,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def partner(rank: int, size: int) -> int:
-    """Return the rank whose last microbatch `rank` computes once more: the next rank, around."""
+    """Return the rank whose last microbatch `rank` computes once more: the next rank, in a ring."""
     return (rank + 1) % size
 
 
@@ -24,10 +24,9 @@ class Difference:
     """A microbatch of which two ranks computed different values.
 
     Attributes:
-        host: the rank that computed it as its own.
-        auditor: the rank that computed it once more.
-        odd: the rank that takes part in all comparisons that differ, while others agree; `None` where
-            there is no such rank, or where all comparisons differ.
+        host: rank that computed the microbatch as its own.
+        auditor: rank that computed it once more.
+        odd: the only rank in all comparisons that differ, if other comparisons agree; else `None`.
     """
 
     host: int
@@ -36,14 +35,14 @@ class Difference:
 
 
 def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> Difference | None:
-    """Return the first difference; `None` where all ranks agree.
+    """Return the first difference between ranks; `None` if all ranks agree.
 
-    A rank that computes wrongly differs twice: as the host, and as the auditor of the next rank. State
-    that a script carries from one pass to the next makes all comparisons differ.
+    A rank that computes wrongly differs twice: in its own microbatch, and in the next rank's. If the script
+    carries state from one microbatch to the next, all comparisons differ.
 
     Args:
         hosted: by rank, checksums of its last microbatch.
-        audited: by rank, checksums of its partner's last microbatch.
+        audited: by rank, checksums of the last microbatch of its partner.
     """
     size = len(hosted)
     pairs = [(partner(rank, size), rank) for rank in range(size)]

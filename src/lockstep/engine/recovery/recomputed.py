@@ -1,8 +1,8 @@
-"""Losses of batches that are computed again after a crash, compared with those from before it.
+"""`Recomputed`: compares the losses of batches that are computed again after a crash.
 
-A state that was saved may lack something that the script keeps, such as a dropout probability that it
-changed. Whatever it is, a batch that is computed again then has another loss. The launcher's memory has the
-losses of each rank's last microbatches, and outlives the ranks.
+The launcher keeps the losses of each rank's last microbatches in shared memory, which outlives the ranks. A
+batch that is computed again has another loss if the saved state lacks anything that the script keeps, such
+as a dropout probability that it has changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -19,23 +18,13 @@ from lockstep.state.checkpoint.shared_memory import LossRing
 from lockstep.world import accelerator
 
 
-class _Pending(NamedTuple):
-    """A loss that is on its way from an accelerator."""
-
-    microbatch: Microbatch
-    points: int
-    nth: int
-    loss: torch.Tensor
-    event: torch.Event
-
-
 class Recomputed:
-    """Records the losses of this rank, and compares those that were computed before.
+    """Records the losses of this rank, and warns if a loss differs from its value before the crash.
 
     Args:
-        ring: where this rank's losses go; read by its next generation.
-        before: bits of losses by the key that `LossRing.key` gives, of earlier generations.
-        warn: gives a line to the user.
+        ring: shared memory for this rank's losses, which the rank reads after a restart.
+        before: losses before the crash, as the bits of a double, by `LossRing.key`.
+        warn: shows a line to the user.
     """
 
     def __init__(
@@ -43,41 +32,31 @@ class Recomputed:
     ) -> None:
         self._ring, self._before, self._warn = ring, dict(before), warn
         self._last, self._nth = -1, 0
-        self._pending: deque[_Pending] = deque()
+        # Copies of losses that an accelerator has not finished yet.
+        self._pending: deque[tuple[torch.Event, torch.Tensor, int, Microbatch]] = deque()
 
     def saw(self, loss: torch.Tensor, points: int, microbatch: Microbatch) -> None:
-        """Note the loss of a backward pass.
-
-        Args:
-            loss: the loss, on any device.
-            points: points that the run has passed: the number of the batch in the run.
-            microbatch: the microbatch that it belongs to.
-        """
-        key = LossRing.key(points, microbatch.replica, 0)
-        self._nth = self._nth + 1 if key == self._last else 0
-        self._last = key
+        """Record the loss of a backward pass; `points` is the number of the batch in the run."""
+        first = LossRing.key(points, microbatch.replica, 0)
+        self._nth = self._nth + 1 if first == self._last else 0
+        self._last, key = first, LossRing.key(points, microbatch.replica, self._nth)
         if not accelerator.holds(loss):
-            self._note(loss, points, self._nth, microbatch)
+            self._note(loss, key, microbatch)
             return
         event = torch.Event(loss.device)
         copy = loss.detach().to("cpu", non_blocking=True)
         event.record()
-        self._pending.append(_Pending(microbatch, points, self._nth, copy, event))
-        while (
-            self._pending and self._pending[0].event.query()
-        ):  # a wait would cost time in each step
-            done = self._pending.popleft()
-            self._note(done.loss, done.points, done.nth, done.microbatch)
+        self._pending.append((event, copy, key, microbatch))
+        while self._pending and self._pending[0][0].query():  # a wait would slow each step
+            self._note(*self._pending.popleft()[1:])
 
-    def _note(self, loss: torch.Tensor, points: int, nth: int, microbatch: Microbatch) -> None:
-        key, value = LossRing.key(points, microbatch.replica, nth), loss.item()
+    def _note(self, loss: torch.Tensor, key: int, microbatch: Microbatch) -> None:
+        value = loss.item()
         (bits,) = struct.unpack("q", struct.pack("d", value))
         self._ring.add(key, bits)
-        if not self._before:
-            return
         known = self._before.pop(key, bits)
         if known != bits:
-            self._before.clear()  # once: what comes after it differs, too
+            self._before.clear()  # one warning: later losses differ, too
             (old,) = struct.unpack("d", struct.pack("q", known))
             self._warn(
                 f"lockstep: warning: batch {microbatch.step} of epoch {microbatch.epoch}, replica "

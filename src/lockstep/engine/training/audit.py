@@ -1,11 +1,11 @@
-"""Audit: a microbatch is computed once more, and the bits of both passes are compared.
+"""Audit: a microbatch is computed twice, and the bits of losses and gradients are compared.
 
-A pass of the loop's body is one microbatch. Whatever a pass leaves behind outside of the run makes the next
-one depend on how many passes the rank makes, and so on the layout: a counter of the script, parameters
-that the body changes, a cache. Before its own microbatches of an audited batch, each rank makes an extra
-pass: of the next rank's last microbatch, or of its own. Gradients are thrown away, and optimizers do not
-step. Losses, gradients and optimizers' settings are the same in both passes, or something was carried
-over, or a processor computes wrongly. There is no tolerance, and no list of causes.
+The loop's body runs once for each microbatch. State that it leaves behind, outside of the run, makes the
+next microbatch depend on how many of them the rank computes, and so on the layout: a counter of the
+script, parameters that the body changes, a cache. Before the microbatches of an audited batch each rank
+makes an extra pass: it runs the body on a microbatch of the next rank, or on one of its own. Gradients of
+the extra pass are thrown away, and optimizers do not step. Both passes have equal losses, gradients and
+settings of optimizers, or the body keeps state, or a processor computes wrongly. There is no tolerance.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from lockstep.engine.training.variables import script_frames
 from lockstep.errors import LockstepError
 from lockstep.state.record import stacks
 
-#: How many loops of a generation are audited when they begin to train, besides the steps that are due.
+#: Number of loops whose beginning is audited, besides the steps that are due.
 _MOST_LOOPS = 8
-#: Values of variables that the first audits look at, how many audits that are, and what later ones look at.
+#: Values of variables that the first audits read, the number of these audits, values that later ones read.
 _VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
-#: Loops whose places are known: those that are not over are among the latest.
+#: Number of loops that are remembered; those that are not over are among the latest.
 _KEPT_LOOPS = 64
-#: Where a script loops over a loader: file, line and instruction.
+#: Position of a loop over a loader in the script: file, line and instruction.
 _Place = tuple[str, int, int]
-#: Which loop it is: loader, epoch, round.
+#: A loop: number of its loader, epoch, round.
 _Loop = tuple[int, int, int]
 
 
@@ -55,16 +55,16 @@ class Audit:
     """Audits of a run with several replicas.
 
     Args:
-        context: of the run.
+        context: context of the run.
         state: models, optimizers and registered objects of the run.
-        every: steps between two audits; 0 for the beginning of loops alone.
-        observe: returns what the script's variables hold that its loop carries, of so many values.
+        every: steps between two audits; 0 to audit the beginning of loops alone.
+        observe: reads so many values of the script's variables, from a frame outwards.
 
     Attributes:
-        record: of the pass that is being made, where that is compared.
-        was_left: whether the latest pass was an extra one, which the script has left.
-        step_was_read: whether the script has asked for the number of the step, or of the batch.
-        changed: variables of the script that extra passes have changed.
+        record: losses and gradients of the current microbatch, if they are compared.
+        was_left: whether the script has left its loop in an extra pass.
+        step_was_read: whether the script has read `run.step` or `run.batch_index` in the latest loop.
+        changed: names of the script's variables that extra passes have changed.
     """
 
     def __init__(
@@ -75,54 +75,41 @@ class Audit:
         observe: Callable[[FrameType, int], Observation],
     ) -> None:
         self._context, self._state, self._every = context, state, every
-        self._places: dict[_Loop, _Place] = {}  # of loops that are not over
-        self._begun: set[tuple[_Place, int]] = set()  # loops, with the phase that they were in
+        self._observe, self._watch = observe, StateWatch(state)
+        self._loops: dict[_Loop, tuple[_Place, int]] = {}  # with a batch that is watched, or -1
+        self._begun: set[tuple[_Place, int]] = set()  # loops, with the number of the phase
         self._audited: set[tuple[_Place, int]] = set()
-        self._phase = 0
         self._by_next: set[_Place] = set()  # lines that take microbatches outside of a `for`
-        self._extras = 0  # extra passes of the latest loop
         self._trained: set[_Place] = set()  # loops whose body has run a backward pass
-        self._takes = False
+        self._phase = self._calls = 0
+        self._takes = self._has_extra = self._left = False
         self.record: Record | None = None
-        self.was_left = False
         self._extra: Record | None = None
-        self._watch = StateWatch(state)
-        self._watched: dict[_Loop, int] = {}  # batches whose passes are watched
-        self._texts: dict[str, str] = {}
-        self._calls = 0
-        self._agreed: list[int] = []  # steps of audits
+        self._before: tuple[Observation, dict[str, str]] = Observation(), {}
+        self._found: list[Change] = []
+        self._agreed: list[int] = []  # steps of audits without a difference
         self._has_failed = self._is_off = False
         self._warned: set[str] = set()
-        self._observe = observe
-        self._observed = Observation()
-        self._found: list[Change] = []
-        self._left = False  # whether the latest loop was left early
-        self.step_was_read = False
+        self.was_left = self.step_was_read = False
         self.changed: set[str] = set()
 
     # --- which microbatches ----------------------------------------------------------------------
 
     def plan(self, start: Start, phase: int, steps: int) -> Audited:
-        """Return what says, for the batches of a loop, which replica this rank computes once more.
+        """Return a function that maps a batch of a loop to the replica of its extra pass, or to `None`.
 
         A loop that is not known to train has no extra pass before its first batch: a script may look at
-        that one alone, by `next(iter(loader))`.
-
-        Args:
-            start: where the loop starts.
-            phase: number of the phase; a loop is audited when it begins in a new one.
-            steps: updates that the run has done before batch `start.batch`.
+        that batch alone, by `next(iter(loader))`. A loop is audited when it begins in a new phase, and in
+        each step that is due, counted from the `steps` before batch `start.batch`.
         """
         self.warn_of_counts()
-        self.was_left, self._extras = False, 0
+        self.was_left = self._has_extra = False
         place, which = _place(sys._getframe()), (start.loop.loader, start.epoch, start.round)
-        self._places[which] = place
-        for old in list(self._places)[:-_KEPT_LOOPS]:
-            self._watched.pop(old, None)
-            del self._places[old]
-        if self._is_off or start.is_over or not torch.is_grad_enabled():
-            return no_audit
-        if not any(m.parameters and m.module.training for m in self._state.models):
+        self._loops[which] = place, -1
+        for old in list(self._loops)[:-_KEPT_LOOPS]:
+            del self._loops[old]
+        trains = any(m.parameters and m.module.training for m in self._state.models)
+        if self._is_off or start.is_over or not (trains and torch.is_grad_enabled()):
             return no_audit
         if _is_taken_by_next(sys._getframe()):
             self._by_next.add(place)  # perhaps a look at the first batch alone
@@ -130,7 +117,7 @@ class Audit:
         replica, loop = self._replica(), (place, phase)
         if loop not in self._begun and len(self._begun) < _MOST_LOOPS:
             self._begun.add(loop)
-            self._watched[which] = start.batch
+            self._loops[which] = place, start.batch
         is_new = loop in self._begun and loop not in self._audited
         first = 0 if place in self._trained else 1
         self._phase = phase
@@ -148,18 +135,23 @@ class Audit:
         All passes over a global batch make one, or none does: a body may count microbatches of a pass.
         """
         if not microbatch.turn:
-            self._takes = self._places[microbatch.loop] in self._trained and not self._is_off
+            self._takes = self._loops[microbatch.loop][0] in self._trained and not self._is_off
         return self._takes
 
     def trains(self, microbatch: Microbatch) -> None:
-        """The loop's body has run a backward pass."""
-        place = self._places[microbatch.loop]
+        """Note that the loop's body has run a backward pass; warn of one that calls `next`."""
+        place = self._loops[microbatch.loop][0]
         self._trained.add(place)
         if place in self._by_next:
-            self._warn_of_next(place)
+            self._warn_once(
+                "next",
+                f"{Path(place[0]).name}:{place[1]} takes microbatches by next(): a step "
+                "needs as many calls as the rank hosts replicas, and the audit does not watch this loop; "
+                "hint: for x, y in loader: …, or while run.step < N: …",
+            )
 
     def _replica(self) -> int:
-        """Return the replica that this rank computes once more: the partner's last, or its own."""
+        """Return the replica of an extra pass: the last replica of the partner rank, or of this rank."""
         context = self._context
         if self._is_alone:
             return context.dims.block[-1]
@@ -168,7 +160,7 @@ class Audit:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank could compute this rank's microbatches."""
+        """Whether no other rank could compute the microbatches of this rank."""
         models = self._state.models
         return (
             self._context.group is None
@@ -179,34 +171,35 @@ class Audit:
     # --- passes ----------------------------------------------------------------------------------
 
     def begins(self, microbatch: Microbatch) -> None:
-        """The loop's body is about to see a microbatch, which no other one is around."""
+        """Begin a pass of the loop's body, which is not inside of another loop's."""
         self.was_left = False
+        place, watched = self._loops.get(microbatch.loop, (None, -1))
         if microbatch.audit:
-            self.record, self._extra = Record(), None
-            self._audited.add((self._places[microbatch.loop], self._phase))
-            self._extras += 1
+            self.record, self._extra, self._has_extra = Record(), None, True
+            if place is not None:
+                self._audited.add((place, self._phase))
             self._guarded(self._look_before)
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
-        if microbatch.step == self._watched.get(microbatch.loop):
+        if microbatch.step == watched:
             self._guarded(self._watch.begins)
 
     def step(self, act: Callable[[], Any]) -> Any:
-        """Return what an optimizer's step does, with its hooks."""
+        """Call `act`, a step of an optimizer with its hooks; return its result."""
         return self._watch.step(act) if self._watch.is_on else act()
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
-        """The loop's body is done with a microbatch of step number `step`, or has left it.
+        """End a pass of the loop's body in step number `step`; `left` if by `break` or an exception.
 
         Raises:
-            AuditError: if the body depends on how many passes a rank makes, or a rank computes wrongly.
+            AuditError: if the body depends on earlier passes, or a rank computes wrongly.
         """
         record, self.record = self.record, None
         self.was_left = left and microbatch.audit
         if left:
             self._extra = None
             self._watch.drop()
-            self._left = not microbatch.audit and bool(self._extras)
+            self._left = not microbatch.audit and self._has_extra
         elif microbatch.audit:
             self._extra = record
             self._guarded(self._look_after)
@@ -219,30 +212,25 @@ class Audit:
                 self._agreed.append(step)
 
     def warn_of_counts(self) -> None:
-        """Warn of a loop that was left early, and neither by run.step nor by run.batch_index."""
+        """Warn of a loop that the script has left early without reading `run.step` or `run.batch_index`."""
         left, self._left, found, self._found = self._left, False, self._found, []
-        asked, self.step_was_read = self.step_was_read, False
-        if left and not asked and "left" not in self._warned:
-            self._warned.add("left")
-            counts = [f"{one.shown} counts microbatches" for one in found if one.is_count]
-            self._context.record.warn(
-                "lockstep: warning: a loop was left early"
-                f"{''.join(f', and {text}' for text in counts[:1])}; a count of microbatches, also that of "
+        was_read, self.step_was_read = self.step_was_read, False
+        if left and not was_read:
+            counts = [f", and {one.shown} counts microbatches" for one in found if one.is_count]
+            self._warn_once(
+                "left",
+                f"a loop was left early{''.join(counts[:1])}; a count of microbatches, also that of "
                 "itertools.islice, ends a loop elsewhere on another layout, and counts extra passes of the "
-                "audit; hint: leave it by run.step or run.batch_index"
+                "audit; hint: leave it by run.step or run.batch_index",
             )
 
-    def _warn_of_next(self, place: _Place) -> None:
-        if "next" not in self._warned:
-            self._warned.add("next")
-            self._context.record.warn(
-                f"lockstep: warning: {Path(place[0]).name}:{place[1]} takes microbatches by next(): a step "
-                "needs as many calls as the rank hosts replicas, and the audit does not watch this loop; "
-                "hint: for x, y in loader: …, or while run.step < N: …"
-            )
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            self._context.record.warn(f"lockstep: warning: {text}")
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """Let no error of the audit's own end the run: ranks switch the audit off together."""
+        """Call `look`; after an error of Lockstep's own the run goes on without audits."""
         if self._has_failed and self._is_alone:
             return  # ranks that pass through a model together make extra passes all the same
         try:
@@ -251,37 +239,36 @@ class Audit:
             raise
         except Exception as error:
             self._has_failed = True
-            self._context.record.warn(
-                f"lockstep: warning: the audit could not look at the state of the run "
-                f"({type(error).__name__}: {error}), and is off from here on; hint: --audit off"
+            self._warn_once(
+                "failed",
+                f"the audit could not look at the state of the run ({type(error).__name__}: {error}), and "
+                "is off from here on; hint: --audit off",
             )
 
-    @property
-    def _budget(self) -> int:
-        """How many values of variables an audit looks at: fewer, when some audits have found nothing."""
-        return _VALUES if len(self._agreed) < _THOROUGH else _FEW_VALUES
+    def _observation(self) -> Observation:
+        values = _VALUES if len(self._agreed) < _THOROUGH else _FEW_VALUES
+        return self._observe(sys._getframe(1), values)
 
     def _look_before(self) -> None:
         self._calls = _collective_calls()
         self._watch.begins(with_buffers=True)
-        self._texts = texts(self._state)
-        self._observed = self._observe(sys._getframe(1), self._budget)
+        self._before = self._observation(), texts(self._state)
 
     def _look_after(self) -> None:
-        """Look for what an extra pass, in which no optimizer steps, has changed."""
+        """Find the state that an extra pass, in which no optimizer steps, has changed."""
         calls = _collective_calls() - self._calls
         if calls and not self._is_alone:
             raise collectives(calls)
-        self._found = self._observe(sys._getframe(1), self._budget).changes_since(self._observed)
+        observed, registered = self._before
+        self._found = self._observation().changes_since(observed)
         self.changed.update(one.name for one in self._found)
         self._watch.ends()
         for name, text in texts(self._state).items():
-            if text != self._texts.get(name, text) and name not in self._warned:
-                self._warned.add(name)
-                self._context.record.warn(
-                    f"lockstep: warning: the registered object {name} changes with each microbatch: on "
-                    "each rank it holds that rank's samples; hint: run.sum, run.mean and run.gather are "
-                    "over all samples"
+            if text != registered.get(name, text):
+                self._warn_once(
+                    f"state of {name}",
+                    f"the registered object {name} changes with each microbatch: on each rank it holds "
+                    "that rank's samples; hint: run.sum, run.mean and run.gather are over all samples",
                 )
 
     # --- both passes compute the same ----------------------------------------------------------------
@@ -290,15 +277,11 @@ class Audit:
         if not self._is_alone:
             self._compare_ranks(step, extra, own)
             return
-        once, again = extra.values(), own.values()
-        if once != again:
-            kinds = _differing(once, again)
-            raise carried(
-                Finding(
-                    microbatch.replica, step, kinds, extra.loss(), own.loss(), tuple(self._found)
-                ),
-                f"computed twice by rank {self._context.world.rank}",
-            )
+        kinds = _differing(extra.values(), own.values())
+        if kinds:
+            losses, changes = (extra.loss(), own.loss()), tuple(self._found)
+            finding = Finding(microbatch.replica, step, kinds, *losses, changes)
+            raise carried(finding, f"computed twice by rank {self._context.world.rank}")
 
     def _compare_ranks(self, step: int, extra: Record, own: Record) -> None:
         context, size = self._context, len(KINDS)
@@ -315,16 +298,10 @@ class Audit:
         found = compare(hosted, audited)
         if found is None:
             return
-        host, auditor = rows[found.host], rows[found.auditor]
         replica = block(context.replicas, context.world.size, found.host)[-1]
-        finding = Finding(
-            replica,
-            step,
-            _differing(audited[found.auditor], hosted[found.host]),
-            _as_float(auditor[-1]),
-            _as_float(host[-2]),
-            tuple(self._found),
-        )
+        kinds = _differing(audited[found.auditor], hosted[found.host])
+        losses = _as_float(rows[found.auditor][-1]), _as_float(rows[found.host][-2])
+        finding = Finding(replica, step, kinds, *losses, tuple(self._found))
         by = f"computed by rank {found.auditor} and by its own rank {found.host}"
         if found.odd is None:
             raise carried(finding, by)
@@ -336,13 +313,13 @@ class Audit:
 
 
 def _place(frame: FrameType) -> _Place:
-    """Return the line of the script that asks for the next microbatch."""
+    """Return the position in the script that takes the next microbatch."""
     user = next(script_frames(frame), None)
     return ("", 0, 0) if user is None else (user.f_code.co_filename, user.f_lineno, user.f_lasti)
 
 
 def _is_taken_by_next(frame: FrameType | None) -> bool:
-    """Whether the script asks for microbatches outside of a `for`, also through generators of its own."""
+    """Whether the script takes microbatches outside of a `for`, also through generators of its own."""
     while frame is not None and stacks.is_own(frame.f_code.co_filename):
         frame = frame.f_back
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
@@ -359,7 +336,7 @@ def _differing(once: Values, again: Values) -> tuple[str, ...]:
 
 
 def _collective_calls() -> int:
-    """Return how many collective calls the default process group has begun; 0 where it does not count."""
+    """Return the number of collective calls that the default process group has begun, or 0 if unknown."""
     if not dist.is_initialized():
         return 0
     group: Any = dist.distributed_c10d._get_default_group()

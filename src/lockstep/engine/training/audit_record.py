@@ -1,8 +1,9 @@
-"""What one pass of a loop's body computes: losses, gradients, settings of optimizers."""
+"""`Record`: losses, gradients and settings of optimizers of one pass of a loop's body."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +24,9 @@ NO_LOSS = float("-inf")
 
 @dataclass(slots=True)
 class Record:
-    """Values of a pass, which are the same wherever and however often it is made.
+    """Values of one pass of a loop's body, which are equal on every rank and each time.
 
-    Gradients are those of this microbatch alone, as autograd gives them, before they are merged.
-
-    Attributes:
-        losses: in the order of `run.backward`.
+    Gradients are those of this microbatch alone, as autograd computes them, before ranks add them up.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -37,7 +35,7 @@ class Record:
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor, models: Sequence[WrappedModel]) -> Iterator[None]:
-        """Record a backward pass in the body: the loss, and the gradients of `models`."""
+        """Record the loss and the gradients of `models` of a backward pass, which the `with` block runs."""
         call = len(self.losses)
         self.losses.append(loss.detach().clone())
         handles = []
@@ -45,30 +43,27 @@ class Record:
             own = {id(leaf): leaf for leaf in (*model.leaves, *model.parameters)}
             for place, leaf in enumerate(own.values()):
                 if leaf.requires_grad and not leaf.is_meta:
-                    handle = leaf.register_hook(self._keep((call, number, place)))  # type: ignore[no-untyped-call]
-                    handles.append(handle)
+                    keep = functools.partial(self._keep, (call, number, place))
+                    handles.append(leaf.register_hook(keep))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _keep(self, key: tuple[int, int, int]) -> Any:
-        def keep(gradient: torch.Tensor | None) -> None:
-            if gradient is not None:
-                self._gradients[key] = bits(gradient)
-
-        return keep
+    def _keep(self, key: tuple[int, int, int], gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._gradients[key] = bits(gradient)
 
     def step(self, optimizer: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Record what an optimizer would step with: the plain values of its parameter groups."""
+        """Record the parameter groups of optimizer number `optimizer`, which steps, without parameters."""
         rows = [
             sorted((name, _text(v)) for name, v in g.items() if name != "params") for g in groups
         ]
         self._settings.append(repr((optimizer, rows)))
 
     def values(self) -> Values:
-        """Return 63 bits for each of `KINDS`."""
+        """Return a hash of 63 bits for each of `KINDS`."""
         keys = sorted(self._gradients)
         hashes = read([bits(loss) for loss in self.losses] + [self._gradients[k] for k in keys])
         count = len(self.losses)
@@ -92,6 +87,6 @@ def _text(value: Any) -> str:
 
 
 def _number(value: object) -> int:
-    """Return 63 bits of a hash, which a signed integer of 64 bits holds."""
+    """Return a hash of 63 bits, which fits into a signed integer of 64 bits."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Errors of an audit: what differs, what has changed between the passes, and what helps."""
+"""Errors of an audit, with the values that differ, the variables that changed, and hints."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class Finding:
     """Two passes of one microbatch that computed different values.
 
     Attributes:
-        replica: whose microbatch it is.
-        step: number of the step.
-        kinds: the kinds of values that differ.
+        replica: replica of the microbatch.
+        kinds: kinds of values that differ, of `audit_record.KINDS`.
         extra: loss of the extra pass.
         own: loss of the microbatch's own pass.
-        changes: variables of the script that changed over the extra pass, and are read in the next one.
+        changes: variables that the extra pass has changed, and that the next pass reads.
     """
 
     replica: int
@@ -41,12 +40,12 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """The microbatch in words."""
+        """The microbatch, for messages."""
         return f"replica {self.replica} in step {self.step}"
 
     @property
     def what(self) -> str:
-        """What differs, with both losses."""
+        """The kinds of values that differ, with both losses, for messages."""
         extra, own = ("none" if value == NO_LOSS else value for value in (self.extra, self.own))
         losses = f"the loss was {extra} in an extra pass and {own} in its own"
         others = [kind for kind in self.kinds if kind != "losses"]
@@ -56,19 +55,16 @@ class Finding:
 
 
 def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
-    """Return that a pass depends on the passes before it, or that the rank `suspect` computes wrongly."""
+    """Return the error that a pass depends on earlier passes, or that `suspect` computes wrongly."""
     named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
-    cause = (
-        f"the pass changed {named}"
-        if named
-        else "no variable that the audit looks at changed: look at iterators, closures, caches, collate_fn "
-        "and what earlier loops have computed from one rank's samples; or a processor computes wrongly"
-    )
-    also = ""
-    if suspect:
-        also = (
-            f"; if that does not matter to the loss, {suspect} computes wrongly: the others agree"
+    cause = f"the pass changed {named}"
+    if not named:
+        cause = (
+            "no variable that the audit looks at changed: look at iterators, closures, caches, collate_fn "
+            "and what earlier loops have computed from one rank's samples; or a processor computes wrongly"
         )
+    also = "; if that does not matter to the loss, {} computes wrongly: the others agree"
+    also = also.format(suspect) if suspect else ""
     return AuditError(
         f"{finding.where}, {by}: {finding.what}; expected the same bits, as a rank makes one pass of the "
         f"loop's body for each replica that it hosts; {cause}{also}",
@@ -78,7 +74,7 @@ def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
 
 
 def changed(names: Sequence[str]) -> AuditError:
-    """Return that a pass has changed parameters besides by a step, or buffers in an extra pass."""
+    """Return the error that the body changed parameters without a step, or buffers in an extra pass."""
     return AuditError(
         f"the loop's body changed {_listed(names)} besides by optimizer.step; expected no other changes, "
         "as a rank makes one pass of the body for each replica that it hosts",
@@ -88,7 +84,7 @@ def changed(names: Sequence[str]) -> AuditError:
 
 
 def collectives(calls: int) -> AuditError:
-    """Return that a pass makes collective calls of its own."""
+    """Return the error that the body makes collective calls of its own."""
     return AuditError(
         f"the loop's body made {calls} collective call(s) of torch.distributed in one microbatch; expected "
         "none: a rank that hosts several replicas would make more of them than others, which would wait",
@@ -98,7 +94,7 @@ def collectives(calls: int) -> AuditError:
 
 
 def wrong_rank(finding: Finding, place: str, agreed: int, *, is_even: bool) -> AuditError:
-    """Return that a rank computes something else; `is_even` if all make the same number of passes."""
+    """Return the error that one rank computes wrongly; `is_even` if all ranks host as many replicas."""
     counts = (
         "" if is_even else "look for what counts passes, of which ranks make unequal numbers; or "
     )

@@ -1,8 +1,8 @@
-"""Carried variables of the script: what its loops carry, and a crash loses, is told once.
+"""Carried variables: warnings of script variables that a loop changes and that a crash would lose.
 
-A run that resumes starts its script from the top, so that a variable has its first value again.
-Fingerprints of the variables are compared at the first points of a run, and those that were saved with the
-state are compared when the run has resumed. On the main rank alone: it is the one that warns.
+A resumed run starts its script from the top: variables that no state keeps have their first values again.
+The main rank compares fingerprints of the variables at the first points of a run (between two batches,
+where the state is complete), and after a resume with the fingerprints that were saved with the state.
 """
 
 from __future__ import annotations
@@ -11,28 +11,35 @@ import base64
 import itertools
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
 from lockstep.engine.data.loader import Loader
+from lockstep.engine.recovery.script_state import ScriptState
 from lockstep.engine.recovery.state import State
 from lockstep.engine.training import liveness, variables
 from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
-from lockstep.engine.training.observations import Change, Observation
-from lockstep.engine.training.own_objects import OwnObjects
+from lockstep.engine.training.observations import Change, Observation, Place, Value
+from lockstep.engine.training.variable_parts import attributes
 from lockstep.world.model import World
 
-#: Points of a run, and ends of epochs, after which variables are looked at; so many first points of loops.
+#: Number of points, and of loops, at whose beginning variables are compared.
 _FIRST, _LOOPS = 2, 8
-#: Characters of what is saved: the same on all ranks, whose parts of a snapshot lie behind it.
+#: Length of the saved fingerprints: equal on all ranks, since the ranks' parts of a snapshot follow them.
 SAVED = 4096
-#: Values that are looked at where a state is saved, which happens often.
+#: Number of values that are read for the saved fingerprints, which are made often.
 _BUDGET_SAVED = 300
-#: What is said of changes, by their cause, and what helps.
+#: Number of variables in one warning.
+_NAMED = 8
+#: By the cause of a change: words for the warning, and a hint.
 _WORDS = {
     "pass": (
         "with each microbatch, of those of this rank only,",
@@ -44,91 +51,89 @@ _WORDS = {
     ),
     "": ("in the loop", ""),
 }
-#: Variables that one warning names.
-_NAMED = 8
+#: By the kind of a variable: a hint.
+_HINTS = {
+    "random": "draw from the global generators of torch, numpy or random, which the run sets",
+    "object": "choose it by run.epoch, run.step or what run.state keeps",
+    "attribute": "let state_dict() return it, or keep it in run.state(…)",
+}
+#: Classes of values of `run.state` that the script may have in variables of its own, too.
+_HELD = (list, dict, set, deque, torch.Tensor, np.ndarray)
 
 
 class CarriedVariables(PointListener):
-    """Looks at the variables that the script's loops carry.
+    """Compares fingerprints of the variables that the script's loops carry, on the main rank.
 
     Args:
-        loop: where the run stands.
-        state: what the run has been told of, which no crash loses.
-        world: rank and generation of this process.
-        warn: shows a line.
+        loop: position of the run.
+        state: models, optimizers and registered objects, which a resumed run restores.
+        world: rank and restart number of this process.
+        warn: shows a line to the user.
 
     Attributes:
-        own: the objects of the run.
-        loaders: of the run, whose datasets are looked at.
-        resumed: what `saved` has returned when the state was saved that the run resumes from.
+        loaders: loaders of the run, whose datasets are read too.
+        resumed: the result of `saved` in the state that the run resumes from.
     """
 
     def __init__(self, loop: Loop, state: State, world: World, warn: Callable[[str], None]) -> None:
         self._loop, self._rank, self._warn = loop, world.rank, warn
-        self._is_restarted = world.generation > 0  # changes were told in the first generation
-        self.own = OwnObjects(state)
+        self._is_restarted = world.generation > 0  # the first start has shown the warnings
+        self._own = _OwnObjects(state)
         self._frames = _Frames()
-        # What was seen last in the loop, or between the epochs, of now; and of the loops around them.
-        self._last: tuple[Any, Observation] = (None, Observation())
-        self._around = Observation()
-        self._ended = Observation()  # what was seen when the latest loop ended
-        self._place: Any = None
-        self._phase = 0
-        self._initial: dict[str, str] = {}  # what variables held before the first loop
-        self._told: set[str] = set()
-        self._points = self._ends = self._looks = 0
-        self._is_new = False  # whether a loop, or an epoch, has begun since the last point
-        self._failed = False
+        self._last: dict[str, tuple[Hashable, Observation]] = {}
+        self._place: Hashable = None  # of the outermost loop over a loader
+        self._initial: dict[str, str] = {}  # fingerprints before the first loop
+        self._warned: set[str] = set()
+        self._points = self._looks = 0
+        self._is_new = self._failed = False  # `_is_new`: a loop has begun since the last point
         self.loaders: Collection[Loader] = ()
         self.resumed = ""
 
     def opens(self) -> None:
-        """The script enters the run: the frame that does so stays until it leaves."""
+        """Note the frame that enters the run, which stays alive until the script leaves the run."""
         self._frames.hold("run", sys._getframe(1))
 
     def epoch_begins(self) -> None:
-        """An epoch begins: the frame that iterates over them stays until they are over."""
+        """Compare the variables with those at the end of the last loop."""
         self._frames.hold("epochs", sys._getframe(1))
-        if self._ended.values:
-            self._tell(self.observe(sys._getframe(1)).changes_since(self._ended))
-            self._ended = Observation()
-        self._phase += self._loop.epoch == 0
+        if "ended" in self._last:
+            self._tell(self._changes("ended", None, self.observe(sys._getframe(1))))
+            del self._last["ended"]
         self._is_new = True
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """A loop over a loader begins."""
-        self._frames.hold((loader, epoch, round_), sys._getframe(1))
+        """Note the frame of a loop over a loader, and before the first loop the variables' first values."""
+        place = (loader, epoch, round_)
+        self._frames.hold(place, sys._getframe(1))
         self._is_new = True
         if self._loop.microbatch is None:
-            self._place = (loader, epoch, round_)
+            self._place = place
         if not (self._rank or self._points or self._initial or self._loop.is_replaying):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """A loop over a loader is over."""
+        """Keep the variables at the end of an outermost loop, for the beginning of the next epoch."""
         self._frames.release((loader, epoch, round_))
         is_outermost = self._loop.microbatch is None and not self._loop.is_replaying
         if is_outermost and not self._rank and self._looks < _LOOPS:
-            self._ended = self.observe(sys._getframe(1), look=liveness.carried_around)
+            ended = self.observe(sys._getframe(1), look=liveness.carried_around)
+            self._last["ended"] = None, ended
 
     # --- in a run ---------------------------------------------------------------------------------
 
     def at_point(self) -> None:
-        """The state is whole: look whether variables have changed, if it is one of the first points."""
-        is_end = not self._loop.is_in_loop
-        if self._rank or not (self._is_new or is_end or self._points < _FIRST):
+        """Compare the variables with those at the last point, at the first points of each loop."""
+        if self._rank or not (self._is_new or self._points < _FIRST):
             return
         self._points += 1
-        self._ends += is_end
-        is_first = self._points <= _FIRST or (is_end and self._ends <= _FIRST)
-        if is_first or (self._is_new and self._looks < _LOOPS):
+        if self._points <= _FIRST or self._looks < _LOOPS:
             self._looks += 1
-            changes = self._changes(self.observe(sys._getframe(1)))
-            around = self.observe(sys._getframe(1), look=liveness.carried_around)
-            # Attributes are compared when the epoch is over: one may have set them when it began.
-            own = (one for one in around.changes_since(self._around) if "." not in one.name)
+            frame = sys._getframe(1)
+            changes = self._inside(self.observe(frame))
+            around = self.observe(frame, look=liveness.carried_around)
+            # An epoch may set an attribute anew before its loop: `epoch_begins` compares attributes.
+            own = (one for one in self._changes("around", None, around) if "." not in one.name)
             self._tell([*changes, *own])
-            self._around = Observation({**self._around.values, **around.values})
         self._is_new = False
 
     def observe(
@@ -140,34 +145,23 @@ class CarriedVariables(PointListener):
         changed: bool = False,
         innermost: bool = False,
     ) -> Observation:
-        """Return what variables hold, and attributes of the run's objects that their state leaves out.
+        """Return fingerprints of variables, as `variables.observe`, and of attributes of the run's modules.
 
-        Args:
-            frame: from which on the script's frames are looked at.
-            budget: how many values of variables are looked at.
-            look: returns which variables of a frame count.
-            changed: whether attributes count only if they have changed since the run was given the objects.
-            innermost: whether the innermost frame of the script is the only one.
+        With `changed` leave out modules whose attributes are as they were when the run got them.
         """
         if not self._loop.epochs:
             self._frames.release("epochs")
         if self._failed:
             return Observation()
         try:
-            own, number = self.own.ids(), id if innermost else self._frames.number
+            own, number = self._own.ids(), id if innermost else self._frames.number
             loaders: dict[str, Any] = {f"loader {one.number}": one for one in self.loaders}
-            found = variables.observe(
-                frame,
-                own,
-                number=number,
-                look=look,
-                innermost=innermost,
-                budget=budget,
-                others={} if innermost else loaders | self.own.hooks(),
-            )
-            attributes = {} if innermost else self.own.attributes(changed=changed)
+            others = {} if innermost else loaders | self._own.hooks()
+            limits: Any = {"innermost": innermost, "budget": budget}
+            found = variables.observe(frame, own, number=number, look=look, others=others, **limits)
+            attributes = {} if innermost else self._own.attributes(changed=changed)
             return Observation({**attributes, **found.values})
-        except Exception as error:  # a fault of ours must not end the run
+        except Exception as error:  # a fault of Lockstep must not end the run
             self._failed = True
             self._warn(
                 f"lockstep: warning: the script's variables cannot be looked at ({error!r:.200}): those "
@@ -175,99 +169,100 @@ class CarriedVariables(PointListener):
             )
             return Observation()
 
+    def _inside(self, now: Observation) -> list[Change]:
+        """Return the variables that changed since the last comparison in this loop."""
+        return self._changes("inside", self._place if self._loop.is_in_loop else None, now)
+
+    def _changes(self, moment: str, place: Hashable, now: Observation) -> list[Change]:
+        """Return the changes since the last call with the same moment and place."""
+        before, last = self._last.get(moment, (place, Observation()))
+        known = last.values if place == before else {}
+        # A call with a smaller budget leaves variables out.
+        self._last[moment] = (place, Observation({**known, **now.values}))
+        return now.changes_since(Observation(known))
+
     def _first(self, change: Change) -> Change:
-        """Return a change with the value that the variable had before the first loop."""
+        """Return the change with `before` replaced by the variable's value before the first loop."""
         is_count = change.kind == "value" and change.before.isdecimal()
         if is_count and change.key not in self._initial:  # as the index of `enumerate`
             return replace(change, kind="count")
         return replace(change, before=self._initial.get(change.key, change.before))
 
-    def _changes(self, now: Observation) -> list[Change]:
-        """Return what has changed since the last look in this loop, or between these epochs."""
-        place = self._place if self._loop.is_in_loop else self._phase
-        before, last = self._last
-        known = last.values if place == before else {}
-        self._last = (place, Observation({**known, **now.values}))  # it may have left some out
-        return now.changes_since(last) if place == before else []
-
     def _tell(self, changes: list[Change]) -> None:
-        new = {one.name: one for one in changes if one.name not in self._told}
-        changes = [one for one in new.values() if not self._is_epoch(one)]
-        if self._is_restarted:
-            return
-        changes.sort(key=lambda one: (one.line, one.name))
-        self._told.update(one.name for one in changes)
+        """Warn of changed variables, once for each name, with one line for each cause."""
+        new = {one.name: one for one in changes if one.name not in self._warned}
+        # As `sampler.set_epoch(epoch)` sets it: a resumed run does the same.
+        epoch = str(self._loop.epoch)
+        own = [one for one in new.values() if "." not in one.name or one.after != epoch]
+        changes = [] if self._is_restarted else sorted(own, key=lambda one: (one.line, one.name))
+        self._warned.update(one.name for one in changes)
         for cause, (what, hint) in _WORDS.items():
             some = [one for one in changes if self._cause(one) == cause]
             verb = ("changes", "is") if len(some) == 1 else ("change", "are")
             if some:
-                own = "" if cause == "fetch" else _hint([self._first(one) for one in some])
+                keep = "" if cause == "fetch" else _hint([self._first(one) for one in some])
                 self._warn(
                     f"lockstep: warning: {named(some)} {verb[0]} {what} and {verb[1]} not kept over a "
-                    f"crash; hint: {'; '.join(filter(None, (hint, own)))}"
+                    f"crash; hint: {'; '.join(filter(None, (hint, keep)))}"
                 )
 
     def _cause(self, change: Change) -> str:
-        """Return what changes a variable: a pass over a microbatch, a sample that is fetched, or else."""
+        """Return the cause of a change, a key of `_WORDS`."""
         audit = self._loop.audit
         if audit is not None and change.name in audit.changed:
             return "pass"
         is_fetched = change.kind == "data" and self._loop.is_in_loop and audit is not None
         return "fetch" if is_fetched else ""
 
-    def _is_epoch(self, change: Change) -> bool:
-        """Whether an attribute is the number of the epoch, as `sampler.set_epoch(epoch)` sets it."""
-        return "." in change.name and change.after == str(self._loop.epoch)
-
     # --- over a crash -----------------------------------------------------------------------------
 
     def saved(self) -> str:
-        """Return fingerprints to be saved with the state, of the same length everywhere."""
+        """Return fingerprints of the variables to save with the state, as a text of `SAVED` characters."""
         if self._rank or self._loop.closed:
             return " " * SAVED
         now = self.observe(sys._getframe(1), _BUDGET_SAVED, changed=True)
-        self._tell(self._changes(now))
+        self._tell(self._inside(now))
         return packed(now.texts(SAVED // 2))
 
     def arrived(self) -> None:
-        """The run has come to where its state was saved: compare what the variables hold with then."""
+        """Compare the variables with their saved fingerprints, when a resumed run has its state back."""
         if self._rank or not self.resumed.strip():
             return
         texts, self.resumed = unpacked(self.resumed), ""
         changes = self.observe(sys._getframe(1)).changes_since_saved(texts)
         changes.sort(key=lambda one: one.line)
         if changes:
-            told = "; ".join(
+            some = (
                 f"{one.shown} was {one.before}, and is {one.after} now" for one in changes[:_NAMED]
             )
-            self._told.update(one.name for one in changes)
+            self._warned.update(one.name for one in changes)
             self._warn(
-                f"lockstep: warning: variables are not what they were when the state was saved: {told}"
-                f"{_more(changes)}; the result may differ; hint: "
+                f"lockstep: warning: variables are not what they were when the state was saved: "
+                f"{'; '.join(some)}{_more(changes)}; the result may differ; hint: "
                 + _hint([replace(one, before=one.after) for one in changes])
             )
 
 
 def packed(texts: dict[str, str]) -> str:
-    """Return fingerprints as `SAVED` characters that JSON writes as they are; too many are cut."""
+    """Return the fingerprints as text of `SAVED` characters, without the last ones if that is too long."""
     while True:
-        told = base64.b64encode(json.dumps(texts).encode()).decode()
-        if len(told) <= SAVED:
-            return told.ljust(SAVED)
+        text = base64.b64encode(json.dumps(texts).encode()).decode()
+        if len(text) <= SAVED:
+            return text.ljust(SAVED)
         texts = dict(itertools.islice(texts.items(), len(texts) // 2))
 
 
-def unpacked(told: str) -> dict[str, str]:
-    """Return what `packed` was given; nothing for what it has not made."""
+def unpacked(text: str) -> dict[str, str]:
+    """Return the fingerprints in a result of `packed`; an empty dictionary for any other text."""
     try:
-        texts = json.loads(base64.b64decode(told.strip()))
-        return {str(name): str(text) for name, text in texts.items()}
+        texts = json.loads(base64.b64decode(text.strip()))
+        return {str(name): str(one) for name, one in texts.items()}
     except (ValueError, AttributeError):
         return {}
 
 
 def named(changes: Sequence[Change]) -> str:
-    """Return the variables and their lines, for messages."""
+    """Return the names of variables with their lines, for messages."""
     return ", ".join(one.shown for one in changes[:_NAMED]) + _more(changes)
 
 
@@ -276,67 +271,112 @@ def _more(changes: Sequence[Change]) -> str:
 
 
 def _hint(changes: Sequence[Change]) -> str:
+    """Return hints that keep the variables of `changes`, whose `before` becomes the initial value."""
     hints = []
     plain = [one for one in changes if one.kind in ("value", "data")]
     if plain:
         first = ", ".join(f"{_word(one.name)}={_initial(one.before)}" for one in plain[:_NAMED])
         hints.append(f"state = run.state({first})")
-    modules = [one for one in changes if one.kind == "module"]
+    modules = [one.name for one in changes if one.kind == "module"]
     if modules:
-        hints.append(f'run.register("{modules[0].name}", {modules[0].name})')
-    if any(one.kind == "random" for one in changes):
-        hints.append(
-            "draw from the global generators of torch, numpy or random, which the run sets"
-        )
-    if any(one.kind == "object" for one in changes):
-        hints.append("choose it by run.epoch, run.step or what run.state keeps")
-    if any(one.kind == "attribute" for one in changes):
-        hints.append("let state_dict() return it, or keep it in run.state(…)")
+        hints.append(f'run.register("{modules[0]}", {modules[0]})')
+    hints += [hint for kind, hint in _HINTS.items() if any(one.kind == kind for one in changes)]
     if any(one.kind == "count" or (one.before + one.after).isdecimal() for one in changes):
         hints.append("run.step counts updates")
     return "; ".join(hints)
 
 
 def _word(name: str) -> str:
-    """Return the last word of a variable's name that a script may give to a variable."""
+    """Return the last part of a dotted name that can name a variable, as `sigma` of `dataset.sigma`."""
     words = [word for word in name.split(".") if word.isidentifier() and not word.startswith("__")]
     return words[-1] if words else "value"
 
 
 def _initial(text: str) -> str:
-    """Return a value as a script may write it; dots where its fingerprint is none."""
+    """Return the fingerprint of a value as Python code, or dots where the fingerprint is no code."""
     return text if len(text) <= 12 and not text.startswith(("tensor", "array")) else "…"
 
 
 class _Frames:
-    """Numbers of the frames around loops that are not over, which are alive until then."""
+    """Numbers of the frames around the current loops; unlike ids, no two frames have equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._users: Counter[int] = Counter()
-        self._held: dict[Any, list[int]] = {}
+        self._held: dict[Hashable, set[int]] = {}
         self._next = itertools.count(1)
 
-    def hold(self, key: Any, frame: FrameType) -> None:
-        """Number the script's frames from `frame` outwards, until `release`."""
-        before = self._held.get(key, [])  # the same frames, mostly, which keep their numbers
-        own = [id(one) for one in variables.script_frames(frame)]
-        self._held[key] = own
-        self._users.update(own)
-        for one in own:
-            self._numbers.setdefault(one, next(self._next))
-        self._let_go(before)
+    def hold(self, key: Hashable, frame: FrameType) -> None:
+        """Number the script's frames from `frame` outwards, which stay alive until `release(key)`."""
+        self._held[key] = {id(one) for one in variables.script_frames(frame)}
+        alive = set().union(*self._held.values())
+        self._numbers = {one: self._numbers.get(one) or next(self._next) for one in alive}
 
-    def release(self, key: Any) -> None:
-        """They may be gone from here on."""
-        self._let_go(self._held.pop(key, []))
-
-    def _let_go(self, frames: list[int]) -> None:
-        for one in frames:
-            self._users[one] -= 1
-            if not self._users[one]:
-                del self._users[one], self._numbers[one]
+    def release(self, key: Hashable) -> None:
+        """Forget the numbers of frames that may have ended."""
+        if self._held.pop(key, None):
+            alive = set().union(*self._held.values())
+            self._numbers = {one: number for one, number in self._numbers.items() if one in alive}
 
     def number(self, frame: FrameType) -> int:
-        """Return the number of a frame; always another one where it has none."""
+        """Return the number of a frame; a new number each time for a frame without one."""
         return self._numbers.get(id(frame)) or next(self._next)
+
+
+class _OwnObjects:
+    """Models, optimizers, schedulers and registered objects of a run, which its state contains."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._count = 0
+        self._ids: frozenset[int] = frozenset()
+        self._parts: list[tuple[str, nn.Module]] = []
+        self._initial: list[dict[str, Any]] = []  # plain attributes of `_parts` at first
+
+    def ids(self) -> frozenset[int]:
+        """Return the ids of all objects whose state the run saves, with modules and tensors in them."""
+        state, registered = self._state, self._state.registered
+        own = [*state.optimizers, *state.schedulers, *registered.values()]
+        if len(own) + len(state.models) != self._count:
+            self._count = len(own) + len(state.models)
+            modules = [(type(one.module).__name__, one.module) for one in state.models]
+            modules += [pair for pair in registered.items() if isinstance(pair[1], nn.Module)]
+            self._parts = [pair for name, one in modules for pair in one.named_modules(prefix=name)]
+            own += [one for model in state.models for one in (model.wrapped, *model.parameters)]
+            own += [part for _, part in self._parts]
+            for _, module in modules:
+                own += [*module.parameters(), *module.buffers()]
+            self._ids = frozenset(map(id, own))
+            self._initial = [_plain(one) for _, one in self._parts]
+        # Containers and tensors alone: Python has one object for all small numbers of a value.
+        kept = [one.state_dict() for one in registered.values() if isinstance(one, ScriptState)]
+        values = (one for state in kept for one in state.values() if isinstance(one, _HELD))
+        return self._ids.union(map(id, values))
+
+    def hooks(self) -> dict[str, Any]:
+        """Return the hooks that run after optimizers' steps, by name: variables may not refer to them."""
+        return {
+            f"hook {number} of {type(one).__name__}": hook
+            for one in self._state.optimizers
+            for number, hook in enumerate(one._optimizer_step_post_hooks.values())
+        }
+
+    def attributes(self, *, changed: bool) -> dict[Place, Value]:
+        """Return fingerprints of modules' attributes that a `state_dict` leaves out, as `Dropout.p`.
+
+        With `changed` leave out modules whose numbers and texts are as they were when the run got them.
+        """
+        found: dict[Place, Value] = {}
+        for number, (name, one) in enumerate(self._parts):
+            if changed and self._initial[number] == _plain(one):
+                continue
+            if type(one).get_extra_state is nn.Module.get_extra_state:
+                own = variables.of_object(name, one, self._ids).items()
+                found |= {
+                    place._replace(frame=-number - 1): replace(value, kind="attribute")
+                    for place, value in own
+                }
+        return found
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {name: one for name, one in attributes(value) if type(one) in (int, float, str)}

@@ -1,7 +1,7 @@
-"""Checksums of a state, at the speed of memory: ranks compare them before it is kept.
+"""Checksums of a run's state, which ranks compare before they save the state.
 
-A restart gives all ranks one state. If they differed before, that would be forgotten, with a result that
-no layout has.
+A restart gives all ranks the state of one rank. Ranks that differed before would then continue with a
+result that no layout has.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lockstep.engine.training.tensor_bits import bits, read
 from lockstep.state.checkpoint import state_codec
 from lockstep.state.checkpoint.parts import cut_of, is_dtensor
 
-#: What is compared of a state; the rest follows from it, or is of a rank's own.
+#: Parts of a state that are compared; the others follow from them, or differ between ranks.
 _COMPARED = ("models", "optimizers", "registered")
 
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """What a rank holds, in numbers.
+    """Checksums of the state of one rank.
 
     Attributes:
-        whole: by name, of what all ranks hold.
-        cut: by name, of what is cut over ranks.
-        part: which part of that this rank holds.
+        whole: checksums by name of the tensors and numbers that all ranks have.
+        cut: checksums by name of the tensors that are cut over ranks.
+        part: position of this rank's parts of these tensors.
     """
 
     whole: dict[str, str]
@@ -38,7 +38,7 @@ class Checksums:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Checksums:
-        """Return those of what `State.capture` has returned; no rank needs another one for it."""
+        """Return the checksums of a result of `State.capture`, without a call to other ranks."""
         _, tensors = state_codec.flatten({name: state[name] for name in _COMPARED})
         numbers, _ = state_codec.flatten({"registered": state["registered"]})
         cuts = {name for name, tensor in tensors.items() if cut_of(tensor) is not None}
@@ -49,11 +49,11 @@ class Checksums:
         return Checksums(whole, {name: sums[name] for name in cuts}, ",".join(part))
 
     def brief(self) -> str:
-        """Return one text, which two ranks have alike if they hold the same."""
+        """Return a short text that is equal for two ranks with equal checksums and the same part."""
         return f"{_short(self.whole)} {_short(self.cut)} {self.part}"
 
     def differing(self, other: Checksums) -> list[str]:
-        """Return the names of what another rank holds otherwise; of parts only of the same one."""
+        """Return the names of tensors that differ; of cut tensors if both ranks have the same part."""
         names = {**self.whole, **other.whole}
         found = [name for name in names if self.whole.get(name) != other.whole.get(name)]
         if self.part == other.part:
@@ -62,7 +62,7 @@ class Checksums:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return by name a hash of what this rank holds of each tensor, with its type and shape."""
+    """Return by name the type, the shape and a hash of this rank's part of each tensor."""
     hashes = read([bits(tensor) for tensor in tensors.values()])
     return {
         name: f"{tensor.dtype} {tuple(tensor.shape)} {first:x} {second:x}"

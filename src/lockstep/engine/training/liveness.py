@@ -1,13 +1,11 @@
-"""Liveness of variables: what a running frame reads before it writes it, found in its source.
+"""Liveness of variables: which of them a running frame reads before it assigns them, from its source.
 
-A loop *carries* a variable if its next iteration reads what an earlier one has left there. Such a variable
-is neither made anew by the script nor part of what a run saves.
+A loop *carries* a variable if an iteration reads the value that an earlier iteration has assigned. Neither
+does the script make that value anew, nor do states that the run saves contain it. The analysis follows the
+syntax tree from the frame's position. It assumes that the body of a `for` runs at least once, and that an
+exception comes from the end of its `try`; otherwise a loop would carry each name that is used after it.
 
-The way from where the frame stands is followed through its syntax tree. Two things are taken as they mostly
-are, or every name that is used after a loop would count as carried: the body of a `for` runs at least once,
-and an exception comes from the end of its `try`.
-
-A variable *matters* unless all that is computed from it is shown: printed, logged, in a progress bar.
+A variable *matters* unless all values computed from it are only shown: printed, logged, in a progress bar.
 """
 
 from __future__ import annotations
@@ -18,29 +16,20 @@ import dis
 import functools
 import inspect
 import itertools
+import linecache
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lockstep.engine.training.statements import (
-    LOOPS,
-    NONE,
-    SCOPES,
-    Block,
-    Names,
-    Stand,
-    blocks,
-    heads,
-    imported,
-    is_for,
-    names_of,
-    parts,
-    scope,
-    way_of,
-)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
-#: Calls that change nothing but what is shown, and calls that change the container that they are made on.
+Names = frozenset[str]
+Block = Sequence[ast.stmt]
+NONE: Names = frozenset()
+
+#: Functions that compute or show values without other effects, and methods that change their object.
 _PURE = re.compile(
     r"abs|all|any|arg(max|min)|array|asarray|clone|copy|cpu|detach|dict|divmod|eq|exp|float|format|get|int|"
     r"isfinite|isnan|item|items|join|keys|len|log(\w*[a-z0-9])?|max|mean|median|min|numel|numpy|perf_counter|"
@@ -48,57 +37,51 @@ _PURE = re.compile(
     r"info|debug|warning|write(row|rows|lines)?|flush|add_(scalars?|text|image|figure|histogram)|"
     r"set_(postfix|description)(_str)?"
 )
+#: Targets of assignments that are variables; others, as `group["lr"]`, are parts of objects.
+_PLAIN = (ast.Name, ast.Tuple, ast.List, ast.Starred)
 _CHANGES = re.compile(
     r"add|append(left)?|clear|extend|insert|pop(left)?|remove|reset|setdefault|update"
 )
 
 
 class Variable(NamedTuple):
-    """A variable of a frame: one of its own, or one of its module."""
+    """Name of a local variable of a frame, or of a global variable of its module."""
 
     name: str
     is_global: bool
 
 
 class Use(NamedTuple):
-    """How a loop uses a variable.
-
-    Attributes:
-        line: where it is written, or else read.
-        matters: whether more than output is computed from it.
-        is_item: whether the loop itself assigns it, as the index of `enumerate`.
-    """
+    """The use of a variable by a loop, with the line that assigns the variable, or else reads it."""
 
     line: int
     matters: bool = True
-    is_item: bool = False
+    is_item: bool = False  #: whether the loop itself assigns it, as the index of `enumerate`
 
 
 Uses = Mapping[Variable, Use]
 
 
 def carried(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that are read before they are written if the loop of `frame` goes on.
+    """Return the variables that the loop of `frame` reads, if it goes on, before it assigns them.
 
-    Args:
-        frame: a frame of the script.
-        returns: whether it matters what its function returns.
+    `returns` says whether the return value of the frame's function matters.
     """
     return _uses(frame, "next", returns)
 
 
 def carried_around(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that the next loop around the one of `frame` carries; none without one."""
+    """Return the variables that the outer loop, around the frame's innermost loop, carries."""
     return _uses(frame, "around", returns)
 
 
 def read_after(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that are read behind the loop that `frame` stands at before they are written."""
+    """Return the variables that code after the `for` loop of `frame` reads before it assigns them."""
     return _uses(frame, "after", returns)
 
 
 def result_matters(frame: FrameType, *, returns: bool) -> bool:
-    """Whether more than output is computed from the result of the call that `frame` is in."""
+    """Whether the result of the call in progress in `frame` has other effects than output."""
     way = way_of(frame.f_code, frame.f_lasti)
     now = way[-1].now if way else None
     if isinstance(now, ast.Assign | ast.AugAssign | ast.AnnAssign):
@@ -108,19 +91,19 @@ def result_matters(frame: FrameType, *, returns: bool) -> bool:
 
 
 def is_at_for(frame: FrameType) -> bool:
-    """Whether `frame` stands at a `for`, which asks its iterator for the next item."""
+    """Whether `frame` is taking the next item of a `for` loop's iterator."""
     return is_for(frame.f_code, frame.f_lasti)
 
 
 def is_module(frame: FrameType) -> bool:
-    """Whether the variables of `frame` are those of its module."""
+    """Whether `frame` runs the code of a module, whose variables are global."""
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
     return not is_function and frame.f_locals is frame.f_globals
 
 
 @functools.cache
 def globals_of(code: CodeType) -> Names:
-    """Return which variables of its module a function, and those in it, read."""
+    """Return the global variables that a function, with functions defined in it, reads."""
     own = (op.argval for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL")
     inner = (globals_of(one) for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(own).union(*inner)
@@ -140,11 +123,8 @@ def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mappin
         return {}
     reads = _Reads()
     _follow(way, reads, question, at_for=is_for(code, offset))
-    given, matter = _analysis(code, returns)
-    found = {
-        **{name: line for name, line in reads.found.items() if name not in given},
-        **reads.items,
-    }
+    items, matter = _analysis(code, returns)
+    found = {name: line for name, line in reads.found.items() if name not in items} | reads.items
     return {
         name: Use(reads.written.get(name, line), name in matter, name in reads.items)
         for name, line in found.items()
@@ -155,35 +135,24 @@ def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mappin
 
 
 class _Reads:
-    """Goes through statements, and collects what they read before they assign it.
-
-    Attributes:
-        found: the names, with the lines of the statements.
-        items: those of `watched` that are read.
-        written: where names are written first on the way.
-        watched: names that are looked for.
-    """
+    """Goes through statements and collects names, with lines of the script."""
 
     def __init__(self) -> None:
-        self.found: dict[str, int] = {}
-        self.items: dict[str, int] = {}
-        self.written: dict[str, int] = {}
-        self.watched = NONE
+        self.found: dict[str, int] = {}  # that are read before they are assigned
+        self.items: dict[str, int] = {}  # of `watched`, that are read
+        self.written: dict[str, int] = {}  # that are assigned
+        self.watched = NONE  # items of the loop, which it assigns before its body
 
     def evaluate(self, nodes: Iterable[ast.AST], assigned: Names, line: int) -> Names:
-        """Evaluate parts of a statement; return what is assigned then."""
-        names = [names_of(node) for node in nodes]
-        loads, stores = (
-            NONE.union(*(one[0] for one in names)),
-            NONE.union(*(one[1] for one in names)),
-        )
+        """Evaluate parts of a statement; return `assigned` with the names that they assign."""
+        loads, stores = _names(nodes)
         self.found = dict.fromkeys(loads - assigned, line) | self.found
         self.items |= dict.fromkeys(loads & self.watched, line)
         self.written = dict.fromkeys(stores, line) | self.written
         return assigned | stores
 
     def block(self, statements: Block, assigned: Names | None) -> Names | None:
-        """Go through a block; return what all ways to its end assign, `None` without such a way."""
+        """Go through a block; return the names assigned on all paths to its end, `None` without a path."""
         for statement in statements:
             if assigned is None:
                 break
@@ -191,7 +160,7 @@ class _Reads:
         return assigned
 
     def statement(self, one: ast.stmt, assigned: Names) -> Names | None:
-        """Go through a statement, as `block` does."""
+        """Go through a statement; return the names assigned on all paths to its end, as `block` does."""
         assigned = self.evaluate(heads(one), assigned, one.lineno)
         if isinstance(one, ast.Break | ast.Continue | ast.Return | ast.Raise):
             return None
@@ -208,7 +177,10 @@ class _Reads:
 
 
 def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool) -> None:
-    """Go through the next pass of a loop, and what comes behind it."""
+    """Collect in `reads` the names of the loop's next iteration and of the code after the loop.
+
+    `question` is `next`, `around` to begin with the outer loop, or `after` to leave the inner loop out.
+    """
     stands, assigned = list(way), NONE
     here: Any = stands[-1].now
     if question == "around":
@@ -238,115 +210,75 @@ def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool)
 
 
 class _Flow(NamedTuple):
-    """What a statement computes: `writes` from `reads`; `acts` is what calls in it get.
-
-    Attributes:
-        origins: names of the objects that `writes` may name, too.
-        is_change: whether it changes objects that `writes` name.
-        is_item: whether a loop does it.
-    """
+    """Flow of values through a statement, from the variables that it reads to those that it assigns."""
 
     reads: Names
     writes: Names
-    acts: Names
-    origins: Names
-    is_change: bool = False
-    is_item: bool = False
+    acts: Names = NONE  #: variables whose values have other effects than output
+    is_change: bool = False  #: whether the statement changes an object, and assigns no variable
+    is_item: bool = False  #: whether a loop assigns its items
 
 
 @functools.cache
 def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
-    """Return the variables that nothing but loops assign, which a script that starts again has, too.
+    """Return the variables that only loops assign, as `epoch`, and the variables that matter.
 
-    Also those from which more than output is computed.
+    A script that starts again assigns the former, so no loop carries them.
     """
     flows = list(_flows(scope(code).body, NONE, returns))
     items = NONE.union(*(one.writes for one in flows if one.is_item))
-    own = [one for one in flows if not (one.is_item or one.is_change)]
-    origins: dict[str, Names] = {}
-    modules = imported(code.co_filename)
-    for one in flows:
-        for name in one.writes:
-            origins[name] = origins.get(name, NONE) | (one.origins - modules)
-    matter = NONE.union(*(one.acts for one in flows))
-    for _ in flows:  # at most: each round adds a statement, or is the last
+    own = [one.writes for one in flows if not (one.is_item or one.is_change)]
+    matter, before = NONE.union(*(one.acts for one in flows)), None
+    while matter != before:
         before = matter
         for one in flows:
-            changed = one.writes if one.is_change else ()
-            names = one.writes.union(*(origins[name] for name in changed))
-            matter |= one.reads if not names.isdisjoint(matter) else NONE
-        if matter == before:
-            break
-    return items.difference(*(one.writes for one in own)), matter
+            matter |= one.reads if not one.writes.isdisjoint(matter) else NONE
+    return items.difference(*own), matter
 
 
 def _flows(block: Block, control: Names, returns: bool) -> Iterator[_Flow]:
-    """Return what statements compute, where `control` decides whether they are run."""
-    for one in itertools.chain.from_iterable(map(_assignments, block)):
+    """Return the flows of statements whose execution depends on the variables `control`."""
+    for one in block:
         evaluated = heads(one)
-        names = [names_of(head) for head in evaluated]
-        loads = NONE.union(*(read for read, _ in names))
-        stores = NONE.union(*(written for _, written in names))
+        loads, stores = _names(evaluated)
         reads, acts = control | loads, NONE.union(*map(_acts, evaluated))
         is_left = isinstance(one, ast.Break | ast.Continue | ast.Raise)
-        if is_left or (returns and isinstance(one, ast.Return)):
+        is_set = isinstance(one, ast.Assign) and not all(
+            isinstance(to, _PLAIN) for to in one.targets
+        )
+        if is_left or is_set or (returns and isinstance(one, ast.Return)):
             acts |= reads
-        changed = frozenset(_changed(one))
-        if changed:
-            yield _Flow(reads, changed, NONE, NONE, is_change=True)
-        calls = (
-            call for head in evaluated for call in ast.walk(head) if isinstance(call, ast.Call)
-        )
-        called = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-        origins = NONE if isinstance(one, ast.AugAssign) else loads - called
-        acts = acts | control if acts else acts
-        yield _Flow(
-            reads, stores, acts, origins, is_item=isinstance(one, ast.For) and not _goes_on(one)
-        )
+        if changed := frozenset(_changed(one)):
+            yield _Flow(reads, changed, is_change=True)
+        is_item = isinstance(one, ast.For)
+        yield _Flow(reads, stores, acts | control if acts else acts, is_item=is_item)
         for inner in blocks(one) if not isinstance(one, SCOPES) else ():
             yield from _flows(inner, reads, returns)
 
 
-def _assignments(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """Return `a, b = c, d` as two statements, any other one as it is."""
-    match statement:
-        case ast.Assign(targets=[ast.Tuple(elts=own)], value=ast.Tuple(elts=values)):
-            if len(own) == len(values):
-                pairs = zip(own, values, strict=True)
-                yield from (ast.Assign([target], value) for target, value in pairs)
-                return
-    yield statement
-
-
-def _goes_on(loop: ast.For) -> bool:
-    """Whether a loop takes items beside those of the run, which begin anew after a crash."""
-    calls = [one for one in ast.walk(loop.iter) if isinstance(one, ast.Call)]
-    is_beside = any(_called(one) in ("zip", "enumerate") for one in calls)
-    return is_beside and any(_called(one) in ("epochs", "batches") for one in calls)
+def _names(nodes: Iterable[ast.AST]) -> tuple[Names, Names]:
+    found = [names_of(node) for node in nodes]
+    return NONE.union(*(one[0] for one in found)), NONE.union(*(one[1] for one in found))
 
 
 def _changed(statement: Any) -> Iterator[str]:
-    """Return whose objects a statement changes: by `a.b = …`, `a[0] += …`, `a += …` or `a.append(…)`."""
-    is_aug, parts = isinstance(statement, ast.AugAssign), []
-    if is_aug or isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-        parts = [one for one in targets if is_aug or not isinstance(one, ast.Name)]
+    """Return variables whose objects a statement changes: by `a += …`, `a[0] += …` or `a.append(…)`."""
+    if isinstance(statement, ast.AugAssign):
+        yield _base(statement.target)
     elif isinstance(statement, ast.Expr):
-        parts = [
-            one.func for one in ast.walk(statement) if isinstance(one, ast.Call) and _is_change(one)
-        ]
-    yield from filter(None, map(_base, parts))
+        calls = (one for one in ast.walk(statement) if isinstance(one, ast.Call))
+        yield from (_base(one.func) for one in calls if _is_change(one))
 
 
 def _base(node: Any) -> str:
-    """Return the variable that `a.b[0].c()` begins with; nothing where that is none."""
+    """Return the variable at the beginning of an expression, `a` of `a.b[0].c()`; or an empty text."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _acts(node: ast.AST) -> Names:
-    """Return the names that are given to what may have effects: calls of what is not known, and `yield`."""
+    """Return the variables that are given to calls of unknown functions, or to `yield` and the like."""
     if isinstance(node, SCOPES):
         return NONE
     found = NONE.union(*map(_acts, ast.iter_child_nodes(node)))
@@ -368,3 +300,117 @@ def _is_change(call: ast.Call) -> bool:
 
 def _called(call: ast.Call) -> str:
     return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
+# --- statements -------------------------------------------------------------------------------------
+
+
+class Stand(NamedTuple):
+    """Position of a frame in a block of statements, which is a part of the statement `owner`."""
+
+    owner: ast.AST
+    block: Block
+    place: int
+
+    @property
+    def now(self) -> ast.stmt:
+        """The statement of the block at the frame's position."""
+        return self.block[self.place]
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # no source, or source in another language
+        return ast.Module([], [])
+
+
+@functools.cache
+def scope(code: CodeType) -> Any:
+    """Return the syntax tree of the module or function of `code`; an empty module without source."""
+    tree = _tree(code.co_filename)
+    for node in ast.walk(tree) if code.co_name != "<module>" else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
+            first = (node, *node.decorator_list[:1])
+            if code.co_firstlineno in [one.lineno for one in first]:
+                return node
+    return tree if code.co_name == "<module>" else ast.Module([], [])
+
+
+def is_for(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at `offset` takes the next item of a `for` loop's iterator."""
+    return offset >= 0 and dis.opname[code.co_code[offset]] == "FOR_ITER"
+
+
+@functools.cache
+def way_of(code: CodeType, offset: int) -> tuple[Stand, ...]:
+    """Return the positions of the instruction at `offset` in nested blocks, the innermost last."""
+    positions = itertools.islice(code.co_positions(), offset // 2, None)
+    line, _, column, _ = next(positions, (0, 0, 0, 0))
+    place = (line or 0, column or 0)
+    way: list[Stand] = []
+    node = scope(code)
+    while node is not None and not (way and isinstance(node, SCOPES)):
+        stands = (Stand(node, block, i) for block in blocks(node) for i in range(len(block)))
+        stand = next((one for one in stands if _is_in(one.now, place)), None)
+        way += [stand] if stand else []
+        node = stand.now if stand else None
+    return tuple(way)
+
+
+def _is_in(node: ast.stmt, place: tuple[int, int]) -> bool:
+    end = node.end_lineno or 0, node.end_col_offset or 0
+    return (node.lineno, node.col_offset) <= place < end
+
+
+def parts(node: Any) -> tuple[Block, list[Block], Block]:
+    """Return the blocks of a statement: one that runs first, alternatives of which one runs, a last one."""
+    if isinstance(node, ast.If):
+        return (), [node.body, node.orelse], ()
+    if isinstance(node, ast.While):
+        return (), [node.body, ()], node.orelse
+    if isinstance(node, ast.Match):
+        return (), [*(case.body for case in node.cases), ()], ()
+    if hasattr(node, "handlers"):
+        return node.body, [node.orelse, *(one.body for one in node.handlers)], node.finalbody
+    body = getattr(node, "body", ())
+    return (body if isinstance(body, list) else ()), [], getattr(node, "orelse", ())
+
+
+def blocks(node: ast.AST) -> list[Block]:
+    """Return the blocks of a statement, a function or a module; an empty list for a simple statement."""
+    first, choice, last = parts(node)
+    return [one for one in (first, *choice, last) if one]
+
+
+def heads(statement: ast.stmt) -> list[ast.AST]:
+    """Return the parts of a statement outside of its blocks; a statement without blocks as a whole."""
+    if isinstance(statement, SCOPES) or not blocks(statement):
+        return [statement]
+    children = [*ast.iter_child_nodes(statement)]
+    cases = [own for own in children if isinstance(own, ast.match_case)]
+    children += [part for one in cases for part in (one.pattern, one.guard) if part is not None]
+    inner = (ast.stmt, ast.ExceptHandler, ast.match_case)
+    return [one for one in children if not isinstance(one, inner)]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def names_of(node: ast.AST) -> tuple[Names, Names]:
+    """Return the variables of the enclosing scope that a syntax tree reads, and those that it assigns."""
+    inner = [names_of(child) for child in ast.iter_child_nodes(node)]
+    loads, stores = (NONE.union(*(one[kind] for one in inner)) for kind in (0, 1))
+    name = str(getattr(node, "asname", None) or getattr(node, "name", None) or "").partition(".")[0]
+    if isinstance(node, ast.Name):
+        own = frozenset([node.id])
+        return (own, NONE) if isinstance(node.ctx, ast.Load) else (NONE, own)
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        loads |= {node.target.id}
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        own = NONE.union(*(names_of(one.target)[1] for one in node.generators))
+        return loads - own, stores - own
+    if isinstance(node, SCOPES):
+        outer = (one.names for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal))
+        given = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        loads, stores = loads - (stores.difference(*outer) | given), NONE
+    return loads, stores | ({name} if name else NONE)

@@ -1,45 +1,41 @@
-"""Observations: what variables hold at one time, and how two of them differ."""
+"""Observations: fingerprints of the script's variables at one time, and their differences to another time.
+
+A fingerprint is a short text that differs where two values differ.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a variable is.
-
-    Attributes:
-        frame: tells frames of one function from each other; 0 for variables of a module.
-        file: of the code.
-        function: the name of it.
-        name: of the variable, with attributes after dots.
-    """
+    """Location of a variable, with a number of the frame (0 for a module's) that distinguishes calls."""
 
     frame: int
     file: str
     function: str
-    name: str
+    name: str  #: with attributes after dots, as `train.dataset.sigma`
 
     @property
     def key(self) -> str:
-        """The same in another process."""
+        """Name of the variable with its file and function: equal in every process of a run."""
         return f"{self.file.rpartition('/')[2]}:{self.function}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a variable holds.
+    """Fingerprint of a variable's value.
 
     Attributes:
-        text: fingerprint of the value.
-        line: where the loop writes it, or reads it.
-        version: what changes with the value in this process, where the text may not.
-        kind: `object` where the text is that of its class, `module`, `random` for a generator of random
-            numbers, `data` for a number of a dataset, `count` for a counting iterator, `value` for all
-            else; a user of this class may have others.
+        text: the fingerprint.
+        line: line of the script that assigns the variable, or else reads it.
+        version: number that changes with the value in this process, where the text may stay equal.
+        kind: `module`; `random` for a generator of random numbers; `data` for a number of a dataset;
+            `count` for a counting iterator; `attribute` for one that a `state_dict()` leaves out; `object`
+            where the fingerprint is only the name of a class; `value` for all other values.
     """
 
     text: str
@@ -50,7 +46,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A variable that has another value than before; `key` is the same in another process."""
+    """A variable with its fingerprints before and after a change; `key` as `Place.key`."""
 
     name: str
     file: str
@@ -62,24 +58,24 @@ class Change:
 
     @property
     def is_count(self) -> bool:
-        """Whether the value is one more than it was."""
+        """Whether the variable has increased by one."""
         return self.before.isdecimal() and self.after == str(int(self.before) + 1)
 
     @property
     def shown(self) -> str:
-        """The variable, and its line where it has one, for messages."""
+        """Name of the variable for messages, with its file and line where they are known."""
         place = f" ({Path(self.file).name}:{self.line})" if self.line else ""
         return f"`{self.name}`{place}"
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What variables hold at one time."""
+    """Fingerprints of the script's variables at one time, by place."""
 
     values: Mapping[Place, Value] = field(default_factory=dict)
 
     def changes_since(self, earlier: Observation) -> list[Change]:
-        """Return the variables that both have seen, with different values."""
+        """Return the variables in both observations whose values differ."""
         return [
             Change(place.name, place.file, now.line, before.text, now.text, now.kind, place.key)
             for place, now in self.values.items()
@@ -88,17 +84,18 @@ class Observation:
         ]
 
     def changes_since_saved(self, saved: Mapping[str, str]) -> list[Change]:
-        """Return the variables that have other fingerprints than in `saved`, which `texts` has returned."""
-        return [
-            Change(place.name, place.file, now.line, before, now.text, now.kind, place.key)
+        """Return the variables whose fingerprints differ from those in `saved`, a result of `texts`."""
+        old = {
+            place: replace(now, text=saved[place.key])
             for place, now in self.values.items()
-            if (before := saved.get(place.key)) is not None and before != now.text
-        ]
+            if place.key in saved
+        }
+        return self.changes_since(Observation(old))
 
     def texts(self, limit: int) -> dict[str, str]:
-        """Return fingerprints by name, of together at most `limit` characters."""
+        """Return fingerprints by `Place.key`, of at most `limit` characters together."""
         texts: dict[str, str] = {}
-        # What has none, but for its class, comes last.
+        # Last come names of classes, which seldom change.
         for place, value in sorted(self.values.items(), key=lambda one: one[1].kind == "object"):
             limit -= len(place.key) + len(value.text) + 8
             if limit < 0:

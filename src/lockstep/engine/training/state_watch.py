@@ -1,4 +1,4 @@
-"""Watch over parameters: in the passes of a loop's body only optimizers' steps change them."""
+"""`StateWatch`: checks that only steps of optimizers change parameters while a loop's body runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.engine.recovery.state import State
-from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.audit_report import changed
 from lockstep.engine.training.tensor_bits import Bits, bits, read
 from lockstep.state.checkpoint import state_codec
 
 
 class StateWatch:
-    """Compares the parameters of models, and of registered modules, over a pass of the loop's body.
-
-    Args:
-        state: models and registered objects of the run.
-    """
+    """Compares parameters of the run's models and registered modules before and after a microbatch."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -29,19 +25,19 @@ class StateWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether a pass is watched."""
+        """Whether a microbatch is being checked."""
         return self._before is not None
 
     def begins(self, *, with_buffers: bool = False) -> None:
-        """A pass begins; `with_buffers` where forward passes must leave buffers as they were, too."""
+        """Begin to check a microbatch; with buffers, where forward passes must not change them either."""
         self._with_buffers = with_buffers
         self._before = self._now()
 
     def step(self, act: Callable[[], Any]) -> Any:
-        """Return what an optimizer's step does, with its hooks.
+        """Call `act`, a step of an optimizer, which may change parameters; return its result.
 
         Raises:
-            AuditError: if parameters have changed before.
+            AuditError: if parameters have changed before the step.
         """
         self._check()
         result = act()
@@ -49,16 +45,16 @@ class StateWatch:
         return result
 
     def ends(self) -> None:
-        """A pass is over.
+        """End the check of a microbatch.
 
         Raises:
-            AuditError: if parameters have changed besides by steps.
+            AuditError: if parameters have changed otherwise than by a step.
         """
         self._check()
-        self._before = None
+        self.drop()
 
     def drop(self) -> None:
-        """A pass was left."""
+        """End the check of a microbatch that the script has left by `break` or an exception."""
         self._before = None
 
     def _check(self) -> None:
@@ -69,45 +65,37 @@ class StateWatch:
         old, new = read([before[name] for name in names]), read([now[name] for name in names])
         different = [name for name, a, b in zip(names, old, new, strict=True) if a != b]
         if different:
-            self._before = None
+            self.drop()
             raise changed(different)
 
     def _now(self) -> dict[str, Bits]:
+        """Return hashes of all parameters (and buffers) by name, as `weight of Linear (model 1)`."""
+        models = self._state.models
+        owned: list[tuple[str, nn.Module, Mapping[str, torch.Tensor]]] = []
+        for number, model in enumerate(models):
+            owner = type(model.module).__name__ + (f" (model {number})" * (len(models) > 1))
+            own = dict(model.module.named_parameters())
+            if model.is_cut:  # of a model that is cut, the parts on this rank
+                own = {f"parameter {place}": one for place, one in enumerate(model.parameters)}
+            # With a staleness the body sees other versions of parameters than steps do.
+            owned.append((owner, model.module, own if model.versions is None else {}))
         registered = [one for one in self._state.registered.values() if isinstance(one, nn.Module)]
-        found: dict[str, Bits] = {}
-        several = len(self._state.models) > 1
-        for number, model in enumerate(self._state.models):
-            owner = type(model.module).__name__ + (f" (model {number})" if several else "")
-            # With a staleness passes see other versions of parameters than steps do.
-            if model.versions is None:
-                found |= self._hashes(owner, _tensors(model))
-            if self._with_buffers:
-                found |= self._hashes(owner, dict(model.module.named_buffers()))
         for number, module in enumerate(registered):
             owner = f"{type(module).__name__} (registered object {number})"
-            found |= self._hashes(owner, dict(module.named_parameters()))
-            if self._with_buffers:
-                found |= self._hashes(owner, dict(module.named_buffers()))
-        return found
-
-    @staticmethod
-    def _hashes(owner: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
+            owned.append((owner, module, dict(module.named_parameters())))
         return {
             f"{name} of {owner}": bits(tensor)
-            for name, tensor in tensors.items()
-            if not (nn.parameter.is_lazy(tensor) or tensor.is_meta)
+            for owner, module, own in owned
+            for name, tensor in (
+                *own.items(),
+                *(module.named_buffers() if self._with_buffers else ()),
+            )
+            if not (is_lazy(tensor) or tensor.is_meta)
         }
 
 
-def _tensors(model: WrappedModel) -> Mapping[str, torch.Tensor]:
-    """Return the parameters of a model; of one that is cut the parts that stay on this rank."""
-    if model.is_cut:
-        return {f"parameter {number}": one for number, one in enumerate(model.parameters)}
-    return dict(model.module.named_parameters())
-
-
 def texts(state: State) -> dict[str, str]:
-    """Return the state of registered objects that are no modules, as text that differs where they do."""
+    """Return a text of the state of each registered object that is no module, by its name."""
     found = {}
     for name, one in state.registered.items():
         if not isinstance(one, nn.Module):

@@ -12,15 +12,15 @@ from lockstep.state.checkpoint.parts import local
 
 #: Words of eight bytes in a row: sums over rows and over columns need no memory of the tensor's size.
 _ROW = 1024
-#: Bytes up to which a tensor on the CPU is hashed as they are, which takes fewer calls.
+#: Size in bytes up to which a tensor on the CPU is hashed by `hashlib`, which takes fewer calls.
 _SMALL = 1 << 14
 
-#: A hash, as two numbers, or as a tensor of shape `(2,)` and type int64 that is still to be read.
+#: A hash of two numbers, or a tensor of shape `(2,)` and type int64 with them, which `read` converts.
 Bits = tuple[int, int] | torch.Tensor
 
 
 def bits(tensor: torch.Tensor) -> Bits:
-    """Return a hash of what this rank holds of a tensor.
+    """Return a hash of a tensor, or of this rank's part of a tensor that is cut over ranks.
 
     Words of eight bytes are read as integers and laid out in rows. The sums of all rows and of all columns
     are weighted by constants and added, modulo 2^64: a single bit that changes always changes both.
@@ -33,7 +33,8 @@ def bits(tensor: torch.Tensor) -> Bits:
     matrix = data[: rows * 8 * _ROW].view(torch.int64).view(rows, _ROW)
     rest = data[rows * 8 * _ROW :].to(torch.int64)
     # Weights that no row has, or a row could change places with the rest.
-    weights = _weights(_length(rows) + 8 * _ROW, data.device)
+    length = max(_ROW, 1 << (rows - 1).bit_length())  # a power of two: few sizes are cached
+    weights = _weights(length + 8 * _ROW, data.device)
     tail = (rest * weights[-8 * _ROW :][: len(rest)]).sum()
     by_row = (matrix.sum(1) * weights[:rows]).sum() + tail
     by_column = (matrix.sum(0) * weights[:_ROW]).sum() + tail
@@ -51,7 +52,7 @@ def _bytes(own: torch.Tensor) -> torch.Tensor:
 
 
 def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
-    """Return hashes as numbers, with one wait for each device that they are on."""
+    """Return results of `bits` as pairs of numbers, with one wait for each device."""
     pending = {place: one for place, one in enumerate(hashes) if isinstance(one, torch.Tensor)}
     numbers: dict[int, list[int]] = {}
     for device in {one.device for one in pending.values()}:
@@ -61,14 +62,9 @@ def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
     return [(int(first), int(second)) for first, second in pairs]
 
 
-def _length(rows: int) -> int:
-    """Return a power of two, so that few sizes are kept."""
-    return max(_ROW, 1 << (rows - 1).bit_length())
-
-
 @functools.lru_cache(maxsize=16)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd constants that have no pattern, of shape `(count,)`."""
+    """Return constant odd random numbers, of shape `(count,)`."""
     generator = torch.Generator().manual_seed(0x10C45)
     drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, dtype=torch.int64)
     return (drawn | 1).to(device)

@@ -1,13 +1,9 @@
-"""What the objects of a script are made of: attributes, variables of closures and of generators.
-
-No code of the script runs for it.
-"""
+"""Parts of the script's objects: attributes and variables of functions, found without running its code."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import inspect
 import sys
 import types
@@ -42,33 +38,12 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif (kind is type and is_of_script(value)) or _is_users_module(value):
         yield from _variables(vars(value))
     elif kind is types.FunctionType:
-        yield from _of_function(value)
-    else:
-        yield from _of_callable(value)
-
-
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    yield from list(function.__dict__.items())
-    if functions(function):
-        defaults = enumerate(function.__defaults__ or ())
-        yield from ((f"__defaults__[{number}]", one) for number, one in defaults)
-        yield from list((function.__kwdefaults__ or {}).items())
-
-
-def _of_callable(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the parts of a method, a `functools.partial`, a generator or a loader."""
-    kind = type(value)
-    if kind is Loader:
-        yield from (("dataset", value.dataset), ("sampler", value.sampler))
+        yield from list(value.__dict__.items())
+        yield from list((value.__kwdefaults__ or {}).items())
     elif kind is types.MethodType:
         yield "__self__", value.__self__
-    elif kind is functools.partial:
-        yield from ((f"args[{number}]", one) for number, one in enumerate(value.args))
-        yield from (*value.keywords.items(), ("func", value.func))
-    elif kind is types.GeneratorType and stacks.is_users(value.gi_code.co_filename):
-        # Numbers and text: what it yields, such as batches, is no state.
-        own = list(value.gi_frame.f_locals.items()) if value.gi_frame is not None else []
-        yield from (one for one in own if isinstance(one[1], int | float | str))
+    elif kind is Loader:
+        yield from (("dataset", value.dataset), ("sampler", value.sampler))
 
 
 def _is_users_module(value: Any) -> bool:
@@ -82,20 +57,20 @@ def is_data(kind: type) -> bool:
 
 
 def _may_grow(value: Any) -> bool:
-    """Whether a value is a container, but no list of numbers such as indices, or loaded later."""
+    """Whether a dataset's attribute may be a cache: `None`, or a container but for a list of numbers."""
     is_list = type(value) is list and bool(value) and type(value[0]) in (int, float)
     return value is None or (issubclass(type(value), (list, dict, set, deque)) and not is_list)
 
 
 def name_of(value: Any) -> str:
-    """Return what tells an object without a fingerprint from those of other classes, or other functions."""
+    """Return the name of an object's class in brackets; of a class or a function its own name."""
     kind: Any = type(value)
     own = value if kind in (type, types.FunctionType, types.BuiltinFunctionType) else kind
     return f"<{own.__qualname__}>"
 
 
 def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return what a module or a class holds, without functions, classes and modules."""
+    """Return the variables of a module or a class by name, without functions, classes and modules."""
     code = (types.ModuleType, type, types.FunctionType, property, staticmethod, classmethod)
     yield from (
         one
@@ -105,7 +80,7 @@ def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def functions(value: Any) -> list[types.FunctionType]:
-    """Return the functions of the user's that a value is, or that an object's class has."""
+    """Return the value if it is a function in the user's files, or such methods of the object's class."""
     kind = value if type(value) is type else type(value)
     own = [value] if type(value) is types.FunctionType else []
     if type(value) is not types.FunctionType and is_of_script(kind):
@@ -114,7 +89,7 @@ def functions(value: Any) -> list[types.FunctionType]:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes that an object itself holds, without its properties."""
+    """Return the attributes in an object's `__dict__` and slots by name, without properties."""
     with contextlib.suppress(AttributeError):
         own = object.__getattribute__(value, "__dict__")
         hidden = _OF_MODULES if issubclass(type(value), nn.Module) else ()
@@ -130,7 +105,7 @@ _of_script: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def is_of_script(kind: type) -> bool:
-    """Whether a class is defined by the script, or by a module of the user's."""
+    """Whether a class is defined in the script or in another file of the user's."""
     if kind not in _of_script:
         module = sys.modules.get(str(vars(kind).get("__module__")))
         file = getattr(module, "__file__", None)

@@ -1,10 +1,10 @@
-"""Fingerprints of what a script's variables hold: short texts of the values that its loop carries.
+"""Fingerprints of the script's variables: short texts of the values that its loops carry.
 
-From the variables of its frames one walk goes on to what these hold, nearest first: attributes of objects,
-variables of closures, globals that functions read, modules of the user's. No code of the script runs for
-it: values are told apart by their types, and containers are read by the methods of Python's own. What is
-not known counts by its class alone. The cost is bounded: long containers and large tensors count by some of
-their elements, and all of an observation shares one budget.
+A walk goes from the variables of the script's frames to their parts, nearest first: attributes of objects,
+variables of closures, globals that functions read, variables of the user's modules. It runs no code of the
+script: types tell values apart, and containers are read by the methods of Python's own classes. An object
+of any other class has the name of its class as its fingerprint. The cost is bounded: of long containers
+and large tensors only some elements are read, and an observation reads a limited number of values.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from lockstep.engine.training.variable_parts import (
 )
 from lockstep.state.record import stacks
 
-#: Length of a fingerprint; of longer ones the end is a checksum.
+#: Length of a fingerprint; a longer one ends with a checksum.
 _LENGTH = 60
-#: Bytes up to which a tensor or an array counts with all of them; of larger ones so many elements do.
+#: Bytes up to which a tensor or an array is read whole; of a larger one, the number of elements read.
 _WHOLE, _SAMPLED = 1 << 16, 512
-#: Characters of a text that count, and elements of a container, at either end of it.
+#: Characters of a text, and elements of a container, that are read at either end.
 _TEXT_ENDS, _ENDS = 2048, 32
-#: How deep attributes of objects are looked into, and containers in containers.
+#: Depth to which attributes of objects, and containers in containers, are read.
 _ATTRIBUTES, _DEPTH = 4, 4
-#: Values that one observation looks at; so many bytes of a tensor count as one.
+#: Values that an observation reads; bytes of a tensor that count as one value.
 BUDGET, _BYTES = 2000, 2048
 
 _NUMBERS = (int, float, complex)
 _PLAIN, _MISSING = (*_NUMBERS, np.generic), object()
-#: Containers, and how their elements are had from either end without code of the script.
-_CONTAINERS: tuple[
-    tuple[Any, str, Callable[[Any], Iterator[Any]], Callable[[Any], Iterator[Any]]], ...
-] = (
+#: Containers, their brackets, and iterators from either end that run no code of the script.
+_CONTAINERS: tuple[tuple[Any, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (list, "[]", list.__iter__, list.__reversed__),
     (tuple, "()", tuple.__iter__, lambda own: reversed(tuple.__getitem__(own, slice(None)))),
     (deque, "[]", deque.__iter__, deque.__reversed__),
+    (set, "{}", set.__iter__, set.__iter__),
+    (frozenset, "{}", frozenset.__iter__, frozenset.__iter__),
     (dict, "{}", lambda own: iter(dict.items(own)), lambda own: reversed(dict.items(own))),
 )
 #: Generators of random numbers, and the state of each.
@@ -68,10 +68,10 @@ _RANDOM: dict[type, Callable[[Any], Any]] = {
     np.random.RandomState: lambda own: own.get_state(legacy=False),
     random.Random: random.Random.getstate,
 }
-#: Numbers the looks at iterators.
-_looks = itertools.count(1)
-#: When this module was loaded, and how many seconds before a script may have begun.
-_LOADED, _BEFORE = time.monotonic(), 30.0
+#: Versions of iterators: a new number each time, since reading one would change it.
+_versions = itertools.count(1)
+#: A time before the script began, by the monotonic clock.
+_BEGUN = time.monotonic() - 30.0
 
 
 def observe(
@@ -84,16 +84,16 @@ def observe(
     budget: int = BUDGET,
     others: Mapping[str, Any] | None = None,
 ) -> Observation:
-    """Return what the script's variables hold that its loop carries, from `frame` outwards.
+    """Return fingerprints of the variables that loops of the script carry, from `frame` outwards.
 
     Args:
-        frame: the innermost; those of Lockstep and of libraries are passed over.
-        skip: ids of objects that have no fingerprint: those of the run, which are its state.
-        number: tells frames of one function from each other.
-        look: returns which variables of a frame count, if they matter.
-        innermost: whether the innermost frame of the script is the only one.
-        budget: how many values are looked at.
-        others: further objects that are looked at, by name.
+        frame: innermost frame; frames of Lockstep and of libraries are left out.
+        skip: ids of objects without a fingerprint: models, optimizers and other state of the run.
+        number: returns a number that distinguishes frames of one function.
+        look: returns the variables of a frame that are read, if they matter.
+        innermost: whether to read only the innermost frame of the script.
+        budget: number of values that are read at most.
+        others: further objects to read, by name.
     """
     walk = _Walk(skip, budget)
     for own, returns in _with_returns(frame, innermost=innermost):
@@ -116,13 +116,14 @@ def observe(
 
 
 def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple[FrameType, bool]]:
-    """Return the script's frames from `frame` outwards, each with whether it matters what it returns."""
+    """Return the script's frames from `frame` outwards, each with whether its return value matters."""
     frames: list[FrameType] = []
     for one in itertools.islice(script_frames(frame), 1 if innermost else None):
         frames.append(one)
         if liveness.is_module(one):
             break
-    found, returns, outer = [], True, None
+    found: list[tuple[FrameType, bool]] = []
+    outer, returns = None, True
     for one in reversed(frames):
         is_called = outer is not None and one.f_back is outer
         returns = not is_called or outer is None or liveness.result_matters(outer, returns=returns)
@@ -131,21 +132,16 @@ def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple
     return reversed(found)
 
 
-def of_object(name: str, value: Any, skip: Collection[int], line: int = 0) -> dict[Place, Value]:
-    """Return what the attributes of an object hold, under `name`."""
+def of_object(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
+    """Return fingerprints of an object's attributes, by places whose names begin with `name`."""
     walk = _Walk(skip, BUDGET)
-    walk.looks_into(Place(0, "", "", name), value, line, 1)
+    walk.looks_into(Place(0, "", "", name), value, 0, 1)
     walk.goes_on()
     return walk.values
 
 
-def text_of(value: Any) -> str | None:
-    """Return the fingerprint of a value; `None` where it has none."""
-    return _Walk((), BUDGET).text_of(value)
-
-
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Return the frames of the script's own code from `frame` outwards."""
+    """Return the frames of the user's files from `frame` outwards."""
     while frame is not None:
         if stacks.is_users(frame.f_code.co_filename):
             yield frame
@@ -153,41 +149,34 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _locals(frame: FrameType, names: list[str]) -> dict[str, Any]:
-    """Return local variables of a frame, and leave nothing behind that keeps their values alive."""
+    """Return the local variables `names` of a frame, without a copy that keeps their values alive."""
     if not names:
         return {}
     own = frame.f_locals
     found = {name: own[name] for name in names if name in own}
     is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    # The frame keeps this dictionary, and large tensors in it, until it ends; the script may have it, too.
+    # The frame keeps this dictionary, with large tensors, until it ends; the script may use it, too.
     if is_copy and sys.getrefcount(own) <= 3:
         own.clear()
     return found
 
 
 class _Walk:
-    """Goes from variables to what they hold, nearest first, and takes fingerprints.
-
-    Args:
-        skip: ids of objects that have none.
-        budget: how many values it looks at.
-
-    Attributes:
-        values: what it has seen.
-    """
+    """Takes fingerprints of variables and of their parts, nearest first, of `budget` values at most."""
 
     def __init__(self, skip: Collection[int], budget: int) -> None:
         self._skip, self._left = skip, budget
-        self._inside: set[int] = set()  # containers that are being looked at
         self._seen: set[int] = set()
         self._open: deque[tuple[Place, Any, int, int]] = deque()
         self._version = 0
         self._readers: tuple[tuple[Any, Callable[[Any], str | None]], ...] = (
             (torch.Tensor, self._tensor),
-            (np.ndarray | np.generic, self._array),
+            (np.ndarray, self._array),
+            (np.generic, lambda value: _plain(value.item())),
             (nn.Module, self._module),
             (enum.Enum, lambda value: f"{type(value).__name__}.{value._name_}"),
             (itertools.count, repr),
+            (tuple(_RANDOM), _random),
         )
         self.values: dict[Place, Value] = {}
 
@@ -201,80 +190,68 @@ class _Walk:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Take the fingerprint of a variable, or look at its parts later."""
-        if (
-            place in self.values
-            or id(value) in self._skip
-            or self._left < 0
-            or "cache" in place.name
-        ):
-            return
-        self._version = next(_looks) if goes_on else 0
-        text = self.text_of(value)
-        if text is None and self._left >= 0:
-            self.values[place] = Value(_cut(name_of(value)), line, self._position(value), "object")
-            if depth and id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._open.append((place, value, line, depth))
-        elif self._left >= 0:
-            self.values[place] = Value(text or "", line, self._version, kind or _kind(value))
+        """Take the fingerprint of a variable, or queue an object without one, whose parts are read later.
 
-    @staticmethod
-    def _position(value: Any) -> int:
-        """Return another number each time for an iterator, which goes on when it is read."""
+        With `goes_on` the variable gets a new version, and so counts as changed in each observation.
+        """
+        is_known = place in self.values or id(value) in self._skip
+        if is_known or self._left < 0 or "cache" in place.name:
+            return
+        self._version = next(_versions) if goes_on else 0
+        text = self.text_of(value)
+        if self._left < 0:
+            return
+        if text is not None:
+            self.values[place] = Value(text, line, self._version, kind or _kind(value))
+            return
         is_iterator = hasattr(type(value), "__next__") and type(value) is not types.GeneratorType
-        return next(_looks) if is_iterator else 0
+        version = next(_versions) if is_iterator else 0
+        self.values[place] = Value(_cut(name_of(value)), line, version, "object")
+        if depth and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._open.append((place, value, line, depth))
 
     def goes_on(self) -> None:
-        """Look at the parts of what has been added."""
+        """Read the parts of the queued objects."""
         while self._open and self._left >= 0:
             self.looks_into(*self._open.popleft())
 
     def looks_into(self, place: Place, value: Any, line: int, depth: int) -> None:
-        """Add the parts of a value."""
+        """Take fingerprints of an object's parts, and of closures' and globals that its functions read."""
         for function in functions(value):
-            code = function.__code__
-            where = place._replace(file=code.co_filename, function=code.co_name)
+            code, file = function.__code__, function.__code__.co_filename
+            first = code.co_firstlineno
             cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
             for name, cell in cells if function is value else ():
                 with contextlib.suppress(ValueError):  # not assigned yet
-                    self.add(
-                        where._replace(name=name),
-                        cell.cell_contents,
-                        code.co_firstlineno,
-                        depth - 1,
-                    )
-            where = Place(0, code.co_filename, "<module>", "")
+                    where = Place(place.frame, file, code.co_name, name)
+                    self.add(where, cell.cell_contents, first, depth - 1)
             for name in sorted(liveness.globals_of(code) & function.__globals__.keys()):
-                one = function.__globals__[name]
-                self.add(where._replace(name=name), one, code.co_firstlineno, depth - 1)
+                where = Place(0, file, "<module>", name)
+                self.add(where, function.__globals__[name], first, depth - 1)
         for name, one in parts(value):
             kind = "data" if is_data(type(value)) and type(one) in _NUMBERS else ""
             self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1, kind)
 
     def text_of(self, value: Any) -> str | None:
-        """Return the fingerprint of a value, as it is kept."""
+        """Return the fingerprint of a value, of at most `_LENGTH` characters, as `text`."""
         text = self._safe_text(value)
         return None if text is None else _cut(text)
 
     def _safe_text(self, value: Any, depth: int = _DEPTH) -> str | None:
-        with contextlib.suppress(Exception):  # of a class that is not what it is taken for
+        with contextlib.suppress(Exception):  # from a class of the script's that overrides methods
             return self.text(value, depth)
         return None
 
     def text(self, value: Any, depth: int = _DEPTH) -> str | None:
-        """Return the fingerprint of a value; `None` where it has none."""
+        """Return the fingerprint of a value, of any length; `None` for a class without fingerprints."""
         self._left -= 1
         if self._left < 0 or depth < 0 or id(value) in self._skip:
             return None
         if value is None or issubclass(type(value), (*_NUMBERS, str, bytes)):
             return None if type(value) is float and _is_time(value) else _plain(value)
-        for kind, read in self._readers:
-            if issubclass(type(value), kind):
-                return read(value)
-        if state := _RANDOM.get(type(value)):
-            return f"{type(value).__name__} {zlib.crc32(repr(state(value)).encode()):08x}"
-        return self._container(value, depth - 1)
+        read = next((read for kind, read in self._readers if issubclass(type(value), kind)), None)
+        return self._elements(value, depth - 1) if read is None else read(value)
 
     def _tensor(self, value: torch.Tensor) -> str | None:
         if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
@@ -286,74 +263,53 @@ class _Walk:
         if size > _WHOLE:
             with contextlib.suppress(RuntimeError):  # inference tensors have none
                 self._version += value._version
-            if not plain.is_contiguous():
-                return f"{shape} {plain.dtype}"
             plain = plain.view(-1)[:: plain.numel() // _SAMPLED]
         self._left -= min(size, _WHOLE) // _BYTES
         flat = plain.cpu().contiguous().view(-1).view(torch.uint8)
         return f"{shape} {zlib.crc32(flat.numpy().data):08x}"
 
-    def _array(self, value: np.ndarray[Any, Any] | np.generic) -> str | None:
-        if issubclass(type(value), np.generic):
-            return _plain(value.item())
+    def _array(self, value: np.ndarray[Any, Any]) -> str | None:
         if type(value) is not np.ndarray or value.dtype.hasobject:
             return None
-        told, some = f"array{value.shape}", value
+        shape, some = f"array{value.shape}", value
         if value.nbytes > _WHOLE:
-            if not value.flags.c_contiguous:
-                return f"{told} {value.dtype}"
             some = value.reshape(-1)[:: value.size // _SAMPLED]
         self._left -= some.nbytes // _BYTES
-        return f"{told} {zlib.crc32(some.tobytes()):08x}"
+        return f"{shape} {zlib.crc32(some.tobytes()):08x}"
 
     def _module(self, value: nn.Module) -> str | None:
-        """Return the fingerprint of the parameters and buffers of a module that the run does not hold."""
-        tensors = [one for one in _tensors_of(value) if id(one) not in self._skip]
-        texts = [str(self.text(one)) for one in tensors]
-        checksum = zlib.crc32(" ".join(texts).encode())
-        return f"{type(value).__name__} {checksum:08x}" if texts else None
-
-    def _container(self, value: Any, depth: int) -> str | None:
-        if id(value) in self._inside:
-            return "…"
-        self._inside.add(id(value))
-        try:
-            return self._elements(value, depth)
-        finally:
-            self._inside.discard(id(value))
+        """Return a fingerprint of the parameters and buffers; `None` if the run has all of them."""
+        own = (*nn.Module.parameters(value), *nn.Module.buffers(value))
+        tensors = [one for one in own if id(one) not in self._skip]
+        checksum = zlib.crc32(" ".join(str(self.text(one)) for one in tensors).encode())
+        return f"{type(value).__name__} {checksum:08x}" if tensors else None
 
     def _elements(self, value: Any, depth: int) -> str | None:
-        if issubclass(type(value), set | frozenset):
-            kind: Any = set if issubclass(type(value), set) else frozenset
-            is_short = kind.__len__(value) <= 2 * _ENDS
-            texts = [
-                self._element(one, depth) for one in (kind.__iter__(value) if is_short else ())
-            ]
-            return self._listed(sorted(texts), kind.__len__(value), "{}")
         for kind, brackets, forwards, backwards in _CONTAINERS:
-            if issubclass(type(value), kind):
-                length = kind.__len__(value)
-                first = itertools.islice(forwards(value), _ENDS)
-                last = itertools.islice(backwards(value), max(0, min(_ENDS, length - _ENDS)))
-                ends = (*first, *reversed(tuple(last)))
-                return self._listed([self._element(one, depth) for one in ends], length, brackets)
+            if not issubclass(type(value), kind):
+                continue
+            length = kind.__len__(value)
+            ends = [*itertools.islice(forwards(value), _ENDS)]
+            ends += itertools.islice(backwards(value), max(0, min(_ENDS, length - _ENDS)))
+            if kind in (set, frozenset):  # without an order
+                ends = [*forwards(value)] if length <= 2 * _ENDS else []
+            texts = [self._element(one, depth) for one in ends]
+            texts = sorted(texts) if kind in (set, frozenset) else texts
+            count = "" if length == len(texts) else f"{length}: "
+            return f"{brackets[0]}{count}{', '.join(texts)}{brackets[1]}"
         return None
 
     def _element(self, value: Any, depth: int) -> str:
-        """Return the fingerprint of an element; of an object of the script that of its attributes."""
+        """Return the fingerprint of a container's element; of a script's object, with its attributes."""
         text = self._safe_text(value, depth)
         if text is None and depth > 0 and is_of_script(type(value)):
             own = [f"{name}={self._element(one, depth - 1)}" for name, one in attributes(value)]
             text = f"{type(value).__name__}({', '.join(own)})"
         return "?" if text is None else _cut(text)
 
-    def _listed(self, texts: list[str], length: int, brackets: str) -> str:
-        told = "" if length == len(texts) else f"{length}: "
-        return f"{brackets[0]}{told}{', '.join(texts)}{brackets[1]}"
-
 
 def _plain(value: Any) -> str:
-    """Return what Python's own class writes, where a class of the script is made from it."""
+    """Return the text of a number or string by the method of Python's own class, not of a subclass."""
     if type(value) is bool or value is None:
         return repr(value)
     kind: Any = next(kind for kind in (*_NUMBERS, str, bytes) if issubclass(type(value), kind))
@@ -364,9 +320,14 @@ def _plain(value: Any) -> str:
     return str(kind.__repr__(value))
 
 
+def _random(generator: Any) -> str:
+    state = repr(_RANDOM[type(generator)](generator)).encode()
+    return f"{type(generator).__name__} {zlib.crc32(state):08x}"
+
+
 def _is_time(value: float) -> bool:
     """Whether a number is a reading of a clock in this process, which no restart could bring back."""
-    age = time.monotonic() - _LOADED + _BEFORE
+    age = time.monotonic() - _BEGUN
     return any(now() - age <= value <= now() for now in (time.time, time.monotonic))
 
 
@@ -377,17 +338,9 @@ def _cut(text: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    if issubclass(type(value), nn.Module):
-        return "module"
-    if type(value) is itertools.count:
-        return "count"
-    return "random" if type(value) in _RANDOM else "value"
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    own = vars(module)
-    for kind in ("_parameters", "_buffers"):
-        yield from (one for one in own.get(kind, {}).values() if one is not None)
-    for part in own.get("_modules", {}).values():
-        if part is not None:
-            yield from _tensors_of(part)
+    kinds: dict[Any, str] = {
+        nn.Module: "module",
+        itertools.count: "count",
+        tuple(_RANDOM): "random",
+    }
+    return next((kind for own, kind in kinds.items() if issubclass(type(value), own)), "value")

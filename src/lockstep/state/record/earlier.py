@@ -1,7 +1,7 @@
-"""Earlier runs of the same script: their digests are to be equal.
+"""Earlier runs of the same script: their digests (hashes of the final weights) and this run's are equal.
 
-A run compares its digest with those that runs beside its directory recorded. So a result that depends on
-the layout, on the process or on chance shows as soon as the script has run twice, whatever the cause.
+Runs beside the run's directory have recorded their digests. A result that depends on the layout, on the
+process or on chance shows as soon as the script has run twice, whatever the cause.
 """
 
 from __future__ import annotations
@@ -20,44 +20,56 @@ from lockstep.state.files.directory import short
 from lockstep.state.files.run_file import Identity
 from lockstep.state.record import stacks
 
-#: Runs that are looked at, the newest first.
+#: Number of earlier runs that are read, the newest first.
 _RUNS = 50
-#: Files of the user's that are hashed.
+#: Number of the user's source files that are hashed.
 _FILES = 2000
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
-    """Return a hash of the identity, settings of models, optimizers and data, and the user's modules."""
-    digest = hashlib.sha256(json.dumps([asdict(identity), *settings], sort_keys=True).encode())
+    """Return a hash of the identity and of the user's source files, a dot, and a hash of the settings.
+
+    Settings are those of models, optimizers and data, which the script computes.
+    """
+    source = hashlib.sha256(json.dumps(asdict(identity), sort_keys=True).encode())
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     own = sorted(file for file in files if isinstance(file, str) and stacks.is_users(file))
     for file in own[:_FILES]:
-        with contextlib.suppress(OSError):  # it is gone
-            digest.update(Path(file).read_bytes())
-    return digest.hexdigest()
+        with contextlib.suppress(OSError):  # the file is gone
+            source.update(Path(file).read_bytes())
+    return f"{source.hexdigest()}.{hashlib.sha256(json.dumps([*settings]).encode()).hexdigest()}"
 
 
-def other_digest(directory: Path, fingerprint: str, digest: str) -> str | None:
-    """Return a warning of the newest run beside this one with the same fingerprint and another digest."""
+def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> str | None:
+    """Return a warning of the newest earlier run with an equal fingerprint and another digest, if any.
+
+    A run on another number of ranks may have other settings: a learning rate that the script multiplies by
+    the number of ranks makes the result depend on the layout.
+    """
+    source = fingerprint.partition(".")[0]
     runs = sorted(directory.parent.glob(f"*/{run_file.NAME}"), reverse=True)
     for file in [file for file in runs if file.parent != directory][:_RUNS]:
-        with contextlib.suppress(LockstepError):  # it cannot be read
+        with contextlib.suppress(LockstepError):  # the file is damaged
             recorded = run_file.read(file.parent) or {}
-            if recorded.get("fingerprint") != fingerprint or recorded.get("digest") == digest:
+            known = str(recorded.get("fingerprint"))
+            if known.partition(".")[0] != source or recorded.get("digest") == digest:
                 continue
-            ranks = recorded.get("generations", [{}])[-1].get("ranks", "?")
-            where = "1 rank" if ranks == 1 else f"{ranks} ranks"
+            others = recorded.get("generations", [{}])[-1].get("ranks", ranks)
+            is_same = known == fingerprint
+            if not is_same and others == ranks:
+                continue
+            settings = "data, model and optimizers" if is_same else "with other settings or data"
             return (
-                f"lockstep: warning: {short(file.parent)} ({where}) ended with other weights "
-                f"({recorded['digest'][:19]}…), of the same script, arguments, seed, data, model and "
-                "optimizers. Unless a file or a variable that the script reads has changed, its result "
+                f"lockstep: warning: {short(file.parent)} ({others} rank{'s' * (others != 1)}) ended with "
+                f"other weights ({recorded['digest'][:19]}…), of the same script, arguments, seed, "
+                f"{settings}. Unless a file or a variable that the script reads has changed, its result "
                 "depends on the layout or on chance; hint: lockstep verify names the first difference"
             )
     return None
 
 
 def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return a warning of a loader whose data is not what the run has recorded."""
+    """Return a warning of a loader whose data differs from the data that the run has recorded for it."""
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))
     return (

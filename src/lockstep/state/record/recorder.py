@@ -339,7 +339,8 @@ class Recorder:
         if settings is not None:
             settings = [*settings, str(steps), str(self._data)]
             known = result["fingerprint"] = earlier.fingerprint(self._identity, settings)
-            if line := earlier.other_digest(self.directory, known, digest):
+            ranks = self._world.size
+            if line := earlier.other_digest(self.directory, known, digest, ranks):
                 self.warn(line)
         self._write("finished", steps=steps, **result)
         self._bar.print(f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}")

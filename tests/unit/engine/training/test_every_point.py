@@ -393,7 +393,7 @@ def by_variables(run: lockstep.Run) -> None:
 def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) -> tuple[str, int]:
     replicas = 1 if script in (by_steps, by_names) else 2
     # A pass that counts statistics and is then left cannot be made twice.
-    audit = "off" if script is leaving else "512"
+    audit = "off" if script is leaving else "1024"
     with lockstep.Run(
         "run", replicas=replicas, run_dir=directory / f"{number}", progress=False, audit=audit
     ) as run:

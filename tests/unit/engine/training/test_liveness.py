@@ -138,11 +138,6 @@ CARRIED = {
         "f",
     ),
     "zip": ("for x, n in zip(train, range(9)):\n    y = n", "n x", "n"),
-    "zip around": (
-        "epochs = range\nfor epoch, n in zip(epochs(2), epochs(9)):\n    for x in train:\n        y = n",
-        "n",
-        "n",
-    ),
     "items of a list": (
         "for n in [1]:\n    for x, m in [(1, 2)]:\n        for x in train: y = m",
         "m n",
@@ -252,11 +247,6 @@ MATTERS = {
         "import time\nt = 0\nfor x in train:\n    print(time.time() - t)\n    t = time.time()",
         "t",
         "",
-    ),
-    "assigned in pairs": (
-        "t, f = 0, probe.step\nfor x in train:\n    t += x\n    f(x)\n    print(t)",
-        "t f",
-        "f",
     ),
     "given": ("t = 0\nfor x in train:\n    t += x\n    step(t)", "t", "t"),
     "given later": ("r = []\nfor x in train:\n    r.append(x)\nstep(sum(r))", "r", "r"),
