@@ -22,6 +22,7 @@ NAMES = (
         "snapshot",
         "sharded_state",
         "slow_link",
+        "hosts",
         "staleness",
         "projection",
     ),

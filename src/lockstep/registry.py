@@ -287,7 +287,7 @@ EXCHANGES = Registry(
             check="lockstep.engine.exchange.shared_memory:check",
             compares_batches=True,
         ),
-        ExchangeEntry(name="tree", build="lockstep.engine.exchange.tree:build"),
+        ExchangeEntry(name="tree", build="lockstep.engine.exchange.hosts:build"),
         ExchangeEntry(
             name="native",
             build="lockstep.engine.exchange.native:build",

@@ -32,14 +32,14 @@ MODEL = 4 * (600 * 600 + 600 + 600 * 64 + 64)
 STEPS = 20
 
 
-def megabytes(hosts: Hosts, directory: Path, *flags: str) -> tuple[float, float]:
+def megabytes(hosts: Hosts, directory: Path, *flags: str, ranks: int = 1) -> tuple[float, float]:
     """Train over a slow link; return what the main host has sent, in models, and the seconds it took."""
     (directory / "train.py").write_text(SCRIPT)
     made = hosts.lan(2)
     for host in made:
         host.slow("100mbit")
     before, began = made[0].sent(), time.monotonic()
-    place = ("--nnodes", "2", "-n", "1", "--master-addr", made[0].name)
+    place = ("--nnodes", "2", "-n", str(ranks), "--master-addr", made[0].name)
     started = [
         host.start(
             *(sys.executable, "-m", "lockstep", "run", *place, "--node-rank", str(rank)),
@@ -76,3 +76,9 @@ def test_what_crosses_the_link(
     assert least < sent < most
     if least == STEPS:
         assert seconds > STEPS * MODEL / 12.5e6, "the link is as slow as it is said to be"
+
+
+@pytest.mark.ranks(4)
+def test_two_ranks_of_a_host_send_no_more_than_one(hosts: Hosts, tmp_path: Path) -> None:
+    sent, _ = megabytes(hosts, tmp_path, "--exchange", "tree", ranks=2)
+    assert STEPS < sent < STEPS * 1.25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,7 +31,7 @@ def done(value: torch.Tensor) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The maximal tree nodes of each rank, and the additions that reduce them to one sum.
+    """The maximal tree nodes of each rank, and the additions that reduce them to one sum for all ranks.
 
     The reduction tree fixes the order in which gradients of replicas are added. A maximal node is the sum
     over an interval of replicas on one rank, whose parent in the tree also needs other ranks' replicas.
@@ -39,18 +39,40 @@ class Forest:
     Attributes:
         counts: number of maximal nodes of each rank, in rank order.
         merges: number of additions after each node, if nodes are pushed on a stack in rank order.
+        blocks: the replicas of each rank, in rank order.
+        replicas: number of replicas of the run.
     """
 
     rank: int
     counts: tuple[int, ...]
     merges: tuple[int, ...]
+    blocks: tuple[range, ...]
+    replicas: int
 
     @staticmethod
     def of(replicas: int, size: int, rank: int) -> Forest:
         """Return the forest of `replicas` replicas that `size` ranks host, on rank `rank`."""
-        per_rank = [nodes(block(replicas, size, other), replicas) for other in range(size)]
+        return Forest.over([block(replicas, size, other) for other in range(size)], replicas, rank)
+
+    @staticmethod
+    def over(blocks: Iterable[range], replicas: int, rank: int) -> Forest:
+        """Return the forest of neighbouring blocks of replicas; this process has block `rank`."""
+        blocks = tuple(blocks)
+        per_rank = [nodes(own, replicas) for own in blocks]
         counts, _ = merges([node for own in per_rank for node in own], replicas)
-        return Forest(rank, tuple(len(own) for own in per_rank), tuple(counts))
+        return Forest(rank, tuple(map(len, per_rank)), tuple(counts), blocks, replicas)
+
+    def within(self, ranks: range) -> Forest:
+        """Return the forest of the replicas on `ranks`, neighbouring ranks that include this one."""
+        return Forest.over(
+            self.blocks[ranks.start : ranks.stop], self.replicas, self.rank - ranks.start
+        )
+
+    def between(self, hosts: Sequence[range]) -> Forest:
+        """Return the forest whose blocks are the replicas of each host; `hosts`: the ranks of each host."""
+        blocks = [range(self.blocks[h[0]].start, self.blocks[h[-1]].stop) for h in hosts]
+        (own,) = (number for number, host in enumerate(hosts) if self.rank in host)
+        return Forest.over(blocks, self.replicas, own)
 
     @property
     def size(self) -> int:
@@ -69,8 +91,12 @@ class Forest:
 
     def sum_in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum all ranks' tree nodes `parts`, given in rank order, into the first, and return it."""
-        (root,) = fold(parts, self.merges, torch.Tensor.add_)
+        (root,) = self.fold_in_place(parts)
         return root
+
+    def fold_in_place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Add the nodes `parts` of all ranks in place, in tree order; return the maximal nodes of all ranks."""
+        return fold(parts, self.merges, torch.Tensor.add_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Choice of the exchange of a run."""
+"""Choice of the exchange of a run: the method that sums gradients over ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.registry import EXCHANGES, resolve
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
-    """Return the name of the exchange to use; `auto` is the fastest exact one.
+    """Return the name of the exchange to use; for `auto`, that of the fastest exact one.
 
     Raises:
-        UsageError: for an exchange that cannot work here, or that is none.
-        WorldError: for `mpi` where MPI is not there, or counts other processes than the run.
-        ExactnessError: for one whose sums depend on the layout, with `exact`.
+        UsageError: for an exchange that does not exist, or that does not work with these ranks.
+        WorldError: for `mpi` if MPI is missing, or has another number of processes than the run.
+        ExactnessError: if `exact` is true and the sums of the exchange depend on the layout.
     """
     if wanted == "auto":
         if one_host and device == "cpu":
@@ -44,7 +44,7 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
 
 
 def exactness_of(name: str, forest: Forest) -> str:
-    """Return the class of a run that uses an exchange; `none` is that of a rank by itself."""
+    """Return the exactness class of an exchange; `none` is the name of that of a single rank."""
     if name == "none":
         return "exact"
     entry = EXCHANGES.find(name)
@@ -61,11 +61,11 @@ def make(
 ) -> Exchange:
     """Return a new exchange for the gradients of `parameters`.
 
-    `more`: the other attributes of `ExchangeContext`.
+    `more` has the other attributes of `ExchangeContext`.
 
     Raises:
-        ModelError: for settings that it refuses.
-        UsageError: for an exchange that sums gradients elsewhere than on ranks.
+        ModelError: if the exchange refuses a setting.
+        UsageError: for the exchange `server`, whose sums are computed by parameter servers.
     """
     entry = EXCHANGES.find(name)
     if not entry.build:

@@ -1,11 +1,11 @@
-"""Sockets between ranks of one host: notices of written buffers, detection of ended ranks.
+"""Sockets between the ranks of one host: messages about written buckets, detection of ended ranks.
 
-A process that dies closes its sockets, so that its peers learn of it at once; that is why signals go
-through sockets rather than through flags in the shared memory itself.
+The kernel closes the sockets of a process that dies, so that the other ranks notice the death at once.
+Flags in the shared memory would not show it.
 
-Their addresses are abstract (unix(7)): they belong to the network namespace, which identifies a host, and
-not to a directory that two containers on one network may not share. No permissions of a file protect such
-an address, so each side asks the kernel for the user of the other.
+The sockets have abstract addresses (unix(7)), which belong to the network namespace, as a host does. Files
+in a directory would not do: two containers on one network may not share one. No file permissions protect
+an abstract address, so each process asks the kernel for the user of the process at the other end.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ class _Peer:
 
 
 class PeerSockets:
-    """This rank's connections to all others of its host.
+    """Socket connections from this rank to all other ranks of its host.
 
     Args:
-        name: what the connections are for; the same on all ranks, and used once.
+        name: name of the connections; the same on all ranks of the host, and used once.
+        ranks: all ranks of the host, this one included.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: dist.Store, name: str, rank: int, ranks: range) -> None:
+        self.rank, self._ranks = rank, ranks
         self._peers = self._connect_all(dist.PrefixStore(f"peers/{name}", store))
-        # Where ranks share cores, a rank that looks again and again keeps the others from answering.
-        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
+        # Where ranks share cores, a rank that polls keeps the others from computing.
+        self._spins = _SPINS if len(ranks) <= len(os.sched_getaffinity(0)) else 0
         self._poll = select.poll()
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers}
         for descriptor in self._by_descriptor:
@@ -63,10 +64,10 @@ class PeerSockets:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.settimeout(_CONNECT_SECONDS)
             server.bind(f"\0{name}")
-            server.listen(self.size)
+            server.listen(len(self._ranks))
             store.set(str(self.rank), name)
-            peers = [self._connect(store, other) for other in range(self.rank)]
-            peers += [self._accept(server) for _ in range(self.rank + 1, self.size)]
+            peers = [self._connect(store, other) for other in self._ranks if other < self.rank]
+            peers += [self._accept(server) for other in self._ranks if other > self.rank]
         return sorted(peers, key=lambda peer: peer.rank)
 
     def _connect(self, store: dist.Store, other: int) -> _Peer:
@@ -101,7 +102,7 @@ class PeerSockets:
             return _Peer(rank, connection)
 
     def exchange_descriptors(self, descriptor: int) -> list[int]:
-        """Give every peer `descriptor`, and return all ranks' in rank order; own ones are copies."""
+        """Send a file descriptor to all ranks of the host; return those of all ranks, in rank order."""
         for peer in self._peers:
             socket.send_fds(peer.socket, [b"fd"], [descriptor])
         received = {self.rank: os.dup(descriptor)}
@@ -113,13 +114,13 @@ class PeerSockets:
                 error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 raise _without_files(error) from error
             received[peer.rank] = descriptors[0]
-        return [received[rank] for rank in range(self.size)]
+        return [received[rank] for rank in self._ranks]
 
     def signal(self, kind: int, number: int, place: int = 0) -> None:
-        """Send every peer that this rank has written, or summed, its `number`-th bucket, at `place`.
+        """Send all ranks of the host a message: this rank has written, or summed, its `number`-th bucket.
 
         Raises:
-            PeerError: if a peer is gone.
+            PeerError: if another rank has closed its socket.
         """
         message = _SIGNAL.pack(kind, number, place)
         for peer in self._peers:
@@ -129,10 +130,10 @@ class PeerSockets:
                 raise self._gone(peer, number) from error
 
     def all_signalled(self, kind: int, number: int, *, wait: bool) -> bool:
-        """Return whether every peer has written, or summed, its `number`-th bucket, counted from 1.
+        """Return whether all ranks have written, or summed, their `number`-th bucket, counted from 1.
 
         Raises:
-            PeerError: if a peer is gone before it has.
+            PeerError: if a rank has closed its socket before.
         """
         spins = self._spins if wait else 0
         while waiting := [peer for peer in self._peers if peer.latest[kind] < number]:
@@ -153,7 +154,7 @@ class PeerSockets:
         except OSError:
             message = b""
         if not message:
-            # It may have sent all its signals; whether a signal is missing shows when it is waited for.
+            # No error yet: the rank may have sent all its messages before it closed the socket.
             peer.is_gone = True
             self._poll.unregister(peer.socket.fileno())
             return
@@ -163,10 +164,10 @@ class PeerSockets:
             peer.places[number] = place
 
     def check_place(self, number: int, place: int) -> None:
-        """Compare the batches in which all ranks wrote their `number`-th bucket.
+        """Raise an error if the ranks wrote their `number`-th bucket in different batches.
 
         Raises:
-            MismatchError: if a peer was in another batch.
+            MismatchError: if another rank was in another batch than `place`.
         """
         for peer in self._peers:
             if peer.places.pop(number) != place:
@@ -184,13 +185,13 @@ class PeerSockets:
         )
 
     def close(self) -> None:
-        """Close the connections, which peers that still wait detect."""
+        """Close all sockets; a rank that still waits for this one raises `PeerError`."""
         for peer in self._peers:
             peer.socket.close()
 
 
 def _name_of(store: dist.Store, rank: int) -> str:
-    """Return the address at which a rank listens."""
+    """Wait for the address of the socket at which a rank listens, and return it."""
     try:
         found = await_any(store, [[str(rank)]], _CONNECT_SECONDS)
         name = None if found is None else store.get(str(rank)).decode()
@@ -226,10 +227,10 @@ def _unreachable(rank: int, error: OSError) -> PeerError:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Refuse a connection to a process of another user.
+    """Raise an error if the process at the other end of a socket belongs to another user.
 
     Raises:
-        PermissionError: if its user is another one.
+        PermissionError: if the users differ.
     """
     _, user = host.peer(connection)
     if user != os.geteuid():

@@ -1,11 +1,13 @@
 """Exchange `shared-memory`: the sum in tree order, in memory that the ranks of one host share.
 
-Every rank writes its nodes where all can read them, sums its share of everyone's nodes in place, and
-reads the result, which lies in the first node of rank 0. The memory is anonymous (memfd), so that
-nothing is left behind however the processes end, and containers' limits on /dev/shm don't matter.
+Every rank writes its nodes to memory that all ranks of the host can read, adds its share of all nodes in
+place, and reads the sum, which lies in the first node of the host's first rank. With several hosts
+(exchange `tree`), a rank adds its share to the host's maximal nodes, and another exchange sums these over
+the hosts. The memory is anonymous (memfd), so that nothing is left behind however the processes end, and
+containers' limits on /dev/shm don't matter.
 
-There is no thread: a bucket that is not the last advances as far as it can without waiting, and the
-last one waits for all. On CPUs the summing is the ranks' own work in any case.
+No thread is started: a bucket that is not the last advances as far as possible without waiting, and the
+last bucket waits for all. On CPUs the additions are the ranks' own work in any case.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +26,7 @@ from lockstep.engine.exchange.peers import SUMMED, WRITTEN, PeerSockets
 from lockstep.engine.layout.replicas import share
 from lockstep.errors import UsageError
 
-#: Bytes of what strategies write behind the last bucket, besides an element per parameter.
+#: Bytes that strategies write behind the last bucket, besides one element per parameter.
 _NOTES = 256
 _ALIGNMENT = 64  # a cache line, so that no two ranks write to one
 _SMALL = 1 << 17  # bytes up to which a sum by every rank for itself beats a second round of signals
@@ -31,7 +34,16 @@ _SMALL = 1 << 17  # bytes up to which a sum by every rank for itself beats a sec
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket that is being summed: offset and size of its nodes in each rank's memory."""
+    """A bucket that is being summed.
+
+    Attributes:
+        number: how many buckets there were since the exchange was made, this one included.
+        offset: bytes before its nodes in each rank's memory.
+        half: number of the half of the memory that its nodes are in.
+        last: whether it is the last bucket of a backward pass.
+        summed: the sum, where each rank adds all of the bucket.
+        across: the sum of this rank's share over all hosts, until it is written to the memory.
+    """
 
     number: int
     offset: int
@@ -40,38 +52,49 @@ class _Bucket:
     half: int
     future: Sum
     place: int = 0
+    last: bool = False
     summed: torch.Tensor | None = None
+    across: Sum | None = None
 
     @property
     def bytes(self) -> int:
-        """Size of one node."""
+        """Number of bytes of one tree node of the bucket."""
         return self.numel * self.dtype.itemsize
-
-    @property
-    def small(self) -> bool:
-        """Whether every rank sums all of it."""
-        return self.bytes <= _SMALL
 
 
 class SharedMemoryExchange(Exchange):
-    """The exchange between the ranks of one host, on CPU.
+    """All-reduce in tree order between CPU ranks of one host; with `across`, of several hosts.
 
     Args:
-        name: the same on all ranks, and used once.
+        name: name of the connections between ranks; the same on all ranks, and used once.
         capacity: bytes of all gradients of one backward pass.
-        buckets: the most buckets they may come in.
+        buckets: the highest number of buckets of one backward pass.
+        hosts: the ranks of each host; empty if one host has all ranks.
+        across: sums this rank's share over all hosts; `None` for one host, and for a rank without a share.
     """
 
-    name = "shared-memory"
     exact = True
-    sent = 0
 
     def __init__(
-        self, store: dist.Store, name: str, forest: Forest, *, capacity: int, buckets: int
+        self,
+        store: dist.Store,
+        name: str,
+        forest: Forest,
+        *,
+        capacity: int,
+        buckets: int,
+        hosts: Sequence[range] = (),
+        across: Exchange | None = None,
     ) -> None:
-        self._forest = forest
+        hosts = hosts or [range(forest.size)]
+        (ranks,) = (host for host in hosts if forest.rank in host)
+        self._forest = forest.within(ranks)
+        self._shares, self._across = shares_of(hosts), across
+        self._small = _SMALL if len(hosts) == 1 else -1
+        self.name = "shared-memory" if len(hosts) == 1 else "tree"
+        self._moved = 0
         self._stride = _aligned(capacity + buckets * _ALIGNMENT)
-        self._peers = PeerSockets(store, name, forest.rank, forest.size)
+        self._peers = PeerSockets(store, f"{name}/{ranks.start}", forest.rank, ranks)
         self._memories = self._share_memory()
         self._offset = 0
         self._half = 0
@@ -79,6 +102,13 @@ class SharedMemoryExchange(Exchange):
         self._announced: _Bucket | None = None
         self._written: deque[_Bucket] = deque()
         self._waiting: deque[_Bucket] = deque()
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes that this rank has sent to other hosts; on one host, bytes written to shared memory."""
+        if self._small >= 0:
+            return self._moved
+        return 0 if self._across is None else self._across.sent
 
     def _share_memory(self) -> list[mmap.mmap]:
         # Two halves: while a slow peer still reads the sums of one pass, the next goes to the other.
@@ -102,7 +132,7 @@ class SharedMemoryExchange(Exchange):
         )
 
     def _nodes(self, bucket: _Bucket, part: range) -> list[torch.Tensor]:
-        """All ranks' nodes of a bucket, in rank order, cut to the elements in `part`."""
+        """Return all nodes of a bucket on this host, in rank order, cut to the elements in `part`."""
         return [
             self._node(bucket, rank, node)[part.start : part.stop]
             for rank, count in enumerate(self._forest.counts)
@@ -110,7 +140,7 @@ class SharedMemoryExchange(Exchange):
         ]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return this rank's nodes in the shared memory."""
+        """Return the tensors in shared memory to which the caller writes this rank's tree nodes."""
         self._number += 1
         numel, future = bucket.numel() + extra, torch.futures.Future[torch.Tensor]()
         announced = _Bucket(self._number, self._offset, numel, bucket.dtype, self._half, future)
@@ -121,11 +151,11 @@ class SharedMemoryExchange(Exchange):
         return [self._node(announced, rank, node) for node in range(self._forest.own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum the slots over all ranks, and return the sum's future."""
+        """Begin to sum `slots` over all ranks, and return the future of the sum."""
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"
-        bucket.place = place
-        self.sent += bucket.bytes * self._forest.own
+        bucket.place, bucket.last = place, last
+        self._moved += bucket.bytes * self._forest.own
         self._peers.signal(WRITTEN, bucket.number, place)
         self._written.append(bucket)
         self._advance(wait=last)
@@ -142,25 +172,53 @@ class SharedMemoryExchange(Exchange):
             self._peers.check_place(bucket.number, bucket.place)
             self._sum(bucket)
             self._waiting.append(bucket)
-        while self._waiting and (
-            self._waiting[0].small
-            or self._peers.all_signalled(SUMMED, self._waiting[0].number, wait=wait)
-        ):
+        if wait:
+            self._write_sums()
+        while self._waiting and self._is_summed(self._waiting[0], wait=wait):
             bucket = self._waiting.popleft()
             total = self._node(bucket, 0, 0) if bucket.summed is None else bucket.summed
             bucket.future.set_result(total)
 
+    def _part(self, bucket: _Bucket) -> range:
+        """Return the range of elements of a bucket that this rank adds; it may be empty."""
+        if self._forest.rank >= self._shares:
+            return range(0)
+        return share(bucket.numel, self._shares, self._forest.rank)
+
     def _sum(self, bucket: _Bucket) -> None:
-        if bucket.small:
+        if bucket.bytes <= self._small:
             bucket.summed = self._forest.sum(self._nodes(bucket, range(bucket.numel)))
             return
-        part = share(bucket.numel, self._forest.size, self._forest.rank)
-        self._forest.sum_in_place(self._nodes(bucket, part))
-        self.sent += len(part) * bucket.dtype.itemsize
-        self._peers.signal(SUMMED, bucket.number)
+        part = self._part(bucket)
+        nodes = self._forest.fold_in_place(self._nodes(bucket, part))
+        self._moved += len(part) * bucket.dtype.itemsize
+        if self._across is None:
+            self._peers.signal(SUMMED, bucket.number)
+            return
+        slots = self._across.slots(nodes[0])
+        for slot, node in zip(slots, nodes, strict=True):
+            if slot.data_ptr() != node.data_ptr():
+                slot.copy_(node)
+        bucket.across = self._across.start(slots, last=bucket.last)
+
+    def _is_summed(self, bucket: _Bucket, *, wait: bool) -> bool:
+        if bucket.summed is not None:
+            return True
+        if bucket.across is not None:
+            return False
+        return self._peers.all_signalled(SUMMED, bucket.number, wait=wait)
+
+    def _write_sums(self) -> None:
+        """Wait for this rank's shares of the sums over all hosts, and write them to the shared memory."""
+        for bucket in self._waiting:
+            if bucket.across is not None:
+                part = self._part(bucket)
+                self._node(bucket, 0, 0)[part.start : part.stop].copy_(bucket.across.wait())
+                bucket.across = None
+                self._peers.signal(SUMMED, bucket.number)
 
     def close(self) -> None:
-        """Close the connections and the memory, which is freed with the last tensor in it."""
+        """Close the sockets and the shared memory, which is freed with the last tensor in it."""
         self._peers.close()
         self._memories.clear()
 
@@ -169,18 +227,30 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def build(context: ExchangeContext) -> SharedMemoryExchange:
-    """Return the exchange between the ranks of this host."""
+def shares_of(hosts: Sequence[range]) -> int:
+    """Return the number of shares of a bucket: the number of ranks on the smallest host."""
+    return min(map(len, hosts))
+
+
+def build(
+    context: ExchangeContext, hosts: Sequence[range] = (), across: Exchange | None = None
+) -> SharedMemoryExchange:
+    """Return a `SharedMemoryExchange` with memory for the gradients of the parameters in `context`."""
     parameters = context.parameters
     size = sum((parameter.numel() + 1) * parameter.element_size() for parameter in parameters)
-    buckets = len(parameters) + 1
     return SharedMemoryExchange(
-        context.store, context.key, context.forest, capacity=size + _NOTES, buckets=buckets
+        context.store,
+        context.key,
+        context.forest,
+        capacity=size + _NOTES,
+        buckets=len(parameters) + 1,
+        hosts=hosts,
+        across=across,
     )
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
-    """Refuse ranks that share no memory.
+    """Raise an error if the ranks cannot share memory.
 
     Raises:
         UsageError: for ranks on several hosts, or on GPUs.

@@ -1,4 +1,4 @@
-"""Exchange `tree`: all-to-all of shares, sums in tree order, all-gather; over torch or MPI."""
+"""`TreeExchange`: an all-reduce in tree order, by an all-to-all and an all-gather of torch or MPI."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum, future_on
+from lockstep.engine.exchange.base import Exchange, Forest, Sum, future_on
 from lockstep.engine.exchange.scratch import Scratch
 
 
 class Work(Protocol):
-    """A collective that has begun."""
+    """A collective operation that has begun, as `torch.distributed.Work`."""
 
     def wait(self) -> object:
-        """Wait until it is complete."""
+        """Wait until the operation is complete."""
 
 
 class Wire(Protocol):
-    """Collectives that move tensors between ranks and change no bit of them; all ranks call alike."""
+    """Collective operations that copy tensors between ranks: the part of a backend that `tree` needs."""
 
     @property
     def sent(self) -> int:
@@ -30,20 +30,20 @@ class Wire(Protocol):
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin to give each rank its part of `outgoing`, and to receive one's own of all ranks.
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank.
 
         Args:
-            outgoing: flat; as many elements for each rank, in rank order.
-            received: flat; what the ranks send, in rank order.
-            shares: how many elements each rank sends.
+            outgoing: flat tensor with a part of equal size for each rank, in rank order.
+            received: flat tensor for the parts that this rank receives, in rank order.
+            shares: for each rank, the number of elements that this rank receives from it.
         """
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin to write the `part` of every rank to `total`, in rank order."""
+        """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
 
 
 class GroupWire:
-    """A process group: Gloo, NCCL or another."""
+    """Collective operations of a process group: Gloo, NCCL or another backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -76,7 +76,7 @@ class GroupWire:
 
 @dataclass(slots=True)
 class _Pending:
-    """A bucket whose shares are being scattered to the ranks that sum them, or gathered."""
+    """A bucket of gradients whose all-to-all or all-gather has begun."""
 
     work: Work
     received: torch.Tensor
@@ -85,10 +85,10 @@ class _Pending:
 
 
 class TreeExchange(Exchange):
-    """Each rank sums one share of every bucket, in tree order, and gives it to all.
+    """An all-reduce in which each rank sums one share of every bucket, in tree order.
 
-    As much goes over the wire as in a ring all-reduce when every rank has one node. Collectives of
-    neighbouring buckets overlap; their order is the same on all ranks.
+    Each rank sends as many bytes as in a ring all-reduce, if every rank has one tree node. Operations of
+    neighbouring buckets overlap; all ranks begin them in the same order.
     """
 
     exact = True
@@ -107,9 +107,9 @@ class TreeExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's nodes, padded so that all shares have one size."""
+        """Return memory for this rank's tree nodes, padded so that all shares have equal sizes."""
         size, own = bucket.numel() + extra, self._forest.own
-        padded = -(-size // self._forest.size) * self._forest.size
+        padded = self._share(size) * self._forest.size
         if own == 1 and padded == bucket.numel():
             return [bucket]
         memory = self._scratch.take(bucket, own * padded).view(own, padded)
@@ -126,12 +126,16 @@ class TreeExchange(Exchange):
             self._finish()
         return future
 
+    def _share(self, numel: int) -> int:
+        """Return the number of elements that each rank sums: at least one, since backends refuse zero."""
+        return max(1, -(-numel // self._forest.size))
+
     def _scatter(self, slots: list[torch.Tensor], future: Sum) -> _Pending:
         size, own = self._forest.size, self._forest.own
         numel = slots[0].numel()
-        share = -(-numel // size)
+        share = self._share(numel)
         memory = slots[0].as_strided((own, size, share), (share * size, share, 1))
-        # One block per receiver: its share of each of this rank's nodes.
+        # One block per receiving rank: that rank's share of each of this rank's nodes.
         outgoing = memory.transpose(0, 1).contiguous().view(-1)
         received = self._scratch.take(outgoing, sum(self._forest.counts) * share)
         shares = [count * share for count in self._forest.counts]
@@ -156,10 +160,5 @@ class TreeExchange(Exchange):
         self._scratch.pass_ends()
 
 
-#: torch 2.13 has renamed it, and warns about the name that torch 2.11 has.
+#: All-gather into one tensor: torch 2.13 has renamed it, and warns about the name in torch 2.11.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def build(context: ExchangeContext) -> TreeExchange:
-    """Return the exchange over the wire of a process group."""
-    return TreeExchange(GroupWire(context.group), context.forest)

@@ -199,7 +199,7 @@ def test_a_closed_exchange_lets_go_of_its_memory() -> None:
 def test_a_lost_store_is_told_at_once() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-    party = Party(lambda: PeerSockets(store, "p", 1, 2))
+    party = Party(lambda: PeerSockets(store, "p", 1, range(2)))
     del server
     error = party.end(20)
     assert isinstance(error, PeerError), error
@@ -208,7 +208,7 @@ def test_a_lost_store_is_told_at_once() -> None:
 
 def test_too_few_open_files_are_told_as_such() -> None:
     store = dist.HashStore()
-    first, second = on_threads(2, lambda rank: PeerSockets(store, "p", rank, 2))
+    first, second = on_threads(2, lambda rank: PeerSockets(store, "p", rank, range(2)))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with tempfile.TemporaryFile() as file:
@@ -232,7 +232,7 @@ def test_signals_of_peers() -> None:
     store, met = dist.HashStore(), threading.Barrier(3, timeout=_SECONDS)
 
     def body(rank: int) -> str:
-        peers = PeerSockets(store, "p", rank, 3)
+        peers = PeerSockets(store, "p", rank, range(3))
         try:
             assert not peers.all_signalled(WRITTEN, 1, wait=False)
             met.wait()
@@ -258,7 +258,7 @@ def test_peers_need_no_directory_that_they_share(
     """As two containers with one network and a `/tmp` each."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     store = dist.HashStore()
-    met = on_threads(2, lambda rank: PeerSockets(store, "p", rank, 2))
+    met = on_threads(2, lambda rank: PeerSockets(store, "p", rank, range(2)))
     assert [type(one) for one in met] == [PeerSockets, PeerSockets], met
     for one in met:
         one.close()
@@ -268,7 +268,7 @@ def test_peers_need_no_directory_that_they_share(
 def test_a_rank_of_another_kernel_is_an_error_at_once() -> None:
     store = dist.HashStore()
     store.set("peers/p/0", "lockstep-of-another-machine")
-    error = Party(lambda: PeerSockets(store, "p", 1, 2)).end()
+    error = Party(lambda: PeerSockets(store, "p", 1, range(2))).end()
     assert isinstance(error, PeerError), "machines that are copies of each other name the same boot"
     assert "rank 0 cannot be reached" in str(error)
     assert "--exchange tree" in str(error.hint)
@@ -276,7 +276,7 @@ def test_a_rank_of_another_kernel_is_an_error_at_once() -> None:
 
 def test_processes_of_another_user_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    waiting = Party(lambda: PeerSockets(store, "p", 0, 2))
+    waiting = Party(lambda: PeerSockets(store, "p", 0, range(2)))
     while not store.check(["peers/p/0"]):
         time.sleep(0.005)
     address = "\0" + store.get("peers/p/0").decode()
@@ -288,10 +288,10 @@ def test_processes_of_another_user_are_refused(monkeypatch: pytest.MonkeyPatch) 
         stranger.connect(address)
         stranger.settimeout(10)
         assert stranger.recv(1) == b"", "it is shown out"
-        error = Party(lambda: PeerSockets(store, "p", 1, 2)).end()
+        error = Party(lambda: PeerSockets(store, "p", 1, range(2))).end()
         assert isinstance(error, PeerError)
         assert "belongs to user" in str(error)
-    own = PeerSockets(store, "p", 1, 2)
+    own = PeerSockets(store, "p", 1, range(2))
     others = waiting.end()
     assert isinstance(others, PeerSockets), "a stranger keeps the ranks from nothing"
     own.close()
@@ -302,7 +302,7 @@ def test_a_peer_that_has_said_all_may_leave_first() -> None:
     store, left, looked = dist.HashStore(), threading.Event(), threading.Event()
 
     def body(rank: int) -> bool:
-        peers = PeerSockets(store, "p", rank, 3)
+        peers = PeerSockets(store, "p", rank, range(3))
         try:
             if rank == 0:
                 assert left.wait(_SECONDS)
@@ -328,7 +328,7 @@ def test_descriptors_reach_every_peer() -> None:
     pipes = [os.pipe() for _ in range(3)]
 
     def body(rank: int) -> list[int]:
-        peers = PeerSockets(store, "p", rank, 3)
+        peers = PeerSockets(store, "p", rank, range(3))
         try:
             received = peers.exchange_descriptors(pipes[rank][0])
         finally:

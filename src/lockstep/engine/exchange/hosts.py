@@ -1,0 +1,150 @@
+"""Exchange `tree` over several hosts: nodes are added in each host first, then shares between hosts.
+
+The ranks of a host have neighbouring blocks of replicas, so all of the host's replicas are a block, too.
+Its maximal nodes are added in memory that the host's ranks share (`shared_memory.py`). Then the nodes are
+cut into shares. Each of the host's first ranks sums one share with the ranks of the other hosts that have
+the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H hosts. The additions are those of
+the reduction tree over replicas, so the sum has the same bits as on one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engine.exchange import shared_memory
+from lockstep.engine.exchange.base import Exchange, ExchangeContext
+from lockstep.engine.exchange.scatter import gather_numbers
+from lockstep.engine.exchange.tree import GroupWire, TreeExchange
+from lockstep.world import accelerator, host
+
+#: Tag of the messages between hosts, far from 0, where the tags of a script's own messages are.
+_TAG = 19_539
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Messages whose sending and receiving has begun; keeps their tensors alive until `wait`."""
+
+    works: list[dist.Work | None]
+    tensors: list[torch.Tensor]
+
+    def wait(self) -> None:
+        """Wait until all messages have been sent and received."""
+        for work in self.works:
+            assert work is not None, "this rank belongs to the group"
+            work.wait()
+
+
+class MessageWire:
+    """All-to-all and all-gather between some ranks of a process group, by messages between pairs of them.
+
+    Messages between two ranks arrive in the order in which they are sent, so all of them have one tag.
+
+    Args:
+        ranks: the ranks of `group` that take part, one of each host.
+        own: index of this rank in `ranks`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], own: int) -> None:
+        self._group, self._own = group, own
+        self._others = [(place, ranks[place]) for place in _turns(len(ranks), own)]
+        self.sent = 0
+
+    def scatter(
+        self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
+    ) -> _Messages:
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank."""
+        return self._begin(outgoing.chunk(len(shares)), received.split_with_sizes(list(shares)))
+
+    def gather(self, part: torch.Tensor, total: torch.Tensor) -> _Messages:
+        """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
+        size = len(self._others) + 1
+        return self._begin([part] * size, total.chunk(size))
+
+    def _begin(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> _Messages:
+        works = [
+            dist.irecv(incoming[place], group=self._group, group_src=rank, tag=_TAG)
+            for place, rank in self._others
+        ]
+        works += [
+            dist.isend(outgoing[place], group=self._group, group_dst=rank, tag=_TAG)
+            for place, rank in self._others
+        ]
+        self.sent += sum(outgoing[place].nbytes for place, _ in self._others)
+        incoming[self._own].copy_(outgoing[self._own])
+        return _Messages(works, [*outgoing, *incoming])
+
+
+def _turns(count: int, own: int) -> list[int]:
+    """Return all indices below `count` but `own`, from `own + 1` on: each rank begins with another one."""
+    return [(own + step) % count for step in range(1, count)]
+
+
+def find_hosts(group: dist.ProcessGroup) -> list[range]:
+    """Return the ranks of each host, as ranges of neighbouring ranks; all ranks call this together.
+
+    Ranks of different users count as different hosts. Where one rank is refused shared memory, each rank
+    counts as a host.
+    """
+    numbers = [number for (number,) in gather_numbers([_host_number()], group)]
+    if _REFUSED in numbers:
+        return [range(rank, rank + 1) for rank in range(len(numbers))]
+    found, start = [], 0
+    for _, same in itertools.groupby(numbers):
+        count = len(list(same))
+        found.append(range(start, start + count))
+        start += count
+    return found
+
+
+_REFUSED = 0
+
+
+def _host_number() -> int:
+    """Return a number that is equal on ranks that can share memory; 0 if the system refuses memory."""
+    try:
+        os.close(os.memfd_create("lockstep-probe", os.MFD_CLOEXEC))
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
+    except OSError as error:
+        sys.stderr.write(
+            f"lockstep: warning: {host.name()} refuses shared memory ({error.strerror}): each rank sends "
+            "its gradients over the network, which takes longer\n"
+        )
+        return _REFUSED
+    users = os.stat("/proc/self/ns/user").st_ino  # noqa: PTH116 - not a file but a link's target
+    text = f"{host.identity()}/{users}/{os.geteuid()}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
+
+
+def build(context: ExchangeContext) -> Exchange:
+    """Return the exchange `tree`, which adds inside each host first if several hosts have several ranks.
+
+    Otherwise, and on accelerators, it is an all-to-all and an all-gather of the whole process group.
+    """
+    forest, group = context.forest, context.group
+    if forest.size > 2 and not any(map(accelerator.holds, context.parameters)):
+        hosts = find_hosts(group)
+        if 1 < len(hosts) < forest.size:
+            return shared_memory.build(context, hosts, _across(context, hosts))
+    return TreeExchange(GroupWire(group), forest)
+
+
+def _across(context: ExchangeContext, hosts: Sequence[range]) -> TreeExchange | None:
+    """Return the exchange of this rank's share with other hosts; `None` if this rank has no share."""
+    between = context.forest.between(hosts)
+    share = context.forest.rank - hosts[between.rank].start
+    if share >= shared_memory.shares_of(hosts):
+        return None
+    ranks = [ranks[share] for ranks in hosts]
+    return TreeExchange(MessageWire(context.group, ranks, between.rank), between)
