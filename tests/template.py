@@ -47,15 +47,18 @@ class Template:
 
     Args:
         more: modules that it imports besides, those of them that are installed.
+        environ: variables of its own, besides this process's.
     """
 
     pids: ClassVar[set[int]] = set()
 
-    def __init__(self, *more: str) -> None:
+    def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket = ours
         words = (sys.executable, "-m", "tests.template", str(theirs.fileno()), *more)
-        self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(
+            words, cwd=ROOT, pass_fds=[theirs.fileno()], env={**os.environ, **(environ or {})}
+        )
         theirs.close()
         self.pids.add(self._process.pid)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("train.py").read_text()
+from tests.device.conftest import SCRIPT, digest_of
+
+pytestmark = pytest.mark.forked
+
 SIZES = ("1", "2", "4")
 STRATEGIES = {
     "ddp": (),
@@ -17,32 +18,6 @@ STRATEGIES = {
     "ps": ("--strategy", "ps", "--servers", "1"),
     "pipeline": ("--strategy", "pipeline"),
 }
-
-
-def digest_of(done) -> str:
-    assert done.code == 0, done.out + done.err
-    (found,) = re.findall(r"digest=sha256:(\w+)", done.out)
-    return found
-
-
-@pytest.fixture
-def device(lockstep, simulated):
-    """Run the script on simulated devices; what it returns is called with words and more variables."""
-
-    def run(*words: str, lazy: bool = True, verb: str = "run", **more: str):
-        environ = {"PYTHONPATH": simulated, "SIM_LAZY": str(int(lazy)), "EXPECTED": "sim", **more}
-        place = lockstep.script(SCRIPT)
-        words = (*words, place) if verb == "run" else (place, *words)
-        return lockstep(verb, *words, env=environ, timeout=200)
-
-    return run
-
-
-@pytest.fixture
-def on_cpu(lockstep) -> str:
-    """Return the digest of the script on the CPU, whatever accelerator there is."""
-    words = ("run", "-n", "1", "--devices", "cpu", lockstep.script(SCRIPT))
-    return digest_of(lockstep(*words, env={"EXPECTED": "cpu"}))
 
 
 @pytest.mark.ranks(4)
@@ -83,30 +58,10 @@ def test_autocast_has_one_digest_on_devices(device, precision: str) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("words", "environ", "said"),
-    [
-        (("-n", "2", "--devices", "1,3"), {}, None),
-        (("-n", "2"), {"SIM_VISIBLE_DEVICES": "2,0"}, None),
-        (("-n", "1"), {"SIM_VISIBLE_DEVICES": "3"}, None),
-        (("-n", "2", "--devices", "gpu"), {"SIM_VISIBLE_DEVICES": "2"}, "1 GPU"),
-        (("-n", "2", "--devices", "1,7"), {}, "there is no GPU 7; torch sees 4"),
-        (("-n", "2", "--devices", "1,1"), {}, "is named twice"),
-    ],
-)
-def test_which_devices(device, on_cpu, words, environ, said: str | None) -> None:
-    done = device(*words, **environ)
-    if said is None:
-        assert digest_of(done) == on_cpu
-    else:
-        assert done.code != 0
-        assert said in done.err, done.err
-        assert "Traceback" not in done.err
-
-
-@pytest.mark.ranks(2)
-def test_memory_that_is_not_enough(device) -> None:
-    done = device("-n", "2", SIM_MEMORY="30000")
-    assert done.code == 1
-    assert "sim out of memory" in done.err, done.err
+def test_an_optimizer_that_is_made_before_the_model_is_placed(device, on_cpu) -> None:
+    sgd = "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)"
+    late = f"    optimizer = run.optimizer({sgd})"
+    early = f"    early = {sgd}\n    model = run.model(model)\n    optimizer = run.optimizer(early)"
+    script = SCRIPT.replace("run.model(", "(").replace(late, early)
+    assert "run.optimizer(early)" in script
+    assert digest_of(device("-n", "1", script=script)) == on_cpu

@@ -5,7 +5,9 @@ Other modules ask here and name no device type; `cuda.py` has what only CUDA has
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def facts() -> DeviceType:
         own = "rocm"
     if own in DEVICE_TYPES:
         return DEVICE_TYPES[own]
-    backend = dist.get_default_backend_for_device(own)
+    backend = dist.Backend.default_device_backend_map.get(own, "")
     return DeviceType(own, backend, f"{own.upper()}_VISIBLE_DEVICES")
 
 
@@ -68,6 +70,21 @@ def use(index: int) -> torch.device:
     return torch.device(own, index)
 
 
+def move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a module to a device, and keep its `Parameter` objects: optimizers may have them already.
+
+    `Module.to` makes new ones for a device of `PrivateUse1`, unless torch.__future__ says to swap memory.
+    """
+    future, there = torch.__future__, torch.empty(0, device=device)
+    swaps = future.get_swap_module_params_on_conversion()
+    kept = all(torch._has_compatible_shallow_copy_type(p, there) for p in module.parameters())
+    future.set_swap_module_params_on_conversion(swaps or not kept)
+    try:
+        module.to(device)
+    finally:
+        future.set_swap_module_params_on_conversion(swaps)
+
+
 def current_index(device: torch.device) -> int:
     """Return the index of a device; the current one's where `device` has none."""
     return int(module().current_device()) if device.index is None else device.index
@@ -89,6 +106,25 @@ def peak_memory(device: torch.device) -> int | None:
     return int(module().max_memory_allocated(device)) if holds(device) else None
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that an accelerator's memory is used up."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # Some backends raise a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+
+
+def memory_use(device: torch.device) -> str:
+    """Return the peaks of allocated and reserved memory of an accelerator, and the size of its memory."""
+    own = module()
+    peaks = own.max_memory_allocated(device), own.max_memory_reserved(device)
+    allocated, reserved, limit = (
+        f"{size / 2**10:,.1f} KiB" if size < 2**20 else f"{size / 2**20:,.1f} MiB"
+        for size in (*peaks, own.mem_get_info(device)[1])
+    )
+    return f"at most {allocated} allocated and {reserved} reserved; the device has {limit}"
+
+
 def reserved_memory(device: torch.device) -> int | None:
     """Return the bytes that PyTorch's allocator has on an accelerator; `None` for the processor."""
     return int(module().memory_reserved(device)) if holds(device) else None
@@ -97,3 +133,28 @@ def reserved_memory(device: torch.device) -> int | None:
 def backends(device: torch.device) -> str:
     """Return the backends of a process group: Gloo, and the accelerator's for its tensors."""
     return f"cpu:gloo,{device.type}:{facts().backend}" if holds(device) else "gloo"
+
+
+class SideStream:
+    """A stream of the accelerator beside the current one; tensors of the processor need none."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+
+    @contextlib.contextmanager
+    def after(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Run the block's kernels on this stream, after those that the current stream already has.
+
+        Args:
+            inputs: tensors, made on the current stream, that the kernels read.
+        """
+        if not holds(inputs[0]):
+            yield
+            return
+        device = inputs[0].device
+        self._stream = self._stream or torch.Stream(device=device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        for each in inputs:
+            each.record_stream(self._stream)
+        with self._stream:
+            yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,8 @@ from lockstep.world.devices import device_identity
 from lockstep.world.groups import keep
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
+
+_HINT = "start fewer ranks on this node, or check {} of each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +52,46 @@ def connect(
     rendezvous.ready()
     if dist.is_initialized():
         return Connection(notes, _adopt(device), owned=False)
-    dist.init_process_group(
-        accelerator.backends(device),
-        store=dist.PrefixStore("group", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=TIMEOUT,
-    )
+    backends = _backends(device)
+    with _explaining(device):
+        dist.init_process_group(
+            backends,
+            store=dist.PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=TIMEOUT,
+        )
+        if accelerator.holds(device):  # its backend connects the ranks at the first collective
+            dist.all_reduce(torch.zeros(1, device=device))
     keep(dist.group.WORLD)
     return Connection(notes, dist.group.WORLD, owned=True)
+
+
+def _backends(device: torch.device) -> str:
+    name = accelerator.facts().backend
+    if accelerator.holds(device) and not (name and dist.is_backend_available(name)):
+        backend = f"its backend {name}" if name else "no collective backend for it"
+        raise DeviceError(
+            f"{device}: this PyTorch has {backend}{' not' if name else ''}; "
+            "expected one, since several ranks train",
+            hint="one rank (-n 1) needs none; --devices cpu trains over Gloo",
+        )
+    return accelerator.backends(device)
+
+
+@contextlib.contextmanager
+def _explaining(device: torch.device) -> Iterator[None]:
+    """Raise `DeviceError` where the backend says that two ranks have one device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "duplicate" not in str(error).lower():
+            raise
+        raise DeviceError(
+            f"{accelerator.facts().backend} refuses {device}: {str(error).partition(chr(10))[0]}; "
+            "expected a device of its own for each rank",
+            hint=_HINT.format(accelerator.facts().visible),
+        ) from error
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
@@ -69,7 +104,7 @@ def _adopt(device: torch.device) -> dist.ProcessGroup:
     served = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
     if {"cpu", device.type} <= served:
         return group
-    made: dist.ProcessGroup = dist.new_group(backend=accelerator.backends(device), timeout=TIMEOUT)
+    made: dist.ProcessGroup = dist.new_group(backend=_backends(device), timeout=TIMEOUT)
     keep(made)
     return made
 
@@ -86,5 +121,5 @@ def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:
     raise DeviceError(
         f"ranks {claims.get('first').decode()} and {rank} are both on GPU {own}; "
         "expected a GPU of its own for each rank",
-        hint=f"start fewer ranks on this node, or check {accelerator.facts().visible} of each",
+        hint=_HINT.format(accelerator.facts().visible),
     )

@@ -26,3 +26,19 @@ def nvml() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+def holds(device: torch.device) -> bool:
+    """Whether a device is a GPU of CUDA or ROCm."""
+    return device.type == "cuda"
+
+
+def peers(count: int) -> list[list[bool]]:
+    """Return, for each pair of GPUs, whether the first reaches the memory of the second."""
+    reaches = torch.cuda.can_device_access_peer
+    return [[a != b and reaches(a, b) for b in range(count)] for a in range(count)]
+
+
+def nccl_version() -> str:
+    """Return the version of NCCL that this PyTorch was built with."""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -110,6 +110,39 @@ def _check_shown(environ: Mapping[str, str]) -> None:
         )
 
 
+def check_device(device: torch.device) -> None:
+    """Compute and draw on an accelerator, so that one that fails is found before the first step.
+
+    Raises:
+        DeviceError: if its kernels fail, or if its generators cannot be seeded.
+    """
+    if not accelerator.holds(device):
+        return
+    label = f"{device} ({accelerator.facts().label})"
+    try:
+        torch.ones(1, device=device).add_(1).cpu()
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{label} was found, and its first kernel failed: {_first_line(error)}",
+            hint="lockstep doctor tries all devices; --devices chooses others",
+        ) from error
+    try:
+        own = accelerator.module()
+        state = own.get_rng_state(device)
+        own.manual_seed_all(0)
+        own.set_rng_state(state, device)
+    except (AttributeError, RuntimeError) as error:
+        raise DeviceError(
+            f"the generator of {label} cannot be seeded: {_first_line(error)}; expected manual_seed_all, "
+            f"get_rng_state and set_rng_state in torch.{device.type}",
+            hint="random numbers depend on the step and not on the rank by these; --devices cpu has them",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
 def device_identity(device: torch.device) -> str | None:
     """Return an id of the GPU that no other in the world has; `None` for the processor.
 
@@ -143,7 +176,7 @@ def make_deterministic(device: torch.device) -> None:
     """Choose algorithms whose results don't vary from call to call."""
     if not accelerator.holds(device):
         return  # PyTorch's CPU kernels are deterministic for a given number of threads
-    if device.type == "cuda":
+    if cuda.holds(device):
         cuda.make_deterministic()
     torch.use_deterministic_algorithms(True)
     # It would also fill every new tensor, which costs a kernel each and hides no draw of chance.

@@ -101,7 +101,10 @@ struct Generator final : c10::GeneratorImpl {
   at::Generator host;
 
   explicit Generator(DeviceIndex device) : c10::GeneratorImpl(Device(kDeviceType, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host(at::detail::createCPUGenerator()) {}
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
+  void set_current_seed(uint64_t seed) override {
+    TORCH_CHECK(has_seed, "sim error: the generator has no seed");
+    host.set_current_seed(seed);
+  }
   void set_offset(uint64_t) override {}
   uint64_t get_offset() const override { return 0; }
   uint64_t current_seed() const override { return host.current_seed(); }
@@ -151,7 +154,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   Device getDeviceFromPtr(void*) const override { return Device(kDeviceType, current_device); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     std::lock_guard guard(mutex);
-    synchronize(storage.device().index());
     c10::OptionalDeviceGuard device(storage.device());
     auto memory = allocator.allocate(bytes);
     current_queue(storage.device().index()).run();

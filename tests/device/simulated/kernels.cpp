@@ -119,7 +119,13 @@ struct Call {
     return false;
   }
 
+  // Such a copy ends before the host goes on, unless it is `non_blocking`.
+  bool copies_to_host() const {
+    return name == "aten::_foreach_copy_" && arguments[0].toTensorVector()[0].is_cpu() && !arguments[2].toBool();
+  }
+
   bool may_wait() const {
+    if (copies_to_host()) return false;
     if (!lazy || draws || returns_views() || never_later().count(name) || begins(name, "aten::set_") || begins(name, "aten::resize")) return false;
     for (auto tag : op.getTags()) {
       if (tag == at::Tag::data_dependent_output || tag == at::Tag::dynamic_output_shape) return false;

@@ -96,6 +96,7 @@ struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     std::lock_guard guard(mutex);
     use();
+    TORCH_CHECK(current_device != broken_device, "sim error: device ", int(current_device), " does not answer");
     if (!bytes || static_cast<int64_t>(bytes) > memory_limit) return block_of(std::make_shared<Memory>(), bytes, current_device);
     auto memory = memory_for(bytes, current_stream(current_device));
     auto result = block_of(memory, bytes, current_device);
@@ -132,7 +133,10 @@ struct Allocator final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(DeviceIndex device) override { usage[device].allocated = usage[device].freed = 0; }
   void resetPeakStats(DeviceIndex device) override { usage[device].peak = usage[device].now; }
-  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override { return {memory_limit - usage[device].now, memory_limit}; }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
+    use();
+    return {memory_limit - usage[device].now, memory_limit};
+  }
 };
 inline Allocator allocator;
 

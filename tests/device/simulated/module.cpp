@@ -32,6 +32,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("use_cpu_kernels", &sim::use_cpu_kernels);
   m.def("calls", [] { return sim::calls; });
   m.def("set_lazy", &sim::set_lazy);
-  m.def("memory_limit", [] { return sim::memory_limit; });
+  m.def("memory_limit", [] {
+    sim::use();
+    return sim::memory_limit;
+  });
   m.def("communicator", [](c10::intrusive_ptr<c10d::Backend> gloo) { return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<sim::Communicator>(std::move(gloo))); });
 }

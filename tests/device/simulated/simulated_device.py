@@ -1,7 +1,8 @@
 """A simulated accelerator: device type `sim`, collective backend `simccl`.
 
 An entry point lets `import torch` load it. Variables: SIM_DEVICES (default 4), SIM_VISIBLE_DEVICES,
-SIM_MEMORY (bytes of a device), SIM_LAZY (1: a stream runs when something waits for it).
+SIM_MEMORY (bytes of a device), SIM_LAZY (1: a stream runs when something waits for it). Faults: SIM_BROKEN
+(a device whose kernels fail), SIM_SEEDS=0 (generators without seeds), SIM_IDS=0 (devices without ids).
 """
 
 from __future__ import annotations
@@ -120,10 +121,16 @@ def _set_rng_state_all(states: list[torch.Tensor]) -> None:
         generator.set_state(state)
 
 
+def _id(index: int) -> str:
+    shown = os.environ.get("SIM_VISIBLE_DEVICES", "").split(",")
+    return f"{os.uname().nodename}-{shown[index] if index < len(shown) and shown[index] else index}"
+
+
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        name=_NAME, total_memory=_c.memory_limit(), uuid=f"{os.uname().nodename}-{_index(device)}"
-    )
+    found = types.SimpleNamespace(name=_NAME, total_memory=_c.memory_limit())
+    if os.environ.get("SIM_IDS") != "0":
+        found.uuid = _id(_index(device))
+    return found
 
 
 def _module() -> types.ModuleType:
@@ -164,6 +171,7 @@ def _module() -> types.ModuleType:
         memory_allocated=torch_accelerator.memory_allocated,
         max_memory_allocated=torch_accelerator.max_memory_allocated,
         memory_reserved=torch_accelerator.memory_reserved,
+        max_memory_reserved=torch_accelerator.max_memory_reserved,
         reset_peak_memory_stats=torch_accelerator.reset_peak_memory_stats,
         memory_stats=torch_accelerator.memory_stats,
         mem_get_info=torch_accelerator.get_memory_info,
@@ -180,7 +188,12 @@ calls, set_lazy = _c.calls, _c.set_lazy
 
 
 def _communicator(store: dist.Store, rank: int, size: int, timeout: Any) -> dist.Backend:
-    return _c.communicator(dist.ProcessGroupGloo(store, rank, size, timeout))
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    store.set(f"device {rank}", _id(torch.accelerator.current_device_index()))
+    ids = [store.get(f"device {each}") for each in range(size)]
+    if len(set(ids)) < size:  # NCCL refuses this on all ranks, too
+        raise dist.DistBackendError(f"simccl error: Duplicate device detected: {ids}")
+    return _c.communicator(gloo)
 
 
 dist.Backend.register_backend("simccl", _communicator, devices=["sim"])

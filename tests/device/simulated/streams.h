@@ -35,10 +35,11 @@ inline int64_t setting(const char* name, int64_t otherwise) {
   return value && *value ? std::atoll(value) : otherwise;
 }
 
-inline bool lazy = setting("SIM_LAZY", 0) != 0;
-inline const int64_t memory_limit = setting("SIM_MEMORY", int64_t(8) << 30);
-
-// Like CUDA: SIM_VISIBLE_DEVICES counts until the first use of a device, and a process that has used one must not be forked.
+// Like CUDA: variables count until the first use of a device, and a process that has used one must not be forked.
+inline bool lazy = false;
+inline int64_t memory_limit = 0;
+inline int64_t broken_device = -1;  // it is listed, and can be made the current one
+inline bool has_seed = true;
 inline pid_t used_by = 0;
 inline DeviceIndex count_when_used = 0;
 
@@ -60,6 +61,10 @@ inline void use() {
   if (used_by == getpid()) return;
   TORCH_CHECK(!used_by, "Cannot re-initialize sim in forked subprocess. To use sim with multiprocessing, you must use the 'spawn' start method");
   count_when_used = visible_devices();
+  lazy = setting("SIM_LAZY", 0) != 0;
+  memory_limit = setting("SIM_MEMORY", int64_t(8) << 30);
+  broken_device = setting("SIM_BROKEN", -1);
+  has_seed = setting("SIM_SEEDS", 1) != 0;
   used_by = getpid();
 }
 

@@ -95,7 +95,7 @@ class Forest:
         return root
 
     def fold_in_place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add the nodes `parts` of all ranks in place, in tree order; return the maximal nodes of all ranks."""
+        """Add the nodes `parts` of all ranks in place, in tree order; return the maximal nodes."""
         return fold(parts, self.merges, torch.Tensor.add_)
 
 

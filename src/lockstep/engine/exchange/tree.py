@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lockstep.engine.exchange.base import Exchange, Forest, Sum, future_on
 from lockstep.engine.exchange.scratch import Scratch
+from lockstep.world import accelerator
 
 
 class Work(Protocol):
@@ -98,6 +99,7 @@ class TreeExchange(Exchange):
         self._wire = wire
         self._forest = forest
         self._scratch = Scratch()
+        self._side = accelerator.SideStream()
         self._pending: _Pending | None = None
         self._gathering: list[_Pending] = []
 
@@ -118,12 +120,13 @@ class TreeExchange(Exchange):
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to sum `slots` over all ranks, and return the sum's future."""
         future = future_on(slots[0].device)
-        scattered = self._scatter(slots, future)
-        self._sum_pending()
-        self._pending = scattered
-        if last:
+        with self._side.after(slots):  # so that the backward pass goes on while buckets are awaited
+            scattered = self._scatter(slots, future)
             self._sum_pending()
-            self._finish()
+            self._pending = scattered
+            if last:
+                self._sum_pending()
+                self._finish()
         return future
 
     def _share(self, numel: int) -> int:

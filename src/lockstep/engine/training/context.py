@@ -35,6 +35,7 @@ from lockstep.world import World
 from lockstep.world.connect import Connection, connect
 from lockstep.world.cores import shared_cores
 from lockstep.world.devices import (
+    check_device,
     choose_device,
     default_threads,
     keep_freed_memory,
@@ -139,6 +140,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         replicas = settings.replicas or resume_info.replicas or settings.default_replicas
         here = ParallelDims.of(mesh, world.rank, replicas or mesh.data)
         device = choose_device(settings.devices, world)
+        check_device(device)
         asked = settings.threads or resume_info.threads or settings.default_threads
         threads = asked or _default_threads(rendezvous, here.replicas * mesh.model)
         if torch.get_num_threads() != threads:

@@ -30,6 +30,7 @@ from lockstep.engine.training.faults import Faults
 from lockstep.errors import ModelError
 from lockstep.registry import StrategyEntry, resolve
 from lockstep.state.checkpoint.weights_only import check_fit
+from lockstep.world import accelerator
 
 
 class Models:
@@ -76,7 +77,7 @@ class Models:
         device, precision = self._context.device, self._context.settings.precision
         by_strategy = self._context.strategy.places and is_trainable(module)
         if not by_strategy and not spans_devices(module):
-            module.to(device)
+            accelerator.move(module, device)
         if precision in REDUCED:
             autocast_forward(module, device.type, REDUCED[precision])
 

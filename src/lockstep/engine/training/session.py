@@ -45,11 +45,15 @@ from lockstep.errors import LockstepError, ModelError, PeerError, RunError, Step
 from lockstep.setting_checks import audit_steps
 from lockstep.settings import Settings
 from lockstep.state.checkpoint.catalog import DIRECTORY, Catalog
-from lockstep.world import World, mpi
+from lockstep.world import World, accelerator, mpi
 from lockstep.world.rendezvous.rank_rendezvous import leave
 
 #: Seconds to wait for an unfinished checkpoint when the script has failed.
 _PATIENCE = 10.0
+_MEMORY_HINT = (
+    "hint: a smaller batch_size; more replicas on as many ranks (--replicas), which is gradient "
+    "accumulation over smaller microbatches; or strategy='fsdp', which splits parameters"
+)
 
 
 class Session:
@@ -269,6 +273,11 @@ class Session:
         is_scripts = isinstance(error, Exception) and not isinstance(error, LockstepError)
         if is_scripts and audit is not None and (audit.was_left or self.loop.is_audited):
             error.add_note(IN_AUDIT)  # type: ignore[union-attr]
+        if is_scripts and accelerator.holds(context.device) and accelerator.is_out_of_memory(error):
+            error.add_note(  # type: ignore[union-attr]
+                f"rank {context.world.rank} on {context.device}, step {self.loop.updates + 1}: "
+                f"{accelerator.memory_use(context.device)}\n{_MEMORY_HINT}"
+            )
         self._signals.close()
         Session._stops = error is None and self._checkpointing.stop_asked
         failed = error is not None and not isinstance(error, Preempted)

@@ -27,7 +27,6 @@ from lockstep.state.checkpoint.shared_memory import (
     next_number,
     run_of,
 )
-from lockstep.world import accelerator
 from lockstep.world.cgroups import memory_left
 
 _ALIGNMENT = 64
@@ -257,9 +256,7 @@ class Snapshots:
             targets.append(target)
             sources.append(tensor if part is None else tensor.reshape(-1)[part])
         if targets:
-            torch._foreach_copy_(targets, sources)
-        if any(accelerator.holds(source) for source in sources):
-            accelerator.module().synchronize()
+            torch._foreach_copy_(targets, sources)  # without non_blocking: complete when it returns
 
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]

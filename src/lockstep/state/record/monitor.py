@@ -57,7 +57,7 @@ class Monitor:
 
 def _utilisation(device: torch.device) -> Callable[[], float | None]:
     """Return a function that reads the GPU's utilisation from NVML, 0 to 1; `None` if unavailable."""
-    nvml = cuda.nvml() if device.type == "cuda" else None
+    nvml = cuda.nvml() if cuda.holds(device) else None
     if nvml is None:
         return lambda: None
     try:  # by its UUID: NVML counts all GPUs of the machine, torch those that this process sees

@@ -20,11 +20,16 @@ _NO_NVML = "throttling, ECC and processes are not looked at: pip install 'torch-
 def _look(_: Options) -> Facts:
     import torch
 
-    from lockstep.world import cuda
+    from lockstep.world import accelerator, cuda
 
-    if torch.version.cuda is None and torch.version.hip is None:
+    kind, count = accelerator.kind(), accelerator.count()
+    if kind is None:
         return {"none": f"torch {torch.__version__} is built for processors only", "gpus": []}
-    count, listing = torch.cuda.device_count(), list_gpus()
+    if not cuda.holds(torch.device(kind)):
+        own = accelerator.facts()
+        text = f"{count} of {own.label} as {kind}, backend {own.backend}, visible by {own.visible}"
+        return {"listing": text, "gpus": [_gpu(k, None) for k in range(count)], "peers": []}
+    listing = list_gpus()
     if not count:
         if listing.gpus:
             return {"unseen": len(listing.gpus), "gpus": []}
@@ -33,18 +38,15 @@ def _look(_: Options) -> Facts:
     return {
         "gpus": [_gpu(index, nvml) for index in range(count)],
         "nvml": nvml is not None,
-        "peers": [
-            [a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)]
-            for a in range(count)
-        ],
+        "peers": cuda.peers(count),
     }
 
 
 def _gpu(index: int, nvml: Any) -> dict[str, Any]:
-    import torch
+    from lockstep.world import accelerator
 
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
+    properties = accelerator.module().get_device_properties(index)
+    free, total = accelerator.module().mem_get_info(index)
     facts: dict[str, Any] = {"name": properties.name, "total": total, "free": free}
     if nvml is None:
         return facts
@@ -128,8 +130,10 @@ def _peers(on: str, peers: list[list[bool]]) -> Iterator[Finding]:
 
 def _words(facts: Facts) -> str:
     if not facts["gpus"]:
-        return str(facts["none"])
+        return str(facts.get("none") or facts["listing"])
     direct = sum(map(sum, facts["peers"])) // 2
     sizes = [(gpu, binary_size(gpu["free"]), binary_size(gpu["total"])) for gpu in facts["gpus"]]
     each = "; ".join(f"{gpu['name']}, {free} of {total} free" for gpu, free, total in sizes)
+    if "listing" in facts:
+        return f"{facts['listing']}: {each}"
     return f"{each}; {direct} pairs reach each other's memory"

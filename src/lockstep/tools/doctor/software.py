@@ -17,13 +17,14 @@ _NUMBER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
 def _look(_: Options) -> Facts:
     import torch
 
+    from lockstep.world import cuda
+
     more: dict[str, str] = {}
     if torch.version.cuda is not None:
         more["CUDA"] = torch.version.cuda
         more["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     if torch.distributed.is_nccl_available():
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        more["NCCL"] = ".".join(map(str, nccl))
+        more["NCCL"] = cuda.nccl_version()
     if torch.version.hip is not None:
         more["ROCm"] = torch.version.hip
     if _DRIVER.is_file() and (found := _NUMBER.search(_DRIVER.read_text())):

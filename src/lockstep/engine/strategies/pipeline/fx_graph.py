@@ -62,7 +62,7 @@ class _Tracer(fx.Tracer):
 
 def _mode() -> tuple[bool, ...]:
     """Return the current grad, inference and autocast modes, which a graph does not record."""
-    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", accelerator.kind() or "cuda")]
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", accelerator.kind() or "cpu")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
