@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -m "not wide"
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
-TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slurm test-mpi test-adversarial test-nodes
+TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slurm test-mpi test-integrations test-adversarial test-nodes
 
 .PHONY: install mpi demo test $(TESTS) test-wide test-adversary lint docs bench test-gpu clean
 
@@ -58,6 +58,10 @@ test-unit:
 
 test-adversarial:
 	$(PYTEST) tests/adversary
+
+# Trainers of other frameworks; skips where one is not installed.
+test-integrations:
+	$(PYTEST) tests/integrations
 
 test-slurm:
 	$(PYTEST) tests/slurm

@@ -226,7 +226,8 @@ def _become(
             worker.run_script(words[0], words[1:])
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does
         sys.excepthook(*sys.exc_info())
         code = 1
     if not module:

@@ -77,6 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "run": {"engine.training", "engine.data", "settings", "world", "state.checkpoint"},
     "testing": {"state.record", "run"},
+    "integrations": {"run", "engine.data", "engine.training", "world"},
     "tools.quantities": set(),
     "tools.verify": {
         "settings",

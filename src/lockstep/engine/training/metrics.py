@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.engine.data.loader import GlobalBatch
 from lockstep.engine.data.microbatch import Microbatch
@@ -73,9 +74,9 @@ class Metrics:
         sums = Columns(self._replicas, self._block, self._group)
         return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))
 
-    def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
+    def gather(self, items: Iterable[torch.Tensor], pad: float | None = None) -> torch.Tensor:
         """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
-        gathered: torch.Tensor = self._compute("run.gather", items, self._rows())
+        gathered: torch.Tensor = self._compute("run.gather", items, self._rows(pad))
         return gathered
 
     def all_gather(
@@ -139,8 +140,8 @@ class Metrics:
         loop.progress.metric_ends(event, value, None)
         return value
 
-    def _rows(self) -> _Rows:
-        return _Rows(self._group, self._replicas, is_first=self._block.start == 0)
+    def _rows(self, pad: float | None = None) -> _Rows:
+        return _Rows(self._group, self._replicas, is_first=self._block.start == 0, pad=pad)
 
     def _compute(self, call: str, items: Iterable[Any], seen: _Partial) -> Any:
         loop = self._loop
@@ -245,8 +246,10 @@ class _Rows:
     The time, `turn`, is a number that grows with the batch and the replica.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, replicas: int, *, is_first: bool) -> None:
-        self._group, self._replicas, self._is_first = group, replicas, is_first
+    def __init__(
+        self, group: dist.ProcessGroup | None, replicas: int, *, is_first: bool, pad: float | None
+    ) -> None:
+        self._group, self._replicas, self._is_first, self._pad = group, replicas, is_first, pad
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, item: torch.Tensor, microbatch: Microbatch) -> None:
@@ -259,7 +262,8 @@ class _Rows:
         self._parts.append((indices, torch.full((size,), turn), rows))
 
     def partial(self) -> Any:
-        return _joined([part for part in of_all(_joined(self._parts), self._group) if part])
+        parts = of_all(_joined(self._parts, self._pad), self._group)
+        return _joined([part for part in parts if part], self._pad)
 
     def resume(self, partial: Any) -> None:
         if self._is_first:
@@ -274,8 +278,30 @@ class _Rows:
         return ordered
 
 
-def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor] | None:
-    return [torch.cat(column) for column in zip(*parts, strict=True)] if parts else None
+def _joined(
+    parts: Sequence[Sequence[torch.Tensor]], pad: float | None
+) -> list[torch.Tensor] | None:
+    columns = list(zip(*parts, strict=True))
+    if pad is not None and columns:
+        columns[-1] = _padded(columns[-1], pad)
+    return [torch.cat(column) for column in columns] if parts else None
+
+
+def _padded(rows: Sequence[torch.Tensor], value: float) -> tuple[torch.Tensor, ...]:
+    """Pad the dimensions after the first to the largest of each."""
+    sizes = [max(dimension) for dimension in zip(*(own.shape[1:] for own in rows), strict=True)]
+    return tuple(
+        nn.functional.pad(
+            own,
+            [
+                e
+                for size, had in zip(sizes[::-1], own.shape[:0:-1], strict=True)
+                for e in (0, size - had)
+            ],
+            value=value,
+        )
+        for own in rows
+    )
 
 
 def _named(item: Any) -> Mapping[str, Any]:

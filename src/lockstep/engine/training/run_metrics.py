@@ -43,13 +43,15 @@ class RunMetrics(RunProperties):
         """
         return self._session.metrics.sum(items, per_sample=per_sample)
 
-    def gather(self, items: Iterable[torch.Tensor]) -> torch.Tensor:
+    def gather(self, items: Iterable[torch.Tensor], pad: float | None = None) -> torch.Tensor:
         """Return one row per sample of the data, in dataset order, on every rank.
 
         Args:
             items: a generator over a loader, with one tensor of shape `(samples, …)` per microbatch.
+            pad: value that fills shorter rows up to the longest, such as those of padded sequences; by
+                default all rows have one shape.
         """
-        return self._session.metrics.gather(items)
+        return self._session.metrics.gather(items, pad)
 
     def all_gather(
         self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch

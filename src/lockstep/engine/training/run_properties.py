@@ -132,6 +132,19 @@ class RunProperties:
         return slice(rows.start, rows.stop)
 
     @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are those of the whole global batch here, so that an optimizer's step acts.
+
+        True in this rank's last microbatch of a global batch, and outside of loops.
+        """
+        return self._loop.acts_now()
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the script repeats what it did before the run was resumed; its results are known."""
+        return self._loop.is_replaying
+
+    @property
     def exchange(self) -> str:
         """Name of the exchange, the algorithm that sums gradients over ranks; `none` on one rank."""
         return self._session.context.exchange

@@ -83,6 +83,9 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
         os.kill(os.getpid(), signal.SIGINT)
         return 128 + signal.SIGINT
     except BaseException as error:
+        sys.last_value = (
+            error  # as the interpreter does: what runs at its end sees how the script ended
+        )
         return _report(error, environ, home)
     return 0
 

@@ -1,0 +1,65 @@
+"""DataLoaders of one process as loaders of a run: what was a batch is a replica's share of a global one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lockstep.engine.data.loader import Loader
+from lockstep.run import Run
+
+
+class _Together:
+    """A batch sampler that puts so many batches of another one together."""
+
+    def __init__(self, batches: Any, count: int) -> None:
+        self._batches, self._count = batches, count
+        self.sampler = getattr(batches, "sampler", None)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._batches) / self._count)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices: list[int] = []
+        for number, batch in enumerate(self._batches, start=1):
+            indices += batch
+            if number % self._count == 0:
+                yield indices
+                indices = []
+        if indices:
+            yield indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on."""
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(epoch)
+
+
+def global_loader(run: Run, data: DataLoader[Any], times: int | None = None) -> Loader:
+    """Return a loader whose global batches hold so many batches of `data`, by default one per replica."""
+    times = times or run.replicas
+    workers: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": data.pin_memory}
+    if data.num_workers:
+        names = ("prefetch_factor", "timeout", "persistent_workers", "multiprocessing_context")
+        workers |= {name: getattr(data, name) for name in names}
+    if data.batch_size is None:
+        batches = _Together(data.batch_sampler, times)
+        return run.loader(
+            data.dataset, batch_sampler=batches, collate_fn=data.collate_fn, **workers
+        )
+    together: DataLoader[Any] = DataLoader(
+        data.dataset,
+        batch_size=data.batch_size * times,
+        sampler=data.sampler if _has_order(data) else None,
+        drop_last=data.drop_last,
+        collate_fn=data.collate_fn,
+        **workers,
+    )
+    return run.loader(together)
+
+
+def _has_order(data: DataLoader[Any]) -> bool:
+    return hasattr(data.dataset, "__getitem__")

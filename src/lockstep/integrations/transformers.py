@@ -1,0 +1,398 @@
+"""`Trainer` of transformers on a `lockstep.Run`: the same weights, logs and evaluations on every layout.
+
+`Trainer(…, replicas=8)` trains on global batches of `per_device_train_batch_size` x 8 samples, times
+`gradient_accumulation_steps`, whatever the number of processes. `LockstepTrainer` does so for subclasses:
+`class MyTrainer(LockstepTrainer, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.optim import lr_scheduler
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from lockstep.integrations import process, refusals
+from lockstep.integrations.loaders import global_loader
+from lockstep.integrations.rows import pack, unpack
+from lockstep.integrations.trainer_state import TrainingProgress
+from lockstep.run import Run
+
+process.see_alone()
+
+
+class LockstepTrainer:
+    """Mixin that lets a `transformers.Trainer`, or a subclass of it, train through a run.
+
+    Args:
+        replicas: number of logical data-parallel workers, each with batches of
+            `per_device_train_batch_size`; by default the number of processes of the first launch.
+
+    Raises:
+        UsageError: for an option that would make the result depend on the layout.
+    """
+
+    _run: Run
+    _progress: TrainingProgress
+
+    def __init__(self, *args: Any, replicas: int | None = None, **kwargs: Any) -> None:
+        self._asked_replicas = replicas
+        self._prepared: list[Any] = []  # models of the run
+        refusals.check_trainer(type(self))
+        super().__init__(*args, **kwargs)
+
+    @property
+    def _me(self) -> Any:
+        return self  # as the Trainer that it is mixed into
+
+    # --- what the Trainer is made of -----------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Open the run, and let the accelerator train through it."""
+        args = self._me.args
+        refusals.check_arguments(args)
+        replicas = process.replicas_of(self._asked_replicas, args.gradient_accumulation_steps)
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        devices = "cpu" if args.use_cpu else "auto"
+        self._run = process.open_run(
+            seed=args.seed, replicas=replicas, precision=precision, devices=devices
+        )
+        vars(args)["_setup_devices"], args._n_gpu = self._run.device, 1  # as cached_property does
+        transformers.set_seed(args.seed)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self._me.accelerator
+        accelerator.backward = self._backward
+        accelerator.clip_grad_norm_ = self._run.clip_grad_norm_
+        accelerator.prepare_data_loader = lambda data, *_, **__: global_loader(self._run, data)
+        accelerator.prepare_model = self._place_model
+
+    def _place_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        """Place a model that is not trained, such as a reference model."""
+        return model.to(self._run.device)
+
+    def _prepare_model(self) -> Any:
+        model = self._me.model
+        if all(model is not known for known in self._prepared):
+            self._prepared.append(model)
+            self._me.model_wrapped = self._run.model(model)
+        return self._me.model_wrapped
+
+    def _prepare(self, max_steps: int, checkpoint: str | None) -> Any:
+        """Make optimizer and scheduler, and pass them and the model through the run."""
+        me, run = self._me, self._run
+        me.create_optimizer()
+        me.lr_scheduler = None if me._created_lr_scheduler else me.lr_scheduler
+        me.create_scheduler(num_training_steps=max_steps)
+        if checkpoint is not None:
+            me._load_optimizer_and_scheduler(checkpoint)
+        model = self._prepare_model()
+        run.optimizer(me.optimizer)
+        run.scheduler(me.lr_scheduler)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(me.callback_handler, name, getattr(me, name))
+        return model
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of samples of one update."""
+        return int(args.per_device_train_batch_size * self._run.replicas)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Return numbers of epochs, steps and samples; each global batch is one step."""
+        at_once = copy.copy(args)
+        at_once.gradient_accumulation_steps = 1
+        return super().set_initial_training_values(at_once, dataloader)  # type: ignore[misc]
+
+    def end(self) -> None:
+        """End the run; without this call it ends with the script."""
+        process.end_run()
+
+    # --- training ------------------------------------------------------------------------------------
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        me, run = self._me, self._run
+        loader = me.get_train_dataloader()
+        epochs, per_epoch, _, samples, _, _, max_steps = me.set_initial_training_values(
+            me.args, loader
+        )
+        me._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
+        model = self._prepare(max_steps, resume_from_checkpoint)
+        me.callback_handler.train_dataloader = loader
+        started = time.time()
+        me._initial_num_input_tokens_seen = me.state.num_input_tokens_seen
+        me._initial_global_step = me._globalstep_last_logged = me.state.global_step
+        me._tr_loss = torch.zeros((), dtype=torch.float64)
+        me._total_loss_scalar = 0.0
+        self._register(per_epoch)
+        me.control = me.callback_handler.on_train_begin(me.args, me.state, me.control)
+        if me.args.eval_on_start and not run.is_replaying:
+            me._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+
+        def report(epoch: int) -> None:
+            norm, rate = self._progress.latest
+            asked = (me._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, started)
+            me._maybe_log_save_evaluate(*asked, learning_rate=rate)
+
+        for epoch in run.epochs(epochs):
+            self._run_global_batches(epoch, per_epoch, model, loader, report)
+            if me.control.should_training_stop:
+                break
+        return me._finalize_training(trial, samples, started)
+
+    def _register(self, per_epoch: int) -> None:
+        """Make the trainer's own state part of the run's; a checkpoint's says which batches are done."""
+        me, run = self._me, self._run
+        self._progress = TrainingProgress(self)
+        done = me.state.global_step
+        if me.args.ignore_data_skip:
+            done -= done % per_epoch
+        self._progress.first_step = done
+        self._trainings = getattr(run, "trainings", 0) + 1
+        run.trainings = self._trainings  # type: ignore[attr-defined]
+        run.register(
+            "trainer" if self._trainings == 1 else f"trainer-{self._trainings}", self._progress
+        )
+
+    def _run_global_batches(
+        self, epoch: int, per_epoch: int, model: Any, loader: Any, report: Any
+    ) -> None:
+        """Train on the global batches of an epoch that are still to be done."""
+        me, run, progress = self._me, self._run, self._progress
+        is_done = (
+            epoch + 1
+        ) * per_epoch <= progress.first_step  # in the checkpoint that was loaded
+        if not (run.is_replaying or is_done):
+            me.control = me.callback_handler.on_epoch_begin(me.args, me.state, me.control)
+        model.train()
+        for batch in run.batches(loader):
+            if is_done:
+                break
+            if run.is_replaying or epoch * per_epoch + batch.index < progress.first_step:
+                continue
+            me.control = me.callback_handler.on_step_begin(me.args, me.state, me.control)
+            self._update(model, batch)
+            me.state.global_step += 1
+            me.state.epoch = epoch + (run.batch_index + 1) / per_epoch
+            me.control = me.callback_handler.on_step_end(me.args, me.state, me.control)
+            report(epoch)
+            if me.control.should_epoch_stop or me.control.should_training_stop:
+                break
+        if not (run.is_replaying or is_done):
+            me.control = me.callback_handler.on_epoch_end(me.args, me.state, me.control)
+            report(epoch)
+
+    def _update(self, model: Any, batch: Iterable[Any]) -> None:
+        """Make one update, and add its loss to that of the steps that are not logged yet."""
+        me = self._me
+        sums = self._run.sum(self._train_microbatches(model, batch), per_sample=False)
+        loss = sums["loss"] / sums["weight"]
+        if me.args.logging_nan_inf_filter and not np.isfinite(loss):
+            loss = float(me._tr_loss) / (1 + me.state.global_step - me._globalstep_last_logged)
+        me._tr_loss += loss
+        me.current_flos += sums["flos"]
+        me.state.num_input_tokens_seen += sums["tokens"]
+        _Metrics(me, "train").add(sums)
+
+    def _train_microbatches(self, model: Any, batch: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """Go through the microbatches of a global batch; yield what is summed over all replicas."""
+        me, run = self._me, self._run
+        for inputs in batch:
+            metrics, seen = _Metrics(me, "train"), me.state.num_input_tokens_seen
+            me._track_num_input_tokens(inputs)
+            tokens, me.state.num_input_tokens_seen = me.state.num_input_tokens_seen - seen, seen
+            flos = float(me.floating_point_ops(inputs))
+            self._weight = me._get_num_items_in_batch([inputs], me.args.device)
+            me.current_gradient_accumulation_steps = 1
+            loss = me.training_step(model, inputs, self._weight)
+            if run.sync_gradients:
+                self._before_step(model)
+            me.optimizer.step()
+            if run.sync_gradients:
+                self._after_step()
+            me.optimizer.zero_grad()
+            rows = run.batch_rows.stop - run.batch_rows.start
+            weight = 0.0 if not rows else float(rows if self._weight is None else self._weight)
+            summed = float(loss) * weight if weight else 0.0
+            yield {
+                **metrics.taken(weight),
+                "loss": summed,
+                "weight": weight,
+                "tokens": tokens,
+                "flos": flos,
+            }
+
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
+        self._run.backward(loss, weight=self._weight)
+
+    def _before_step(self, model: Any) -> None:
+        me = self._me
+        norm = me._clip_grad_norm(model) if me.args.max_grad_norm > 0 else None
+        self._progress.latest[0] = float(me._get_grad_norm(model, grad_norm=norm))
+        me.control = me.callback_handler.on_pre_optimizer_step(me.args, me.state, me.control)
+
+    def _after_step(self) -> None:
+        me = self._me
+        me.control = me.callback_handler.on_optimizer_step(me.args, me.state, me.control)
+        self._progress.latest[1] = me._get_learning_rate()
+        by_metric = (lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR)
+        if not isinstance(me.lr_scheduler, by_metric):
+            me.lr_scheduler.step()
+
+    # --- evaluation ------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate each sample once; predictions are in the order of the dataset, on every rank."""
+        me, args = self._me, self._me.args
+        only_loss = (
+            args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        )
+        model = self._prepare_model()
+        me.callback_handler.eval_dataloader = dataloader
+        model.eval()
+        if callable(getattr(me.optimizer, "eval", None)):
+            me.optimizer.eval()
+        seen = _Seen()
+        rows = self._run.gather(
+            self._predictions(model, dataloader, seen, only_loss, ignore_keys), pad=0
+        )
+        dataloader.close()
+        floats, (logits, labels, inputs) = unpack(rows, len(seen.names), seen.like)
+        losses = floats[:, 0] if seen.has_loss else None
+        means = dict(zip(seen.names, floats.mean(axis=0).tolist(), strict=True))
+        _Metrics(me, "eval").add({**means, "weight": 1.0})
+        metrics = self._metrics_of(logits, labels, inputs, losses)
+        if losses is not None:
+            finite = np.isfinite(losses)
+            if args.logging_nan_inf_filter and finite.any():
+                losses = losses[finite]
+            metrics["loss"] = losses.mean().item()
+        prefix = f"{metric_key_prefix}_"
+        named = {k if k.startswith(prefix) else prefix + k: v for k, v in metrics.items()}
+        me.callback_handler.eval_dataloader = dataloader
+        return EvalLoopOutput(logits, labels, named, len(rows))
+
+    def _predictions(
+        self, model: Any, loader: Any, seen: _Seen, only_loss: bool, ignore_keys: list[str] | None
+    ) -> Iterator[torch.Tensor]:
+        """Yield a row for each sample of each microbatch."""
+        me, included = self._me, self._me.args.include_for_metrics
+        for inputs in loader:
+            metrics = _Metrics(me, "eval")
+            shown = None
+            if "inputs" in included:
+                shown = me._prepare_input(inputs[getattr(me.model, "main_input_name", "input_ids")])
+            own = self._run.batch_rows
+            rows = max(1, own.stop - own.start)  # a stand-in repeats one sample
+            loss, logits, labels = me.prediction_step(
+                model, inputs, only_loss, ignore_keys=ignore_keys
+            )
+            if logits is not None and me.preprocess_logits_for_metrics is not None:
+                logits = me.preprocess_logits_for_metrics(logits, labels)
+            values = metrics.taken(1.0)
+            seen.names, seen.has_loss = ["loss", *values], loss is not None
+            seen.like = (logits, labels, shown)
+            mean = float("nan") if loss is None else float(loss)
+            me.control = me.callback_handler.on_prediction_step(me.args, me.state, me.control)
+            yield pack([mean, *values.values()], seen.like, rows)
+
+    def _metrics_of(self, logits: Any, labels: Any, inputs: Any, losses: Any) -> dict[str, Any]:
+        me, included = self._me, self._me.args.include_for_metrics
+        if me.compute_metrics is None or logits is None or labels is None:
+            return {}
+        extra = {
+            "losses": losses if "loss" in included else None,
+            "inputs": inputs if "inputs" in included else None,
+        }
+        predicted = EvalPrediction(predictions=logits, label_ids=labels, **extra)
+        metrics: dict[str, Any] = denumpify_detensorize(me.compute_metrics(predicted))  # type: ignore[no-untyped-call]
+        return metrics
+
+    # --- files -----------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, on the main rank."""
+        super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
+        if _internal_call:  # all ranks look for the directory next
+            self._run.barrier()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._me.args.should_save:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load nothing: random numbers follow from the seed, the epoch and the batch."""
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> None:
+        """Refuse a search, whose trials are processes of their own."""
+        process.refuse("hyperparameter_search", "one script per trial, each with its own --run-dir")
+
+
+class Trainer(LockstepTrainer, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` that trains through a run; takes `replicas` besides its arguments."""
+
+
+class _Seen:
+    """What the predictions of microbatches look like."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = ["loss"]
+        self.like: Any = (None, None, None)
+        self.has_loss = False
+
+
+class _Metrics:
+    """Metrics that TRL's trainers append to lists while they compute a loss, one entry per microbatch.
+
+    Args:
+        trainer: which may have none.
+        mode: `train` or `eval`.
+    """
+
+    def __init__(self, trainer: Any, mode: str) -> None:
+        self._trainer = trainer
+        self._lists = getattr(trainer, "_metrics", {}).get(mode, {})
+        self._before = {name: len(values) for name, values in self._lists.items()}
+        self._tokens = getattr(trainer, "_total_train_tokens", 0)
+
+    def taken(self, weight: float) -> dict[str, float]:
+        """Remove what was appended, and return it times `weight`."""
+        tokens = getattr(self._trainer, "_total_train_tokens", 0) - self._tokens
+        appended = {
+            name: float(values.pop())
+            for name, values in self._lists.items()
+            if len(values) > self._before.get(name, 0)
+        }
+        if self._before.get("num_tokens"):
+            self._lists["num_tokens"] = [self._tokens]
+        weighted = {f"metric {n}": v * weight for n, v in appended.items() if n != "num_tokens"}
+        if hasattr(self._trainer, "_total_train_tokens"):
+            weighted["trl tokens"], self._trainer._total_train_tokens = tokens, self._tokens
+        return weighted
+
+    def add(self, sums: dict[str, Any]) -> None:
+        """Append what was taken, of all replicas."""
+        for name, value in sums.items():
+            if name.startswith("metric "):
+                self._lists[name.removeprefix("metric ")].append(value / sums["weight"])
+        if "trl tokens" in sums:
+            self._trainer._total_train_tokens += int(sums["trl tokens"])
+            self._lists["num_tokens"] = [self._trainer._total_train_tokens]
