@@ -170,9 +170,8 @@ class LockstepTrainer:
     ) -> None:
         """Train on the global batches of an epoch that are still to be done."""
         me, run, progress = self._me, self._run, self._progress
-        is_done = (
-            epoch + 1
-        ) * per_epoch <= progress.first_step  # in the checkpoint that was loaded
+        # Whether the checkpoint that was loaded has all of this epoch.
+        is_done = (epoch + 1) * per_epoch <= progress.first_step
         if not (run.is_replaying or is_done):
             me.control = me.callback_handler.on_epoch_begin(me.args, me.state, me.control)
         model.train()
