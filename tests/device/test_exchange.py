@@ -23,7 +23,7 @@ class Wire:
         return Work()
 
 waiting, sums = [], []
-exchange = TreeExchange(Wire(), Forest(0, counts=(2,), merges=(0, 1)))
+exchange = TreeExchange(Wire(), Forest(0, counts=(2,), merges=(0, 1), blocks=(range(2),), replicas=2))
 for bucket in range(3):
     slots = exchange.slots(torch.empty(1000, device="sim"))
     for number, slot in enumerate(slots):

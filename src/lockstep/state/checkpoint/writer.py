@@ -214,13 +214,13 @@ class CheckpointWriter:
             self._remove_draft()
             raise PeerError("the other ranks left while a checkpoint was written") from error
         except Exception as error:
-            reason = explained(error)
+            reason = own = explained(error)
             with contextlib.suppress(dist.DistError):
                 # Once a rank has failed the draft is removed, which makes other ranks fail, too.
-                reason = channel.failure(self._serial) or reason
+                reason = channel.failure(self._serial) or own
                 channel.fail(self._serial, reason)
             self._remove_draft()
-            raise not_written(self.path, reason) from error
+            raise not_written(self.path, reason) from (error if reason is own else reason)
         return True
 
     def _remove_draft(self) -> None:
