@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """Parse the command-line arguments after `lockstep`; `handler` is the function of the command.
+    """Parse the arguments after `lockstep`; attribute `handler` of the result is the command's function.
 
     Raises:
         UsageError: if the arguments are invalid.

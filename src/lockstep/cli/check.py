@@ -99,7 +99,7 @@ def _fixed(outcome: Outcome, paths: list[Path], flags: Selection) -> Outcome:
 
 
 def of_target(target: str, kind: str) -> list[str]:
-    """Return the findings about hangs and wrong results in a script or module, one line for each."""
+    """Return a line for each hang or wrong result that `lockstep check` expects of a script or module."""
     from lockstep.tools.check import engine
     from lockstep.tools.check.output import line
 
@@ -115,7 +115,7 @@ def of_target(target: str, kind: str) -> list[str]:
 
 
 def _edited(outcome: Outcome) -> Iterator[tuple[Path, Module, str]]:
-    """Yield each file that fixes change, with its new text."""
+    """Yield each file that is to be changed by fixes, with its new text."""
     from lockstep.tools.check import editor
 
     for path, (module, edits) in outcome.edits.items():

@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def verbs(self) -> Mapping[str, Parser]:
-        """Sub-parsers of the commands, by name."""
+        """Sub-parsers of the commands, such as `run`, by name."""
         found = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
         return found[0].choices if found else {}
 
@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=hint or self._see)
 
     def add_script(self, what: str) -> None:
-        """Add the positional arguments SCRIPT and ARG, which takes all words after SCRIPT."""
+        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT."""
         self.add_argument("target", metavar="SCRIPT", help=what)
         rest = self.add_argument(
             "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         rest.required = False  # argparse would name it where SCRIPT is missing
 
     def _are_of_script(self, words: Sequence[str], left: Sequence[str]) -> bool:
-        """Return whether the unknown arguments `left` are at the end of `words`, and so the script's."""
+        """Return whether the unknown arguments `left` end `words`, and so are arguments of the script."""
         known = [*self.synonyms, *self._option_string_actions]
         likely = left[0].startswith("-") and did_you_mean(left[0], known, cutoff=0.7)
         ends = list(words[-len(left) :]) == list(left)
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean(flag, known, cutoff=0.7)
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Return the flags that an unknown option may mean, with underscores for dashes or abbreviated."""
+        """Return the flags that match an option written with underscores for dashes, or abbreviated."""
         if not option_string.startswith("--"):
             return super()._get_option_tuples(option_string)
         flag, equals, value = option_string.partition("=")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_shared_flags(
     parser: Parser, verb: str, *, replicas: str, kept: str, threads: str = ""
 ) -> None:
-    """Add SCRIPT and the flags of its runs; the other arguments are help texts of command `verb`."""
+    """Add SCRIPT and the flags of its launches; other arguments are help texts for command `verb`."""
     parser.takes_script = True
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep {verb} {options.target} -- {' '.join(left)}"

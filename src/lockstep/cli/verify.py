@@ -61,7 +61,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def one_layout_each(words: Sequence[str]) -> list[str]:
-    """Rewrite `--layouts A B` as `--layouts A --layouts B`: otherwise argparse would take SCRIPT too."""
+    """Rewrite `--layouts A B` as `--layouts A --layouts B`, so that argparse leaves SCRIPT out of them."""
     done: list[str] = []
     follows = False
     for word in words:

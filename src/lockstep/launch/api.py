@@ -88,7 +88,7 @@ def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
 
 
 def _expected_generation(launch: Launch) -> Generation:
-    """Return the expected rendezvous of the workers, if all nodes start as many ranks as this one."""
+    """Return, for a dry run, the workers' rendezvous if all nodes start as many ranks as this one."""
     if (nodes := launch.nodes) is None:
         return Generation(port=launch.spec.nodes.main_port or 0)
     return Generation(

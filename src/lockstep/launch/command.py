@@ -20,10 +20,10 @@ _OF_SERVERS = tuple(TABLE[name].variable for name in OF_SERVERS)
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """`lockstep run` with a script and the options of every launch.
+    """A command `lockstep run`: the script, and the options that all of its launches share.
 
     Attributes:
-        of_servers: options for strategies with parameter servers only.
+        of_servers: options that only a strategy with parameter servers gets.
     """
 
     script: Sequence[str]
@@ -31,7 +31,7 @@ class RunCommand:
     of_servers: Sequence[str]
 
     def words(self, strategy: str | None, environ: Mapping[str, str]) -> list[str]:
-        """Return the options of `lockstep run` for a strategy; `ps` has one server unless given more."""
+        """Return the options of `lockstep run` for a strategy; by default, `ps` gets one server."""
         if strategy is None:
             return [*self.options, *self.of_servers]
         words = [*self.options, "--strategy", strategy]
@@ -41,7 +41,7 @@ class RunCommand:
         return [*words, *self.of_servers, *(() if is_given else ("--servers", "1"))]
 
     def environ(self, strategy: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` without the variables that would change a child launch, such as `PET_*`."""
+        """Return `environ` without variables that apply to a single launch, such as torchrun's `PET_*`."""
         others = _OURS if strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
         return {
             name: value
@@ -52,7 +52,7 @@ class RunCommand:
     def start(
         self, words: Sequence[str], environ: Mapping[str, str], output: Path, errors: Path
     ) -> subprocess.Popen[bytes]:
-        """Start `lockstep run` with options `words`; append standard output and error to two files."""
+        """Start `lockstep run` with options `words`; append its output to files `output` and `errors`."""
         with output.open("ab") as out, errors.open("ab") as err:
             return subprocess.Popen(
                 [sys.executable, "-m", "lockstep", "run", *words, *self.script],
@@ -64,7 +64,7 @@ class RunCommand:
 
 
 def verdict_in(errors: Path) -> str:
-    """Return the launcher's failure message from a file with its standard error."""
+    """Return the failure message in `errors`, the file with the launcher's standard error."""
     lines = errors.read_text(errors="replace").rstrip().splitlines()
     marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
@@ -95,7 +95,7 @@ def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> lis
 def choose_strategies(
     one: str | None, several: str | None, of_servers: Sequence[str]
 ) -> Sequence[str | None]:
-    """Return the strategies to run, from `--strategy` and `--strategies`; `None` is the script's own.
+    """Return the strategies to run, from `--strategy` and `--strategies`; `None` is that of the script.
 
     `of_servers` are the given flags that require a strategy with parameter servers.
 

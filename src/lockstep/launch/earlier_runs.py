@@ -53,7 +53,8 @@ def mark_complete(spec: LaunchSpec, directory: Path) -> None:
 def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
     """Return `spec` with the directory of the run that it resumes; `spec` itself for a new run.
 
-    Launchers on several nodes agree on a directory in their rendezvous: `stamp`, and then `check`.
+    `spec` is also returned for a launch on several nodes: there the launchers choose the directory
+    during their rendezvous, with `stamp` and `check`.
 
     Raises:
         UsageError: if `--resume` is set and there is no unfinished run.
@@ -71,7 +72,7 @@ def stamp(spec: LaunchSpec, name: str) -> str | None:
 
 
 def check(spec: LaunchSpec, name: str, common: Common) -> None:
-    """Check that the launchers of several nodes have found a run to resume.
+    """Check that a launch on several nodes with `--resume` has found a run to resume.
 
     Raises:
         UsageError: if `--resume` is set and the first launcher has found no unfinished run.
@@ -81,7 +82,7 @@ def check(spec: LaunchSpec, name: str, common: Common) -> None:
 
 
 def note(spec: LaunchSpec, name: str) -> str | None:
-    """Return a note of the newest unfinished run of the command, if the launch begins a new run."""
+    """If the launch begins a new run, return a note about the command's newest unfinished run, if any."""
     found = _find(spec, name) if spec.run_dir is None and not _resumes(spec) else []
     return unfinished.note(found, **_FLAGS) if found else None
 
@@ -101,7 +102,7 @@ def _resumes(spec: LaunchSpec) -> bool:
 
 
 def _identity(spec: LaunchSpec) -> dict[str, Any]:
-    """Return the parts of the run's identity that the launch sets; `None` stands for any value."""
+    """Return settings and arguments that a run to resume must have; `None` stands for any value."""
     names = ("seed", "replicas", "threads", "precision")
     fixed = {name: spec.settings.value(name, os.environ) for name in names}
     if spec.kind == "module":  # its directory has its name

@@ -68,7 +68,8 @@ def launch(
         main: the function that every rank runs; its return value must be picklable.
         n: number of ranks, or `cpu`, `gpu` or `auto`.
         args: arguments of `main`, the same on every rank.
-        replicas: replicas of the run; by default those of `lockstep.Run`, or the number of ranks.
+        replicas: number of logical data-parallel workers, which the ranks share out among themselves; by
+            default the argument of `lockstep.Run`, or the number of ranks.
         start: start method: `fork`, `spawn`, or `auto`, which forks if possible.
         devices: devices of the ranks: `auto`, `cpu`, `gpu`, or a list with one GPU for each rank.
         max_restarts: maximum number of restarts in a row without progress; by default 3, and 0 for

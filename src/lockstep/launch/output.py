@@ -102,7 +102,7 @@ class _Source:
             self._show(bytes(whole))
 
     def finish(self) -> None:
-        """Write the last line, which has no newline, to the terminal."""
+        """Write the last line to the terminal if the worker ended it without a newline."""
         if self.rest:
             self._show(bytes(self.rest))
             self.rest.clear()

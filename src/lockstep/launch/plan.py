@@ -62,14 +62,14 @@ class Generation:
     """Rendezvous of one generation: the set of workers between two restarts.
 
     Attributes:
-        number: number of restarts before.
+        number: number of earlier restarts.
         membership: the launchers with their ranks; `None` for a single launcher.
         port: port of the workers' store; 0 if unknown, as in a dry run.
         run_id: name of the launch, the same on all nodes.
         listens: whether a launcher hosts a store at `port`; otherwise rank 0 does, if the script needs it.
         store: file of the workers' `FileStore`, if a single launcher starts all ranks.
         token: secret with which workers and parameter servers of the launch identify themselves.
-        replicas: default number of replicas; `None` means the number of ranks.
+        replicas: default number of logical data-parallel workers; `None` means the number of ranks.
     """
 
     number: int = 0
@@ -91,7 +91,7 @@ class WorkerPlan:
         rank: rank of the worker; parameter server K has -1 - K.
         command: command line; with start method `fork`, an equivalent one for display.
         env: environment variables to add to the launcher's.
-        device: device as the worker names it, such as `cuda:0`.
+        device: device of the worker, by the name that is valid in the worker, such as `cuda:0`.
         error_file: file for the report of the process's exception.
     """
 
@@ -112,7 +112,10 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All workers and parameter servers that this launcher starts at once; `size` counts all ranks."""
+    """All workers and parameter servers that this launcher starts together.
+
+    `size` is the number of ranks of all launchers.
+    """
 
     spec: LaunchSpec
     size: int
@@ -158,7 +161,7 @@ def make_plan(
     log_dir: Path | None = None,
     error_dir: Path,
 ) -> Plan:
-    """Return the plan of the processes that this launcher starts for one generation.
+    """Return the plan of the processes that this launcher starts together, until the next restart.
 
     Log files are in `log_dir`, by default `logs/` in `run_dir`; error files in `error_dir`.
 
@@ -264,7 +267,7 @@ def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) 
 def share_of_threads(
     spec: LaunchSpec, environ: Mapping[str, str], cores: int, n: int
 ) -> str | None:
-    """Return the workers' `OMP_NUM_THREADS`; `None` if the user's own value stays."""
+    """Return the workers' `OMP_NUM_THREADS`; `None` to keep the value that the user has set."""
     threads = spec.settings.value("threads", environ)
     if threads is not None:
         return str(threads)
@@ -272,7 +275,7 @@ def share_of_threads(
 
 
 def threads_of_workers(spec: LaunchSpec) -> str | None:
-    """Return the workers' `OMP_NUM_THREADS` before GPUs are counted; `None` if it depends on GPUs."""
+    """Return the workers' `OMP_NUM_THREADS`; `None` if it depends on GPUs, which are not counted yet."""
     cores = usable_cores()
     n = ranks_without_looking(spec, os.environ, cores)
     return None if n is None else share_of_threads(spec, os.environ, cores, n)
@@ -296,7 +299,7 @@ def _check_capacity(n: int, machine: Machine, *, on_gpu: bool) -> None:
 
 
 def check_replicas(launch: Launch, size: int) -> None:
-    """Check that `size` ranks fit the mesh and the number of replicas.
+    """Check that `size` ranks fit the mesh and the number of replicas (logical data-parallel workers).
 
     Raises:
         UsageError: if there are fewer replicas than copies of the model, or the mesh has another size.

@@ -1,4 +1,4 @@
-"""Directories that a launcher makes: of a run and its log files, and a temporary one of its own."""
+"""Directories that a launcher makes: run directory, directory of log files, and a temporary one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PREFIX, LOCK = "lockstep-", "launcher.lock"
 class RunDirectory:
     """The run directory and the directory of log files of a launch.
 
-    A script that does not import Lockstep, in itself or the user's modules, gets no run directory unless a
-    flag names one. Its log files are in a temporary directory, which is kept only if a rank fails. If the
+    If neither the script nor a module of the user imports Lockstep, the launch gets no run directory unless
+    a flag names one. Its log files are in a temporary directory, which is kept only if a rank fails. If the
     script makes a `Run` through an installed package, `Run` makes the run directory, and the log files are
     moved there at the end.
     """
@@ -65,7 +65,8 @@ class RunDirectory:
     def make(self, stamp: str | None, private: Path) -> Path:
         """Make the directories; return the run directory, named `stamp` if launcher 0 chose a name.
 
-        Temporary logs get a link in `private`; if this launcher is killed, the next one removes both.
+        Temporary logs get a link in `private`; if this launcher is killed, the next launcher
+        removes the logs and `private`.
 
         Raises:
             RunDirectoryError: if a directory cannot be made or written.
@@ -140,7 +141,7 @@ def private_directory() -> Iterator[Path]:
 
 
 def _remove_left(file: Path) -> None:
-    """Remove the temporary directory and logs of a launcher that no longer runs, by its lock `file`."""
+    """Remove temporary directory and logs of the launcher with lock file `file`, if it no longer runs."""
     with contextlib.suppress(OSError):  # another user's, or locked by a running launcher
         if file.parent.is_symlink() or file.parent.stat().st_uid != os.getuid():
             return

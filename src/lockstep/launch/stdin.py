@@ -12,8 +12,8 @@ from collections.abc import Iterator
 def descriptor(rank: int, size: int, kind: str) -> int:
     """Return a descriptor for the standard input of a rank; the caller closes it.
 
-    Rank 0 gets the launcher's terminal. The only rank of a script also gets a pipe or file, whose data
-    several ranks could not share. In all other cases the descriptor is the null device.
+    Rank 0 gets a terminal in whose foreground the launcher runs. The only rank of a script also gets a pipe
+    or file, whose data several ranks could not share. In all other cases a rank gets the null device.
     """
     if rank == 0 and sys.__stdin__ is not None:  # otherwise descriptor 0 is another file
         is_only = size == 1 and kind != "function"
@@ -38,7 +38,8 @@ def restored() -> Iterator[None]:
 def _is_foreground() -> bool:
     """Whether this launcher is in the foreground of the terminal on its standard input.
 
-    The kernel would not stop the ranks of a background launcher: they are in sessions of their own.
+    If the launcher is in the background, ranks must not read from the terminal: the kernel would not stop
+    them, since they are in other sessions.
     """
     try:
         return os.tcgetpgrp(0) == os.getpgrp()

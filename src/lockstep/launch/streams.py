@@ -1,4 +1,4 @@
-"""`Streams`: which output of ranks the terminal shows: `--redirects`, `--tee`, `--local-ranks-filter`.
+"""`Streams`: which output the terminal shows, by `--redirects`, `--tee` and `--local-ranks-filter`.
 
 The log file of a rank always receives its standard output and standard error.
 """

@@ -174,8 +174,8 @@ def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, 
 def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
     """Remove settings from `given` that `--rdzv-endpoint` replaces; return messages about them.
 
-    Nodes with a `--node-rank`, as of torchrun's static backend, use the endpoint's host as main address;
-    other nodes are numbered as they join.
+    With a `--node-rank`, and without torchrun's c10d backend, the endpoint's host becomes the main address;
+    otherwise nodes are numbered as they join.
     """
     address, port = endpoint_place(str(given["endpoint"]))
     idle = [name for name in ("main_address", "main_port") if given.pop(name, None) is not None]
@@ -200,7 +200,7 @@ def _interface_of(address: str) -> str:
 
 
 def _conf(text: str | None) -> dict[str, object]:
-    """Parse a value of `--rdzv-conf`; return the supported settings by field of `Nodes`."""
+    """Parse a value of `--rdzv-conf`; return supported settings by their field names in `Nodes`."""
     settings: dict[str, object] = {}
     for key, value in _pairs(text).items():
         if key in _CONF:

@@ -182,7 +182,8 @@ def assert_same(
         function: a function that can be imported, trains, and returns `run.digest()`, say.
         layouts: numbers of ranks.
         args: arguments of `function`.
-        replicas: number of replicas on all layouts.
+        replicas: number of replicas (logical data-parallel workers, one or more on each rank), which is
+            the same on all layouts.
         timeout: seconds for each layout.
 
     Raises:

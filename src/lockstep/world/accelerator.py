@@ -1,6 +1,7 @@
-"""The accelerator of this process, by `torch.accelerator` and the module of its device type.
+"""Functions for the accelerator of this process, whether GPU, NPU or another type that PyTorch supports.
 
-Other modules ask here and name no device type; `cuda.py` has what only CUDA has.
+They use `torch.accelerator` and the module of the device type, such as `torch.cuda`, so that no other
+module depends on a device type. Functions that exist only for CUDA are in `cuda.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lockstep.world.device_types import DEVICE_TYPES, DeviceType
 
 @functools.cache
 def kind() -> str | None:
-    """Return the device type that this torch has an accelerator for (`cuda`, `npu`, …), if any.
+    """Return the accelerator type that the installed PyTorch supports (`cuda`, `npu`, …); else `None`.
 
-    A CUDA build returns `cuda` also on a machine without a GPU.
+    With PyTorch for CUDA the result is `cuda` even on a machine without a GPU.
     """
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
@@ -28,13 +29,13 @@ def kind() -> str | None:
 
 @functools.cache
 def module() -> Any:
-    """Return the device type's module (`torch.cuda`, `torch.npu`, …); `None` without an accelerator."""
+    """Return PyTorch's module for the accelerator (`torch.cuda`, `torch.npu`, …); `None` without one."""
     own = kind()
     return None if own is None else torch.get_device_module(own)
 
 
 def facts() -> DeviceType:
-    """Return what `DEVICE_TYPES` has about the accelerator, or what PyTorch's conventions say."""
+    """Return label, backend and variable of the accelerator's type; guess those of an unlisted type."""
     own = kind() or "cuda"
     if own == "cuda" and torch.version.hip:
         own = "rocm"
@@ -51,19 +52,19 @@ def count() -> int:
 
 
 def is_initialized() -> bool:
-    """Whether this process has used a device: then it cannot be forked."""
+    """Whether this process has initialized the accelerator's driver, after which it must not fork."""
     own = module()
     return own is not None and bool(own.is_initialized())
 
 
 def holds(value: torch.Tensor | torch.device) -> bool:
-    """Whether a device is an accelerator, or a tensor is on one."""
+    """Return whether `value` is an accelerator, or a tensor on one."""
     device = value.device if isinstance(value, torch.Tensor) else value
     return device.type == kind()
 
 
 def use(index: int) -> torch.device:
-    """Make a device the current one and return it."""
+    """Make the accelerator number `index` the current device, and return it."""
     own = kind()
     assert own is not None, "an index was found"
     module().set_device(index)
@@ -71,9 +72,10 @@ def use(index: int) -> torch.device:
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:
-    """Move a module to a device, and keep its `Parameter` objects: optimizers may have them already.
+    """Move a module to a device, but keep its `Parameter` objects, since optimizers may refer to them.
 
-    `Module.to` makes new ones for a device of `PrivateUse1`, unless torch.__future__ says to swap memory.
+    For a device type outside PyTorch (`PrivateUse1`), `Module.to` would make new objects. A switch in
+    `torch.__future__` makes it swap their memory instead.
     """
     future, there = torch.__future__, torch.empty(0, device=device)
     swaps = future.get_swap_module_params_on_conversion()
@@ -86,23 +88,23 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def current_index(device: torch.device) -> int:
-    """Return the index of a device; the current one's where `device` has none."""
+    """Return the index of an accelerator; for one without an index, that of the current device."""
     return int(module().current_device()) if device.index is None else device.index
 
 
 def name(device: torch.device) -> str | None:
-    """Return the model of an accelerator; `None` for the processor."""
+    """Return the model name of an accelerator; `None` for the CPU."""
     return str(module().get_device_name(device)) if holds(device) else None
 
 
 def uuid(index: int) -> str | None:
-    """Return the id of a device, where its module knows one."""
+    """Return the UUID of accelerator number `index`; `None` if PyTorch does not report one."""
     found = getattr(module().get_device_properties(index), "uuid", None)
     return None if found is None else str(found)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that tensors had on an accelerator; `None` for the processor."""
+    """Return the peak memory of tensors on an accelerator, in bytes; `None` for the CPU."""
     return int(module().max_memory_allocated(device)) if holds(device) else None
 
 
@@ -115,7 +117,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def memory_use(device: torch.device) -> str:
-    """Return the peaks of allocated and reserved memory of an accelerator, and the size of its memory."""
+    """Return a text with an accelerator's peaks of allocated and reserved memory, and its memory size."""
     own = module()
     peaks = own.max_memory_allocated(device), own.max_memory_reserved(device)
     allocated, reserved, limit = (
@@ -126,27 +128,30 @@ def memory_use(device: torch.device) -> str:
 
 
 def reserved_memory(device: torch.device) -> int | None:
-    """Return the bytes that PyTorch's allocator has on an accelerator; `None` for the processor."""
+    """Return the bytes that PyTorch's allocator has reserved on an accelerator; `None` for the CPU."""
     return int(module().memory_reserved(device)) if holds(device) else None
 
 
 def backends(device: torch.device) -> str:
-    """Return the backends of a process group: Gloo, and the accelerator's for its tensors."""
+    """Return the `backend` argument of a process group for CPU and device, as `cpu:gloo,cuda:nccl`."""
     return f"cpu:gloo,{device.type}:{facts().backend}" if holds(device) else "gloo"
 
 
 class SideStream:
-    """A stream of the accelerator beside the current one; tensors of the processor need none."""
+    """A second stream of the accelerator, whose kernels run beside later kernels of the current stream."""
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
 
     @contextlib.contextmanager
     def after(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Run the block's kernels on this stream, after those that the current stream already has.
+        """Context manager: kernels launched in its body run on this stream.
+
+        They start after the kernels that were launched on the current stream before. If `inputs` are on
+        the CPU, the context manager does nothing.
 
         Args:
-            inputs: tensors, made on the current stream, that the kernels read.
+            inputs: tensors, computed on the current stream, that the kernels read.
         """
         if not holds(inputs[0]):
             yield

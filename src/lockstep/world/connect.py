@@ -1,4 +1,4 @@
-"""`connect`: make the process group of a run after its rendezvous, or use the script's."""
+"""`connect`: make the process group of a run after its rendezvous, or use the one the script made."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _backends(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _explaining(device: torch.device) -> Iterator[None]:
-    """Raise `DeviceError` where the backend says that two ranks have one device."""
+    """Context manager: turn the backend's error about two ranks on one device into a `DeviceError`."""
     try:
         yield
     except RuntimeError as error:
@@ -95,9 +95,9 @@ def _explaining(device: torch.device) -> Iterator[None]:
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
-    """Return the script's process group, or a new one if it lacks a backend for CPU tensors.
+    """Return the script's process group, or a new one if it lacks a backend for the CPU or for `device`.
 
-    A group of NCCL alone does; ranks compare steps and sum metrics in CPU tensors.
+    Ranks compare steps and sum metrics in CPU tensors, for which a group with NCCL alone has no backend.
     """
     group = dist.group.WORLD
     assert group is not None, "the script has made it"

@@ -1,4 +1,4 @@
-"""What only CUDA has: its libraries' choice of algorithms, NVML."""
+"""Functions for CUDA GPUs alone: deterministic algorithms of cuBLAS and cuDNN, NVML, peer access."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def make_deterministic() -> None:
-    """Choose algorithms of cuBLAS and cuDNN whose results don't vary from call to call."""
+    """Make cuBLAS and cuDNN use only algorithms whose results don't vary from call to call."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 
 
 def nvml() -> Any:
-    """Return NVML's bindings, initialized; `None` where they or the driver are missing."""
+    """Initialize NVML and return its module `pynvml`; `None` if the module or the driver is missing."""
     try:
         import pynvml
     except ImportError:
@@ -29,12 +29,12 @@ def nvml() -> Any:
 
 
 def holds(device: torch.device) -> bool:
-    """Whether a device is a GPU of CUDA or ROCm."""
+    """Return whether `device` is a GPU of CUDA or ROCm."""
     return device.type == "cuda"
 
 
 def peers(count: int) -> list[list[bool]]:
-    """Return, for each pair of GPUs, whether the first reaches the memory of the second."""
+    """Return a table whose entry `[a][b]` says whether GPU `a` can access the memory of GPU `b`."""
     reaches = torch.cuda.can_device_access_peer
     return [[a != b and reaches(a, b) for b in range(count)] for a in range(count)]
 

@@ -1,4 +1,7 @@
-"""What PyTorch does not say about each type of accelerator. Does not import torch."""
+"""Facts about each type of accelerator for which PyTorch has no function, such as its label in messages.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ class DeviceType:
     """A type of accelerator.
 
     Attributes:
-        label: its name in texts.
-        backend: the collective backend.
-        visible: the variable that chooses which devices a process sees.
+        label: name of the type in messages.
+        backend: backend of `torch.distributed` for the type.
+        visible: environment variable that limits a process to some devices, as `CUDA_VISIBLE_DEVICES`.
     """
 
     label: str

@@ -33,13 +33,13 @@ def choose_device(
 ) -> torch.device:
     """Return the device of this rank, and make it the current one.
 
-    `wanted` is `cpu`; `gpu`; `auto`, a GPU where there is one for every local rank; or a list of indices,
-    one for every local rank, among the GPUs that this process sees. What `lockstep run` chose for this rank
-    wins over it.
+    `wanted` is `cpu`, `gpu`, `auto` (a GPU if there is one for every local rank, else the CPU), or a list
+    of indices, one for every local rank, among the GPUs that this process sees. A device that
+    `lockstep run` has chosen for this rank takes precedence.
 
     Raises:
-        DeviceError: if GPUs are wanted and cannot be had.
-        UsageError: if `wanted` is nothing of these.
+        DeviceError: if there are too few GPUs, or the list does not fit the local ranks.
+        UsageError: if `wanted` has another value.
     """
     environ = os.environ if environ is None else environ
     asked = parse(wanted, "devices")
@@ -53,14 +53,14 @@ def choose_device(
 
 
 def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, str]) -> int | None:
-    """Return the index of this rank's GPU, or `None` for the processor."""
+    """Return the index of this rank's GPU, or `None` for the CPU."""
     if isinstance(asked, tuple):
         return _listed(asked, world, count)
     if count >= world.local_size:
         return world.local_rank
     if count == 1 and len(_shown(environ)) == 1:
-        # As under Slurm's --gpus-per-task: each process was given a GPU of its own. Where all of them
-        # were given the same one, they find out at the rendezvous.
+        # As under Slurm's --gpus-per-task: each process was given a GPU of its own. If all of them were
+        # given the same GPU, a check after the rendezvous raises an error.
         return 0
     if asked == "gpu" or count:
         raise DeviceError(
@@ -92,7 +92,7 @@ def _listed(ids: Ids, world: World, count: int) -> int:
 
 
 def _shown(environ: Mapping[str, str]) -> list[str]:
-    """Return the devices that CUDA_VISIBLE_DEVICES, or the like, names, if it is set."""
+    """Return the entries of CUDA_VISIBLE_DEVICES or, for other accelerators, of its counterpart."""
     text = environ.get(_variable())
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 
@@ -111,7 +111,7 @@ def _check_shown(environ: Mapping[str, str]) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Compute and draw on an accelerator, so that one that fails is found before the first step.
+    """Check that an accelerator works before the first step: run a kernel, and seed its random generator.
 
     Raises:
         DeviceError: if its kernels fail, or if its generators cannot be seeded.
@@ -144,9 +144,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return an id of the GPU that no other in the world has; `None` for the processor.
+    """Return an id that is unique among the GPUs of all hosts; `None` for the CPU or if unknown.
 
-    Two ranks whose devices have one name would share a GPU.
+    Two ranks whose devices have the same id share a GPU.
     """
     if not accelerator.holds(device):
         return None
@@ -159,13 +159,13 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def default_threads(replicas: int, cores: int | None = None) -> int:
-    """Return the intra-op threads per process that every layout of a run can afford.
+    """Return the default number of intra-op threads per process: `cores // replicas`, at least 1.
 
-    They belong to the run's identity on CPU: a sum over two threads has other bits than over one.
-    So they follow from the replicas, of which there are as many on every layout.
+    On the CPU, the number of threads changes the bits of sums. So it must not depend on the number of
+    ranks; the number of replicas is the same on any number of ranks.
 
-    By default the cores are those that this process may use, or had before `lockstep run --bind cores`
-    gave it a part of them.
+    By default, `cores` is the number of cores that this process may use, or could use before
+    `lockstep run --bind cores` bound it to some of them.
     """
     if cores is None:
         cores = int(os.environ.get(CORES) or usable_cores())
@@ -173,7 +173,7 @@ def default_threads(replicas: int, cores: int | None = None) -> int:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Choose algorithms whose results don't vary from call to call."""
+    """Make PyTorch use only algorithms whose results don't vary from call to call."""
     if not accelerator.holds(device):
         return  # PyTorch's CPU kernels are deterministic for a given number of threads
     if cuda.holds(device):
@@ -187,9 +187,9 @@ def keep_freed_memory(device: torch.device, environ: Mapping[str, str] | None = 
     """Let this process keep the host memory that it frees; return whether the allocator accepted it.
 
     By default glibc gives the gradients and activations of a step back to the system, and the system
-    must clear each page again in the next step. A tensor above 32 MiB that fits into no freed block
-    gets pages of its own, which go back. On a GPU, PyTorch's own allocator keeps the tensors' memory. What
-    the user has set for glibc stays.
+    must clear each page again in the next step. After this call, only memory of a tensor above 32 MiB may
+    still be given back, since glibc maps such blocks separately. Nothing is changed if the user has set
+    variables of glibc's allocator, or for a GPU, whose memory PyTorch's own allocator keeps.
     """
     environ = os.environ if environ is None else environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none

@@ -64,7 +64,7 @@ def keep_destroyed() -> None:
 
 
 def _inherit() -> None:
-    """Leak the parent's groups in a forked child, which has no threads of the groups to join."""
+    """In a forked child, never destroy the parent's groups: the child lacks the threads to be joined."""
     for group in (*_kept, *_destroyed):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _kept.clear()

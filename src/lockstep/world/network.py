@@ -1,7 +1,7 @@
 """Network interfaces of this host, addresses of other hosts, and listening sockets.
 
 Host names are looked up in DNS first. On clusters without DNS, the name often contains the address
-(`SH-IDC1-10-5-36-65` is 10.5.36.65), or Slurm has it.
+(`SH-IDC1-10-5-36-65` is 10.5.36.65), or Slurm's configuration has the address.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def named(name: str) -> Interface:
 def interface_towards(address: str, among: Sequence[Interface] | None = None) -> Interface | None:
     """Return the interface on the route to an IP address, without sending a packet.
 
-    Returns `None` if there is no route, or if the interface is not `among` the given ones.
+    Returns `None` if there is no route, or if the interface is missing in `among`.
     """
     known = interfaces() if among is None else among
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
@@ -101,8 +101,8 @@ def interface_towards(address: str, among: Sequence[Interface] | None = None) ->
 def addresses_of(host: str) -> tuple[str, ...]:
     """Return the IP addresses of `host`, a name or an address.
 
-    A name is looked up in DNS, for a few seconds at most; then its own text is searched for an address;
-    then Slurm is asked.
+    The address of a name is sought in DNS (for a few seconds at most), then in the name itself, then in
+    Slurm's configuration.
 
     Raises:
         UnreachableError: if the name has no address; the message has the three results.

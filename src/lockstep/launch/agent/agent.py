@@ -214,7 +214,7 @@ class Agent:
     # --- decisions ---------------------------------------------------------------------------
 
     def _failure(self) -> FailureReport:
-        """Return the report of this launcher's first failure, for the coordinator."""
+        """Return the report of this launcher's first failure, for the coordinator on launcher 0."""
         failures, size = self._failures(), self._rendezvous.membership.size
         cause = failure.first(failures)
         return FailureReport(
@@ -224,16 +224,16 @@ class Agent:
         )
 
     def _hang(self) -> FailureReport | None:
-        """Return a report for the coordinator if the ranks hang; otherwise `None`."""
+        """If the ranks hang, return a report for the coordinator on launcher 0; otherwise `None`."""
         size = self._rendezvous.membership.size
         hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
         if hang is None:
             return None
-        # Another launcher may know of a failure, or of a rank that is further behind.
+        # Another launcher may have a failure, or a rank that has made less progress.
         return FailureReport(verdict=hang.verdict, consequence=True, time=hang.progress)
 
     def _report(self, report: FailureReport) -> _State:
-        """Get a decision on a failure from the coordinator, or from the restart policy, and apply it."""
+        """Get a decision on a failure from launcher 0, or from this launcher's policy, and apply it."""
         verdict, number = report.verdict, self._rendezvous.generation
         self._record("failure", generation=number, name=verdict.name, text=verdict.brief)
         decision: Decision | None = None
@@ -336,7 +336,7 @@ class Agent:
         self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
 
     def _await_signal(self) -> None:
-        """Wait briefly for a signal: Slurm may have sent the same signal to the lost fork server."""
+        """Wait briefly for a signal: what ended the fork server may send one to this process, too."""
         deadline = time.monotonic() + _SETTLE
         while time.monotonic() < deadline:
             self._check()

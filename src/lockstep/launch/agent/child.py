@@ -1,6 +1,6 @@
 """Run a function in a child process with a timeout, so that a hang or crash leaves the parent running.
 
-Examples are a file server that does not answer, a driver that hangs, an unknown instruction.
+Such functions may hang in a driver or on a file server, or crash at an instruction that the CPU lacks.
 Children are forked before the parent starts a thread or initializes CUDA.
 """
 

@@ -239,7 +239,7 @@ class MemoryKills:
         self._before = oom_kills()
 
     def grew(self) -> bool | None:
-        """Return whether there was a kill since the last call; `None` if the kernel keeps no count."""
+        """Return whether there was such a kill since the last call; `None` if the kernel keeps no count."""
         before, self._before = self._before, oom_kills()
         return None if before is None or self._before is None else self._before > before
 

@@ -254,7 +254,7 @@ class _Server:
             processes.reap(pid, deadline - time.monotonic())
 
     def _handle(self) -> bool:
-        """Handle one message; return `False` if the launcher has closed the socket."""
+        """Handle one message from the launcher; return `False` if the launcher has closed the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE, 3)
         except ConnectionError:

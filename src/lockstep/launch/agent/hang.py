@@ -1,8 +1,8 @@
 """Hang detection: if no rank makes progress, find the rank that others wait for, and its source line.
 
-Each rank counts its calls in memory that it shares with the launcher (`checkpoint.shared_memory.Slot`).
-If no count changes for the hang timeout, the ranks hang: then every rank writes its Python stacks, and the
-rank that has entered the fewest collective calls is reported as the cause.
+Each rank counts its calls in memory that it shares with the launcher (`Slot`). If no count changes for the
+hang timeout, the ranks hang: then every rank writes its Python stacks, and the rank that has entered the
+fewest collective calls is reported as the cause.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class HangWatch:
         """Return a hang if the ranks have made no progress for the timeout; call it several times a second.
 
         Args:
-            workers: all workers of this launcher, in the order of their slots.
+            workers: all workers of this launcher, in the order of `slots`.
             pids: process ids of the workers and servers that have not ended, by rank.
             size: number of ranks in the launch.
-            servers: parameter servers of this launcher; they have no slots.
+            servers: parameter servers of this launcher; their progress is not watched.
         """
         now = time.monotonic()
         passed = now - self._looked
@@ -237,7 +237,7 @@ def dump(workers: Sequence[tuple[WorkerPlan, int]]) -> None:
 
 
 def _frames(worker: WorkerPlan) -> list[Frame]:
-    """Return the stack of a worker's main thread, innermost frame first; empty if not written."""
+    """Return the stack of a worker's main thread, innermost frame first; empty if the worker wrote none."""
     with contextlib.suppress(OSError):
         return stacks.main_thread(stacks.beside(worker.error_file).read_text(errors="replace"))
     return []

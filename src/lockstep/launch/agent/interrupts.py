@@ -54,7 +54,7 @@ class Interrupts:
 
     @property
     def is_preemption(self) -> bool:
-        """Whether exactly one signal was received, and it asks the run to save its state and end."""
+        """Whether exactly one signal was received, and is one on which the run saves its state and ends."""
         return self.first in self.preempting and self.count == 1
 
     @property

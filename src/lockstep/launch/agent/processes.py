@@ -34,7 +34,9 @@ def signal_session(pid: int, signum: int) -> None:
 
 
 def reap(pid: int, seconds: float) -> int | None:
-    """Wait for a child's end; return its exit code, minus its signal, or `None` after `seconds`.
+    """Wait until a child ends; return its exit code, or minus the signal that ended it.
+
+    Returns `None` if the child still runs after `seconds`.
 
     Raises:
         ChildProcessError: if the child has been waited for before.
@@ -50,7 +52,7 @@ def reap(pid: int, seconds: float) -> int | None:
 
 
 def end(pid: int) -> int | None:
-    """Kill a child and all processes of its session; return its exit code as `reap` does.
+    """Kill a child and all processes of its session; return the child's exit code, or minus its signal.
 
     Returns `None` if the child does not end within a second: it is inside a system call of a driver or file
     server, and ends when the call returns.

@@ -38,7 +38,7 @@ class GenerationRendezvous:
     """Waits for all launchers before each start of workers, and opens the workers' store.
 
     Args:
-        common: fields that are the same in every generation.
+        common: fields of `Generation` that are the same after every restart.
         rounds: rendezvous rounds of several launchers; `None` for a single launcher.
         port: port of the store if this launcher hosts it; 0 for any free port.
         policy: restart policy that this launcher applies for all launchers if it is launcher 0.
@@ -75,7 +75,7 @@ class GenerationRendezvous:
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
     def next_generation(self, check: Check = go_on) -> Generation:
-        """Wait until all launchers have stopped their workers; return the next generation, with its store.
+        """Wait until all launchers have stopped their workers; return the rendezvous of the next workers.
 
         Args:
             check: called repeatedly during the wait; may raise to end it.
@@ -111,7 +111,7 @@ class GenerationRendezvous:
         return int(self._store.port)
 
     def _enter(self, rounds: Rounds, check: Check) -> int:
-        """Begin a generation with the other launchers; return the port of its store."""
+        """Wait until all launchers are ready to start workers; return the port of the workers' store."""
         while True:
             client = self.coordinator = self._client(rounds)
             self.generation = max(rounds.generation, self.generation + 1)
@@ -122,7 +122,7 @@ class GenerationRendezvous:
                     raise
 
     def _client(self, rounds: Rounds) -> CoordinatorClient:
-        """Return the client of the coordinator; if this round is over, join the next one first."""
+        """Return the client of launcher 0; if this rendezvous round is over, join the next one first."""
         client = self.coordinator
         if client is not None:
             decision, lost_coordinator = client.decision, client.has_lost_coordinator
@@ -146,7 +146,7 @@ class GenerationRendezvous:
             self.coordinator = None
 
     def finish(self) -> None:
-        """Close the connection to the coordinator; launcher 0 also records the end of the launch."""
+        """Close the connection to launcher 0; launcher 0 itself records the end of the launch."""
         decision = None if self.coordinator is None else self.coordinator.decision
         self._close_round()
         self._store = None
@@ -165,11 +165,17 @@ def plan_generation(
     files: Path | None,
     generation: Generation,
 ) -> Plan:
-    """Return the plan of the workers of `generation`; the first call also makes the run's directory.
+    """Return the plan of the workers until the next restart; the first call makes the run's directory.
 
-    A single rank may host a store at `port`, if its script wants one. The ranks of a single launcher share
-    a `FileStore` in the directory `files`, a new file after each restart; `files` is `None` on a file
-    system without locks, where they use the launcher's `TCPStore`.
+    Args:
+        launch: the launch with the facts of this machine.
+        place: run directory and log directory, made here if the run has none yet.
+        common: constants of a launch with several launchers, such as the name of the run's directory.
+        private: temporary directory of this launcher.
+        port: port at which the script may host a store, if the launch has a single rank.
+        files: directory for a `FileStore` after each restart, which the ranks of a single launcher use;
+            `None` on a file system without locks, where they use the launcher's `TCPStore`.
+        generation: rendezvous of these workers.
     """
     members = generation.membership
     assert members is not None, "known after the rendezvous"

@@ -69,12 +69,12 @@ class RankProgress:
 
     @property
     def snapshot(self) -> tuple[bytes, int]:
-        """Run tag and number of the newest snapshot in memory; number 0 if there is none."""
+        """Tag of a run, and number of its newest snapshot in memory; number 0 if there is none."""
         return progress(self._memory)
 
     @property
     def origin(self) -> str:
-        """End of the message about a restart: the snapshot that workers resume from; empty if none."""
+        """End of the message about a restart: which snapshot the run resumes from; empty without one."""
         tag, number = self.snapshot
         if not number:
             return ""
@@ -82,7 +82,7 @@ class RankProgress:
         return f", from the newest snapshot{f' of run {run + 1} in the script' if run else ''}"
 
     def variables(self, index: int) -> dict[str, str]:
-        """Return the environment variables that pass the shared memory to the `index`-th local rank."""
+        """Return variables through which the `index`-th local rank finds the memory for its progress."""
         return {
             VARIABLE: self._memory.variable(),
             "LOCKSTEP_SLOT": f"{index}/{self._ranks}",
@@ -109,7 +109,7 @@ class Restarts:
 
     @property
     def limit(self) -> int:
-        """Value of `TORCHELASTIC_MAX_RESTARTS` in the workers' environment."""
+        """Maximum number of restarts that workers read from the variable `TORCHELASTIC_MAX_RESTARTS`."""
         return self._limit or 0
 
     @property
@@ -132,7 +132,7 @@ class Restarts:
         return f"{verdict.brief}; restart {self._count}{self._progress.origin}"
 
     def count_restart(self) -> None:
-        """Count a restart that launcher 0 decided: this launcher may become launcher 0 later."""
+        """Count a restart that launcher 0 decided, since this launcher may become launcher 0 later."""
         self._count_failure()
         self._count += 1
 

@@ -19,7 +19,7 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     """Return the number of parameter servers of a launch.
 
     Raises:
-        UsageError: if the strategy needs servers and there are none, or the other way round.
+        UsageError: if the strategy needs servers and there are none, or has no use for servers.
     """
     servers: int = spec.settings.value("servers", environ) or 0
     check(spec.settings.value("strategy", environ), servers, spec.settings.origin("servers"))
@@ -27,7 +27,7 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
 
 
 def variables(index: int, spec: LaunchSpec) -> dict[str, str]:
-    """Return the environment variables of parameter server number `index` that workers do not have."""
+    """Return the environment variables that parameter server number `index` gets besides a worker's."""
     # Directory in which the server may import the script's modules; workers cannot change it.
     root = Path(sys.path[0] if spec.kind == "function" and sys.path else "")
     if spec.kind == "script":

@@ -114,9 +114,10 @@ def _listens(launch: Launch, *, has_locks: bool) -> bool:
 
 
 def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
-    """Return two ports: for the only rank of a launch, and for the store of several ranks; 0 for any.
+    """Return a port for a store of the only rank, and a port for the store of several ranks; 0 for any.
 
-    An elastic launch uses the port that the user requested for its rendezvous.
+    One of them is the port that the user requested. In an elastic launch, the launchers' rendezvous uses
+    the requested port, so that both are 0.
     """
     port = nodes.main_port or 0
     if is_only and nodes.count in (None, 1):

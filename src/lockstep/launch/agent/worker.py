@@ -46,7 +46,7 @@ def job(launch: Launch) -> Job:
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
-    """Return a function that runs `job` in workers, and the parameter-server module in servers."""
+    """Return a function that runs `job` in a worker process, and a parameter server in a server process."""
     # The launcher of a function is the user's interpreter: do not fork servers from it.
     forks = spec.start == "fork" and spec.kind != "function"
     words = (*interpreter(), "-m", server_processes.MODULE)
@@ -143,7 +143,7 @@ def run_target(kind: str, name: str, args: list[str]) -> int:
 
 
 def limit_end(code: int) -> None:
-    """Limit the seconds until this process exits if a logger, such as W&B's, is still closing."""
+    """If a logger such as W&B's is still closing, end this process after some seconds in any case."""
     if forwarding.are_closing():
         processes.end_within(_LOGGER_SECONDS, code)
 

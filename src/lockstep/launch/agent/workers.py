@@ -24,7 +24,7 @@ class Workers:
     """The worker and parameter-server processes of one launcher, until the next restart.
 
     Args:
-        lost: called if the fork server has ended, before the error is raised.
+        lost: function to call if the fork server has ended, before an error about it is raised.
 
     Attributes:
         started: process ids of all processes started since the last restart, by rank.
@@ -45,7 +45,7 @@ class Workers:
         self.exits: dict[int, Exit] = {}
 
     def begin(self) -> None:
-        """Forget all processes, which have ended, before the next start of workers."""
+        """Prepare the next start of workers: forget the earlier processes, all of which have ended."""
         self.exits.clear()
         self.started.clear()
 

@@ -124,7 +124,7 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
     for entry in map(str.strip, asked.split(",")):
         same = [gpu for gpu in whole if entry == str(gpu.index)]
         named = fits(entry, everything) if by_id else same
-        # CUDA stops at the first entry that it does not know, or that is not of the first one's kind.
+        # CUDA stops at the first unknown entry, or at one of another kind than the first entry.
         if len(named) != 1 or not entry.startswith(asked.strip()[: len("GPU-") if by_id else 0]):
             break
         if named[0] in found:  # and shows none if one is named twice

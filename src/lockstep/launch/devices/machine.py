@@ -71,7 +71,7 @@ def _count(listing: Listing) -> int:
     from lockstep.world import accelerator
 
     left = visible(listing.gpus, os.environ).gpus
-    # Versions of CUDA differ in which MIG devices they show: then ask the driver.
+    # Versions of CUDA differ in which MIG devices they show: count with the driver instead.
     if listing.gpus and not any(parts(gpu, listing.gpus) for gpu in left):
         return len(left)
     if accelerator.kind() is None:

@@ -1,4 +1,4 @@
-"""Load OpenMP without binding the launcher to one core, although `OMP_PROC_BIND` or the like is set.
+"""Load OpenMP without binding the launcher to one core, although the user has set `OMP_PROC_BIND`.
 
 With `OMP_PROC_BIND`, OpenMP binds the thread that loads its library to the first core. In the launcher, all
 forked workers would inherit this binding.
@@ -23,7 +23,10 @@ def binding_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def loaded_unbound(threads: str | None = None) -> Iterator[None]:
-    """Context manager: unset the binding variables, and set `OMP_NUM_THREADS` to `threads` if given."""
+    """Context manager for imports of OpenMP: unset variables that would bind this process to one core.
+
+    `threads`, if given, is the value of `OMP_NUM_THREADS` meanwhile.
+    """
     names = (*binding_variables(os.environ), *(() if threads is None else ("OMP_NUM_THREADS",)))
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     if threads is not None:

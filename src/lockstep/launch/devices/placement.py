@@ -43,7 +43,7 @@ def _asked(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: int) -> int | None:
-    """Return the number of ranks; `None` if it depends on the number of GPUs."""
+    """Return the number of ranks that `-n` and `--devices` request; `None` if it depends on the GPUs."""
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
         return len(wanted)
@@ -145,7 +145,7 @@ class _Search:
         return self._by_index(int(wanted)) if wanted.isdecimal() else self._by_id(wanted)
 
     def _without_facts(self, wanted: str) -> Gpu:
-        """Return the GPU with an index, if only the number of GPUs is known, as on ROCm."""
+        """Return the GPU with index `wanted` if only the number of GPUs is known, as with ROCm."""
         if not wanted.isdecimal():
             raise self._error(f"{wanted} cannot be looked up: {self._machine.problem}")
         index = int(wanted)
@@ -184,7 +184,7 @@ class _Search:
         return found[0]
 
     def check(self, ids: Sequence[str], gpus: Sequence[Gpu]) -> None:
-        """Raise an error if a GPU is named twice, named with a part of it, or split into MIG devices."""
+        """Raise an error if a GPU is named twice or with its MIG device, or is split into MIG devices."""
         for k, gpu in enumerate(gpus):
             for j, other in enumerate(gpus[:k]):
                 if other == gpu:

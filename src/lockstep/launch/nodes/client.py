@@ -61,7 +61,7 @@ class RoundOverError(Exception):
 
 
 class CoordinatorClient:
-    """Sends this launcher's reports to the coordinator as heartbeats, and receives the decisions.
+    """Sends this launcher's reports to launcher 0 as heartbeats, and receives decisions for all launchers.
 
     Args:
         membership: the launchers and their ranks.
@@ -160,7 +160,7 @@ class CoordinatorClient:
 
     @property
     def decision(self) -> Decision | None:
-        """The coordinator's decision, or what follows from the loss of launcher 0; `None` if undecided."""
+        """Launcher 0's decision; after the loss of launcher 0, this launcher's own; `None` if undecided."""
         decision = self._answer.decision
         why = None if self._connection is None else self._connection.lost
         if decision is None and why is not None:
@@ -242,8 +242,8 @@ class CoordinatorClient:
 class ThreadActivity:
     """Detects whether the thread that constructed this object is blocked in a system call.
 
-    The thread is active while `/proc` counts voluntary context switches: each short wait is one. A call
-    to a file server that does not answer has none.
+    An active thread waits often, and `/proc` counts each wait as a voluntary context switch. A thread
+    inside a call to a file server that does not answer makes none.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class FailureReport:
         return self.consequence, self.time
 
     def shortened(self) -> FailureReport:
-        """Return this report, with a short failure message if its JSON exceeds half of `LINE` bytes."""
+        """Return this report; replace its failure message by a short one if it is too long to send."""
         size = len(json.dumps(asdict(self)))
         if size <= LINE // 2:  # an answer contains the message and its first line
             return self
@@ -134,10 +134,10 @@ def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:
 
 
 class Coordinator:
-    """Decides for the launchers of one rendezvous round, a period in which the same launchers take part.
+    """Decides, for all launchers of a rendezvous round, when workers start again and when the launch ends.
 
     Args:
-        membership: the launchers of the round.
+        membership: the launchers of the round, a period in which the same launchers take part.
         now: current time in seconds, of the same clock as in all other calls.
         policy: restart policy.
         least: minimum number of launchers of an elastic launch; `None` for a fixed size.
@@ -173,7 +173,7 @@ class Coordinator:
         self._readers: set[int] = set()
 
     def receive(self, report: LauncherReport, now: float) -> Answer:
-        """Store a launcher's report, decide if possible, and return the answer.
+        """Store a launcher's report, make a decision if one is due, and return the answer.
 
         Raises:
             KeyError: if the launcher takes no part in the round.
@@ -270,7 +270,7 @@ class Coordinator:
             self._decide(Decision(kind="restart", text=line))
 
     def _judge_consequences(self, failures: list[FailureReport], now: float) -> None:
-        """Decide on failures that follow from another failure, after a wait for a report of its cause."""
+        """Decide on failures that all follow from another one, after a wait for the report of that one."""
         if self._first_failed is None:
             self._first_failed = now
         is_early = now - self._first_failed <= _SETTLE_SECONDS

@@ -27,10 +27,10 @@ _TAKEN_HINT = "another launch with this name runs on this host: give each an --r
 
 
 class Endpoint:
-    """The rendezvous store of launchers, with the resources to release at its end.
+    """The rendezvous store of launchers, with the resources to release when the store is closed.
 
     Args:
-        entrance: stack that closes the port discovery of a hosted store and the lock of this host.
+        entrance: exit stack that closes the port discovery of a hosted store and the lock of this host.
         hosts: whether this launcher hosts the store.
         file: the store's file in a shared directory, if it is one.
     """
@@ -47,7 +47,7 @@ class Endpoint:
         self._entrance, self._file = entrance, file
 
     def stop_announcing(self) -> None:
-        """Stop answering the port discovery of other launchers; release the port and the host lock."""
+        """Stop answering port discovery of other launchers; release its port and the lock of this host."""
         self._entrance.close()
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class RendezvousFile:
     the only one, and removes a store file left by an earlier launch.
 
     Raises:
-        UsageError: if the directory does not exist, is not writable or has no locks.
+        UsageError: if the directory does not exist, is not writable or does not support locks.
         WorldError: if the file belongs to another user.
     """
 
@@ -177,7 +177,7 @@ class RendezvousFile:
         self.store: dist.Store = dist.FileStore(str(self._path), -1)
 
     def close(self) -> None:
-        """Release the lock; if no other launcher has the lock, remove both files."""
+        """Release the lock; if no other launcher has it, remove the store's file and the lock file."""
         with contextlib.suppress(OSError):  # another launcher has it
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The files may have been removed by hand, and made anew.

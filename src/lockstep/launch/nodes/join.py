@@ -19,7 +19,7 @@ _LOOK_SECONDS = 5.0
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
-    """Sort launchers' cards, those of the last round first, and return the first `most`."""
+    """Sort the entries of joining launchers, those of the last round first; return the first `most`."""
     ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # stable: by arrival
     return tuple(ranked[:most])
 
@@ -53,7 +53,7 @@ class Join:
         self._cards: list[Card] = []
 
     def wait(self) -> tuple[Card, ...] | None:
-        """Return the cards of the round's launchers; `None` if the round started without this launcher.
+        """Return the entries of the round's launchers; `None` if the round started without this launcher.
 
         Raises:
             NotNeeded: if the launch ends during the wait.

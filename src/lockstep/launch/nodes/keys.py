@@ -7,10 +7,10 @@
       failed, heard     error of a round that cannot begin; number of launchers that read it
       loss/K, alive/K   a launcher lost the connection to launcher 0; launcher 0 still runs
 
-A round is a period in which the same launchers take part. A card describes one launcher; after the start of
-a round, launchers send their reports over a connection to launcher 0. Heartbeats would make a store in a
-file grow without limit. A launcher that lost launcher 0 first asks for it through the store, so that only
-one half of a divided network begins another round.
+A round is a period in which the same launchers take part. A card is the entry of one launcher. After the
+start of a round, launchers send reports over connections to launcher 0, since heartbeats in the store would
+make a store in a file grow without limit. A launcher that lost the connection to launcher 0 first checks
+through the store whether launcher 0 runs, so that only one half of a divided network begins another round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GAP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """Entry of a launcher that joins a rendezvous round.
+    """Entry that a launcher writes to the store in order to join a rendezvous round.
 
     Attributes:
         token: unique id of the launcher process.
@@ -63,7 +63,7 @@ class Card:
 
     @staticmethod
     def parse(fields: Any) -> Card:
-        """Return the card with these fields, read from JSON.
+        """Return the launcher's entry with these fields, which were read from JSON.
 
         Raises:
             WorldError: if the fields are those of another version.
@@ -78,7 +78,10 @@ class Card:
 
 
 class RendezvousKeys:
-    """Reads and writes the launchers' rendezvous store; `check` is called repeatedly during waits."""
+    """Reads and writes keys of the store through which launchers find each other.
+
+    `check` is called repeatedly during waits, and may raise to end them.
+    """
 
     def __init__(self, store: dist.Store, check: Check) -> None:
         self.store = store
@@ -124,7 +127,7 @@ class RendezvousKeys:
             self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
-        """Wait up to three seconds until all launchers of a rendezvous round have read its error."""
+        """If a rendezvous round has failed, wait up to three seconds until all launchers have read why."""
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self._has(f"round/{number}/failed"):
             return
@@ -145,7 +148,7 @@ class RendezvousKeys:
     # Rounds.
 
     def newest(self) -> tuple[int, tuple[Card, ...]]:
-        """Return number and launchers' cards of the newest rendezvous round; number 0 before the first."""
+        """Return number and launchers of the newest rendezvous round; number 0 before the first round."""
         number, cards = json.loads(self._newest() or "[0, []]")
         return number, tuple(map(Card.parse, cards))
 
@@ -153,17 +156,17 @@ class RendezvousKeys:
         return self.store.get("newest").decode() if self._has("newest") else ""
 
     def arrive(self, number: int, card: Card) -> None:
-        """Join a rendezvous round: write the card of this launcher."""
+        """Join rendezvous round `number`: write `card`, the entry of this launcher, to the store."""
         arrival = self.store.add(f"round/{number}/arrivals", 1) - 1
         self._write(f"round/{number}/card/{arrival}", asdict(card))
 
     def arrived(self, number: int) -> int:
-        """Return the number of launchers that have joined a rendezvous round, with or without a card."""
+        """Return how many launchers have begun to join a round; some may not have written an entry yet."""
         key = f"round/{number}/arrivals"
         return int(self.store.get(key)) if self._has(key) else 0
 
     def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
-        """Return the cards of launchers that joined a rendezvous round; `known` were read before."""
+        """Return the entries of launchers that joined a round: `known` ones read before, and new ones."""
         cards = {card.token: card for card in known}
         gap, arrival = 0, len(cards)
         while gap < _GAP:
@@ -177,10 +180,10 @@ class RendezvousKeys:
         return list(cards.values())
 
     def close(self, number: int, cards: Sequence[Card]) -> None:
-        """Start a rendezvous round with these launchers, unless a newer round has started.
+        """Start round `number` with the launchers in `cards`, unless it or a newer round has started.
 
-        A single atomic write stores number and cards, so that a launcher that dies or is stopped here
-        leaves the store consistent.
+        A single atomic write stores the number and the launchers, so that the store stays consistent if
+        this launcher dies or is stopped here.
         """
         before = self._newest()
         if json.loads(before or "[0]")[0] < number:
@@ -188,7 +191,7 @@ class RendezvousKeys:
             self.store.compare_set("newest", before, text)
 
     def closed(self, number: int) -> tuple[Card, ...] | None:
-        """Return the cards of a rendezvous round: `None` before its start, empty after its end."""
+        """Return the launchers of round `number`: `None` before its start, an empty tuple after its end."""
         newest, cards = self.newest()
         return None if newest < number else cards if newest == number else ()
 
@@ -200,7 +203,7 @@ class RendezvousKeys:
         return newest == number and any(card.address.answers() for card in cards[:1])
 
     def has_ended(self, number: int, index: int = -1) -> bool:
-        """Return whether launcher 0 of a rendezvous round gives no answer, over network and store.
+        """Return whether launcher 0 of a round answers neither over the network nor through the store.
 
         `index` is the number of this launcher in the round; -1 if it takes no part.
         """
@@ -214,7 +217,10 @@ class RendezvousKeys:
         return self.newest()[0] == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Answer launchers that lost their connection, except the first `known`; return their numbers."""
+        """Write that launcher 0 runs, for launchers that lost the connection to it; return their numbers.
+
+        The first `known` of these launchers were answered before, and are left out.
+        """
         asked: list[int] = []
         while self._has(f"round/{number}/loss/{known + len(asked)}"):
             loss = known + len(asked)

@@ -29,7 +29,7 @@ class Common:
         token: secret with which workers and parameter servers of the launch identify themselves.
         stamp: name of the run's directory, unless the user chooses one.
         resumes: whether `stamp` names an unfinished run, which the launch resumes.
-        replicas: default number of replicas of a run in an elastic launch.
+        replicas: default number of logical data-parallel workers of a run in an elastic launch.
     """
 
     run_id: str
@@ -74,7 +74,7 @@ class Membership:
         nodes: node number of each launcher, in the order of first appearance.
         names: name of each launcher in messages.
         address: address of launcher 0 that all launchers can reach.
-        interface: network interface of this launcher's workers; `None` leaves the choice to the plan.
+        interface: network interface of this launcher's workers; `None` if none was chosen.
         own_cores: whether other launchers on this node use other CPUs.
         own_gpus: whether other launchers on this node use other GPUs.
         overrules_interface: whether `interface` takes precedence over variables of Gloo and NCCL.

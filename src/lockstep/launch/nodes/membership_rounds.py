@@ -135,7 +135,7 @@ class Rounds:
 
     @property
     def replicas(self) -> int | None:
-        """Default number of replicas in an elastic launch: its maximum number of ranks; else `None`."""
+        """Default number of logical data-parallel workers in an elastic launch; `None` for a fixed size."""
         return None if self.fixed else self.common.replicas
 
     @property
@@ -145,7 +145,7 @@ class Rounds:
 
     @property
     def survives_host(self) -> bool:
-        """Whether the launch survives the loss of any node: its rendezvous store is a shared file."""
+        """Whether the launch survives the loss of any node: its store is a file in a shared directory."""
         return self._config.directory is not None
 
     def next(self, staying: Sequence[int], generation: int, *, lost_coordinator: bool) -> None:
@@ -172,11 +172,11 @@ class Rounds:
             self._join(expected, over)
 
     def _approach(self) -> int:
-        """Wait until launcher 0 of the newest round answers or has ended; return the last finished round.
+        """Wait until launcher 0 of the newest round answers or has ended; return the last finished one.
 
         Raises:
             UnreachableError: if launcher 0 runs and this node cannot connect to it.
-            WorldError: as for `_newest`.
+            WorldError: if this launcher has other library versions, or the launch is full.
         """
         deadline = time.monotonic() + self._config.seconds
         while True:
@@ -197,7 +197,7 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest round, 0 before the first; read the launch's constants.
+        """Return the number of the newest round, 0 before the first; set `common`, the launch's constants.
 
         Raises:
             WorldError: if this launcher has other library versions, or the launch is full.
@@ -220,7 +220,7 @@ class Rounds:
         return newest
 
     def _join(self, expected: tuple[str, ...], over: int) -> None:
-        """Join the next round, again if its nodes cannot connect to each other.
+        """Join the next rendezvous round; if its nodes cannot connect to each other, join another round.
 
         Args:
             expected: tokens of launchers that are known to join.
@@ -325,7 +325,7 @@ class Rounds:
         self.keys.end()
 
     def close(self) -> None:
-        """Close the rendezvous store and the coordinator's server."""
+        """Close the rendezvous store, and the server that receives reports of other launchers."""
         self._close_watch()
         self._endpoint.close()
         self.server.close()
@@ -337,7 +337,7 @@ class Rounds:
 
 
 class StoreWatch:
-    """Thread of launcher 0 that polls the rendezvous store and passes changes to the coordinator.
+    """Thread of launcher 0 that polls the rendezvous store for launchers that join or are cut off.
 
     Args:
         number: number of the current round, a period with fixed launchers.

@@ -65,10 +65,10 @@ class ServerAddress:
 
 
 class CoordinatorServer:
-    """TCP server of a launcher; it passes other launchers' reports to the coordinator while on launcher 0.
+    """TCP server of a launcher; on launcher 0, it passes the launchers' reports to the coordinator.
 
     Args:
-        loopback: whether to listen on the loopback interface alone, as all launchers are on this host.
+        loopback: whether to listen on the loopback interface alone, because all launchers are on this host.
         addresses: addresses of this host for other launchers.
     """
 
@@ -133,7 +133,7 @@ class CoordinatorServer:
                     self._closed.wait(_INTERVAL / 2)
                     continue
                 if self.is_silent or not self._room.acquire(blocking=False):
-                    connection.close()  # a launcher that sees this connects again
+                    connection.close()  # the launcher then connects again
                     continue
                 line = threading.Thread(
                     target=self._converse,

@@ -74,7 +74,7 @@ class Sources:
     Attributes:
         imports: imports at the top that can be done before the script runs, in order.
         names: all identifiers, including those in functions.
-        uses_lockstep: whether the script, or a module at its top level, imports Lockstep.
+        uses_lockstep: whether the script, or a user's module that it imports at its top, imports Lockstep.
         sets_compiler: whether the source may set a variable that `torch._dynamo` reads at import.
     """
 
@@ -85,12 +85,12 @@ class Sources:
 
     @property
     def leaves_groups_alone(self) -> bool:
-        """Whether the source names no function that makes a process group or store."""
+        """Whether the source contains no name of a function that makes a process group or store."""
         return _OF_GROUPS.isdisjoint(self.names)
 
 
 def read(spec: LaunchSpec) -> Sources:
-    """Analyze the script or module of `spec`; return empty facts if its source is missing."""
+    """Analyze the script or module of `spec`; return empty `Sources` if there is no source."""
     reader = _Reader(source.search_path(spec))
     package = source.package(spec)
     reader.follow(package, ())
@@ -251,8 +251,8 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 def _may_change(node: ast.AST, file: _File) -> bool:
     """Whether a node may change later imports, such as `os.environ[…] = …` or `sys.path.insert(…)`.
 
-    These are assignments to attributes and items, calls as statements (both except those of installed
-    packages), and calls of the user's functions.
+    Such nodes are calls of the user's functions, assignments to attributes and items, and calls whose
+    result is unused; assignments and calls on names from installed packages are taken as harmless.
     """
     match node:
         case ast.Attribute() | ast.Subscript():

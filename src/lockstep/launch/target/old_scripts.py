@@ -29,7 +29,7 @@ _SPAWNERS = ("spawn", "start_processes")
 def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
     """Replace `local_rank_option="auto"` by the option that the script declares; return a message too.
 
-    A script whose source is missing or invalid gets no option, as the worker reports the error.
+    A script whose source is missing or invalid gets no option; the worker will report the error.
     """
     if spec.local_rank_option != "auto":
         return spec, None
@@ -83,7 +83,7 @@ def _declared(call: ast.Call) -> LocalRankOption | None:
 
 
 def _spawns(call: ast.Call) -> bool:
-    """Whether a call is `torch.multiprocessing.spawn(fn, args, nprocs)`, with a number of processes."""
+    """Whether a call is one of `torch.multiprocessing.spawn` that gives the number of processes."""
     has_number = len(call.args) > 2 or any(word.arg == "nprocs" for word in call.keywords)
     return has_number and not set(_SPAWNERS).isdisjoint(source.names(call.func))
 

@@ -3,7 +3,8 @@
 The launcher imports torch and modules of Lockstep. The fork server imports the packages at the top of
 the script (`imports.py`). An import may make the server unsafe to fork: it starts a thread or child
 process, opens a connection, makes a temporary directory, uses a device, prints, draws random numbers, or
-reads a variable that differs between ranks. Then the server ends, and a new one skips that package.
+reads an environment variable that differs between ranks. Then the server ends, and a new one skips that
+package.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _OF_WORKERS = (
 
 
 def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return further modules that the workers will probably import, from the script's source and flags."""
+    """Return further modules that the workers will probably import, judged by the script and the flags."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     dynamo = () if sources.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.wrap, str):
@@ -87,7 +88,7 @@ class Footprint:
         children: process ids of child processes.
         files: open descriptors other than plain files.
         pools: loaded OpenBLAS libraries, whose threads survive forks.
-        unforkable: loaded packages of `_NEVER`, and `cuda` if a device is in use.
+        unforkable: loaded packages that do not survive a fork, and `cuda` if a device is in use.
         handlers: signal handlers, which are reset in workers.
         finalizers: number of `weakref.finalize` objects, which every worker would run at exit.
         generators: states of random generators, which ranks seed after the fork.
@@ -104,7 +105,7 @@ class Footprint:
 
     @staticmethod
     def look() -> Footprint:
-        """Return the current state of this process."""
+        """Return the current threads, child processes, open files and further state of this process."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         children = (_read(file) for file in Path("/proc/self/task").glob("*/children"))
         return Footprint(
@@ -119,7 +120,7 @@ class Footprint:
         )
 
     def allows(self, later: Footprint) -> bool:
-        """Return whether a fork is still safe in the state `later`, compared with this earlier state."""
+        """Return whether a fork that was safe in this state is still safe in the state `later`."""
         threads = later.tasks > self.tasks and later.pools <= self.pools
         return (
             not threads
@@ -191,7 +192,7 @@ def _is_the_same(package: str, origin: str) -> bool:
 
 @contextlib.contextmanager
 def _output_captured() -> Iterator[Callable[[], bool]]:
-    """Redirect standard output and error to a file; yield a function: has anything been printed?"""
+    """Redirect standard output and error to a file; yield a function that says if anything was printed."""
     kept = [(os.dup(number), number) for number in (1, 2)]
     with tempfile.TemporaryFile() as file:
 
@@ -212,7 +213,7 @@ def _output_captured() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _accesses_recorded() -> Iterator[list[str]]:
-    """Yield a list that records reads of worker-specific variables, and new temporary directories."""
+    """Yield a list to which reads of worker-specific variables and new temporary directories are added."""
     accesses: list[str] = []
     kind, make = type(os.environ), tempfile.mkdtemp
 

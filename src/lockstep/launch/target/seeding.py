@@ -63,7 +63,7 @@ class _SeededWhenImported(MetaPathFinder):
 
 
 def names_run(function: object) -> bool:
-    """Whether a function, or a function of its module that it calls, uses the name `lockstep` or `Run`."""
+    """Whether a function, or a function of its module that it calls, mentions `lockstep` or `Run`."""
     todo, seen = [function], set[int]()
     while todo:
         one = todo.pop()

@@ -72,7 +72,7 @@ def _parse(text: bytes) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
-_parse_script = functools.lru_cache(maxsize=1)(_parse)  # a launch asks several times
+_parse_script = functools.lru_cache(maxsize=1)(_parse)  # called several times in a launch
 
 
 def package(spec: LaunchSpec) -> str:
@@ -125,7 +125,7 @@ def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def places(found: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the directories of a package's modules; an empty tuple if `found` is not a package."""
+    """Return the directories with the modules of package `found`; an empty tuple for a plain module."""
     return tuple((found and found.submodule_search_locations) or ())
 
 

@@ -1,4 +1,4 @@
-"""Launchers' environments: read rank and world size from the variables of a launcher, one module each."""
+"""Read rank and world size from the environment variables of launchers; one module for each launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _
 
 
 def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
-    """Yield the environments to read, in order of precedence: the innermost launcher first.
+    """Yield the launchers whose variables to read, in order of precedence: the innermost launcher first.
 
     For example, torchrun may run inside a job of another package's launcher, and that inside a Slurm job.
 
@@ -55,12 +55,12 @@ def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
 
 @functools.cache
 def _published() -> tuple[EnvironmentEntry, ...]:
-    """Return the environments registered by other packages as entry points."""
+    """Return the launcher environments that other packages register as entry points."""
     return tuple(map(ENVIRONMENTS.find, ENVIRONMENTS.names()[len(_OWN) :]))
 
 
 def read(entry: EnvironmentEntry, environ: Mapping[str, str]) -> World | None:
-    """Return the world given by the variables of one environment; `None` if the variables are not set.
+    """Return rank, size and rendezvous from one launcher's variables; `None` if these are not set.
 
     Raises:
         WorldError: if the variables contradict each other.

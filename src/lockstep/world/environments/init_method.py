@@ -21,7 +21,9 @@ _HINT = "for example tcp://10.0.0.1:29500, file:///shared/rendezvous or env://"
 
 
 def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, str]:
-    """Return `environ` with rank and rendezvous variables from an init method: its own, or else `url`.
+    """Return `environ` with the variables for rank and rendezvous that an init-method URL specifies.
+
+    The URL is that of `LOCKSTEP_INIT_METHOD` in `environ`, or else `url`.
 
     Raises:
         UsageError: if the init method is invalid.

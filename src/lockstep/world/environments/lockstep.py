@@ -1,4 +1,4 @@
-"""Processes started by `lockstep run` or `lockstep.launch`: torchrun's variables and a mark."""
+"""Processes started by `lockstep run` or `lockstep.launch`: variables of torchrun and of Lockstep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_SERVER = signal.SIGRTMIN + 6
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world given by `lockstep run` to its workers; `None` in other processes."""
+    """Return the world (rank, size, rendezvous) in workers of `lockstep run`; `None` elsewhere."""
     if MARK not in environ:
         return None
     world = torchrun.read(environ, environment="lockstep", reason=f"{MARK} is set")

@@ -23,8 +23,8 @@ _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec.gforker")
 def detect(environ: Mapping[str, str]) -> World | None:
     """Return the world (rank, size, rendezvous) from Hydra's variables; `None` without them.
 
-    `srun` may set the same variables, as the process manager of an MPI program; then the world is
-    Slurm's.
+    Also returns `None` if `srun` has set these variables, as it may for an MPI program; then Slurm's own
+    variables are read.
 
     Raises:
         WorldError: if a variable is missing or contradicts another.

@@ -1,4 +1,4 @@
-"""Common parts of Open MPI and MPICH: `mpiexec` gives ranks, but no rendezvous address."""
+"""Common parts of Open MPI and MPICH, whose `mpiexec` sets variables for ranks, but not for rendezvous."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def world(
 
     On one node the rendezvous is on its loopback interface, under a name that only this job has. On
     several nodes no variable has the address of rank 0 or the number of a node: unless `MASTER_ADDR` and
-    `MASTER_PORT` are set, the ranks ask MPI at the rendezvous. `key` is a name of this job that all of its
-    processes know, and no other job has.
+    `MASTER_PORT` are set, rank 0 broadcasts its address over MPI at the rendezvous. `key` is a name that is
+    the same in all processes of this job, and that no other job has.
 
     Raises:
         WorldError: if the numbers contradict each other.

@@ -1,7 +1,7 @@
 """Processes started by Open MPI's `mpiexec` (also `mpirun`, `prterun`).
 
 The variables are those of https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html.
-`OMPI_COMM_WORLD_NODE_RANK` is not the number of a node, but of a process on it, over all jobs.
+`OMPI_COMM_WORLD_NODE_RANK` does not number nodes, but the processes on a node, over all jobs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Processes that are the tasks of a Slurm job step: what `srun` starts.
+"""Processes that `srun` starts: the tasks of a Slurm job step.
 
-The variables are those of https://slurm.schedmd.com/srun.html. The script that sbatch runs, the shell of
-salloc and the one of `srun --pty` have some of them too, and are single processes.
+The variables are those of https://slurm.schedmd.com/srun.html. The script that sbatch runs, and the
+shells of salloc and `srun --pty`, have some of these variables too, although each is a single process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
 def _nodes_and_tasks(
     environ: Mapping[str, str], size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the names of the step's nodes and the number of tasks on each."""
+    """Return the names of the nodes of a Slurm job step, and the number of tasks on each."""
     nodes = slurm_nodes.expand(_text(environ, "SLURM_STEP_NODELIST"))
     tasks = _tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     count = integer(environ, "SLURM_STEP_NUM_NODES", default=len(nodes))

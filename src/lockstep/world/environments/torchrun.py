@@ -1,8 +1,8 @@
 """Processes started by torchrun, or by anything that sets the variables of `env://`.
 
 The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html; `RANK` and
-`WORLD_SIZE` alone (as scripts on `torch.multiprocessing.spawn` set them) leave open which ranks share a
-node: the ranks find out at the rendezvous.
+`WORLD_SIZE` alone (as scripts with `torch.multiprocessing.spawn` set them) do not say which ranks
+share a node: the ranks compare their hosts at the rendezvous.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
-    """Read the variables that torchrun and `lockstep run` share.
+    """Return rank, size and rendezvous from the variables that torchrun and `lockstep run` both set.
 
     Raises:
         WorldError: if a variable is missing or contradicts another.
@@ -58,7 +58,7 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
 
 
 def _has_local_ranks(environ: Mapping[str, str], size: int) -> bool:
-    """Return whether local ranks are set, and by the same launcher as `WORLD_SIZE`.
+    """Return whether the launcher that set `WORLD_SIZE` has set local ranks, too.
 
     A script that a launcher started as its only process may start processes of its own, and give
     them `RANK` and `WORLD_SIZE`; they inherit the launcher's local ranks, which do not apply to them.

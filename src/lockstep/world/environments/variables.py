@@ -1,4 +1,4 @@
-"""Reading integers from an environment, with an error that names the variable."""
+"""Functions that read integers from environment variables, with an error that names the variable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     """Return `MASTER_ADDR` and `MASTER_PORT`, each `None` where it is not set.
 
     Raises:
-        WorldError: if the port is no port.
+        WorldError: if `MASTER_PORT` is not a valid port.
     """
     port = integer(environ, "MASTER_PORT", default=0)
     if not 0 <= port < 1 << 16:

@@ -3,9 +3,8 @@
 The members (one per node) share a store already; collectives also need connections between all pairs.
 Each member listens and sends a token, since an address such as Docker's 172.17.0.1 exists on many hosts.
 First, all members try the interfaces of member 0; the interface on a member's route to member 0 becomes
-that member's interface, unless the user chose one. Then all pairs try these interfaces. All members get
-the same
-result: an interface and address for each member, or an error that lists the pairs without a connection.
+that member's interface, unless the user chose one. Then all pairs try these interfaces. The result is the
+same on all members: an interface and address for each, or an error that lists pairs without a connection.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Network interface and address at which all other members can connect to a member."""
+    """Network interface of a member, with the address at which others connect to the member."""
 
     interface: str
     address: str
@@ -153,7 +152,7 @@ def check_connectivity(
 
 
 class _Member:
-    """Connection attempts and reports of one member."""
+    """One member of the check: it tries to connect to the others, and reports the results to them."""
 
     def __init__(
         self, members: Members, seconds: float, patience: float, warn: Callable[[str], None]
@@ -164,7 +163,7 @@ class _Member:
         self._own = interfaces()
 
     def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Gather the listening addresses of all members; raise an error if an interface is wrong."""
+        """Exchange listening addresses with all members; raise an error if `interface` is invalid."""
         wrong: UsageError | None = None
         try:
             offered = offers(self._own if interface is None else (named(interface),))
@@ -189,7 +188,10 @@ class _Member:
         return [decode(ProbeTarget, value) for value in found]
 
     def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
-        """Try member 0, then all others; return the results. `now` is the time on this member's clock."""
+        """Try to connect to member 0, then to all others; return an address at which to reach each member.
+
+        `now` is the time on this member's clock, which member 0 compares with the other clocks.
+        """
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
             report = self._try(cards, first, seconds)
@@ -215,7 +217,7 @@ class _Member:
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Reach]]:
-        """Return the addresses to try for each member; empty if member 0 is to be tried once more."""
+        """Return the addresses to try for each member; empty if all are to try member 0 again first."""
 
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
@@ -297,11 +299,11 @@ def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
 
 
 def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
-    """Return the addresses to try for each member, from the members' attempts at member 0.
+    """Return the addresses to try for each member, after all members have tried to reach member 0.
 
-    For member 0, this is its first interface that all others reached, or all interfaces if there is
-    none. For another member, this is the interface on its route to member 0, or the only one that it
-    listens on.
+    The result has one address of member 0, on its first interface that all others reached, or all addresses
+    if there is no such interface. Of another member, it has the address on the member's route to member 0,
+    or the only address at which the member listens.
     """
     reached = [
         {attempt.place: attempt.source for attempt in report if not attempt.failure}
@@ -350,7 +352,7 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
 def _ways(
     by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a line for each attempt of member `by` to connect to member `to`, with its failure."""
+    """Yield a line for each attempt of member `by` to connect to member `to`: route, address, failure."""
     tried = [attempt for attempt in reports[by] if attempt.member == to]
     beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
     for attempt in beyond or tried:

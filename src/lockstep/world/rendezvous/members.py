@@ -1,4 +1,7 @@
-"""`Members`: gather a value of each member over a store; member 0 computes one result for all."""
+"""`Members`: gather a value of each member over a store; member 0 computes one result for all.
+
+Members are numbered processes that use the store together: ranks, launchers, or one process per node.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _PAUSE = 0.005
 
 
 class Members:
-    """Gathers values of all members over a store; member 0 computes one result for all members.
+    """Gathers values of all members (processes) over a store; member 0 computes one result for all.
 
     Args:
         store: a store for this object alone.
@@ -50,9 +53,9 @@ class Members:
     ) -> Any:
         """Gather the JSON values `own` of all members; return the result of `answer` on all members.
 
-        Only member 0 calls `answer`, with the list of values; `None` stands for members without a value
-        within `seconds`. If `answer` raises a `LockstepError`, all members get the error. `question` is
-        a unique key.
+        Only member 0 calls `answer`, with the list of values, in which `None` stands for a member that
+        wrote none within `seconds`. If `answer` raises a `LockstepError`, all members get the error.
+        `question` is a key that no other call uses.
 
         Raises:
             WorldError: of class `kind`; the same on all members.
@@ -79,11 +82,11 @@ class Members:
         return found["answer"]
 
     def refuse(self, question: str, error: LockstepError) -> None:
-        """Write an error as the result for all members, unless there is a result already."""
+        """Make `error` the result of `ask(question, …)` for all members, unless a result exists already."""
         self._post(question, {"error": error.message, "hint": error.hint})
 
     def read(self, question: str, index: int) -> Any:
-        """Return the value of a member; `None` if the member has not written one.
+        """Return the value that member `index` wrote for `question`; `None` if it has not written one.
 
         Raises:
             WorldError: if the value is invalid JSON.

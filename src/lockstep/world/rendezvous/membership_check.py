@@ -45,7 +45,7 @@ class NodeInfo:
 
     @staticmethod
     def here(pid: int) -> NodeInfo:
-        """Return the info of process `pid` on this host."""
+        """Return host, process id and library versions of process `pid` on this host."""
         return NodeInfo(host=host.identity(), name=host.name(), pid=pid, versions=host.versions())
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class RankInfo:
 
     @staticmethod
     def of(world: World, pid: int) -> RankInfo:
-        """Return the info of this process, with the rank of `world`."""
+        """Return the `RankInfo` of process `pid` on this host, which has the rank in `world`."""
         place = RankPlacement(**{name: getattr(world, name) for name in RankPlacement.__slots__})
         return RankInfo(
             node=NodeInfo.here(pid), world=world.size, place=place if world.placed else None
@@ -86,7 +86,7 @@ class RankInfo:
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> RankInfo:
-        """Return the info with these fields, read from JSON."""
+        """Return the `RankInfo` with these fields, which were read from JSON."""
         # Another version of Lockstep may have other fields; the comparison of versions reports it.
         node = {name: fields["node"].get(name) for name in NodeInfo.__slots__}
         place = fields.get("place")
@@ -106,7 +106,7 @@ def check_members(
         The world of this rank, with local and node rank, and the names of the nodes.
 
     Raises:
-        WorldError: the same on every rank, if a rank is missing or the infos contradict each other.
+        WorldError: the same on every rank, if a rank is missing, or ranks contradict each other.
     """
     rank = world.rank
     labels = [f"rank {number}" for number in range(world.size)]
@@ -156,7 +156,7 @@ def node_numbers(hosts: Sequence[str]) -> list[int]:
 
 
 def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Return local and node rank of each rank, as given by its launcher, or else from its host."""
+    """Return local and node rank of each rank, as its launcher set them, or else by comparing hosts."""
     hosts = [info.node.host for info in infos]
     sizes, seen, found = Counter(hosts), Counter[str](), []
     for info, host_name, node in zip(infos, hosts, node_numbers(hosts), strict=True):
@@ -185,7 +185,7 @@ def differing_versions(
 
 
 def problems(infos: Sequence[RankInfo]) -> Iterator[tuple[str, str]]:
-    """Yield a message for each contradiction between the infos, with the name of its hint."""
+    """Yield a message about each contradiction between ranks, with the key of its hint in `HINTS`."""
     labels = [f"rank {rank} on {info.node.name}" for rank, info in enumerate(infos)]
     first = infos[0]
     for label, info in zip(labels, infos, strict=True):

@@ -1,4 +1,4 @@
-"""`open_private`: open a file in a directory that other users may write to, safely."""
+"""`open_private`: safely open a file in a directory to which other users may write."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def _require_own(found: os.stat_result, path: Path) -> None:
 
 
 def _owner_in(directory: Path) -> int:
-    """Return the owner of a new file in `directory`, which a file server may map to another user."""
+    """Return the owner that a new file in `directory` gets; a file server may change the owner."""
     with tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid

@@ -106,7 +106,7 @@ class RankRendezvous:
         `key` is used once; `what` is the phase of the run, for the error message.
 
         Raises:
-            PeerError: as `wait`.
+            PeerError: if another rank has failed, or after the timeout of collectives.
         """
         keys = [f"{key}/{rank}" for rank in range(self.world.size)]
         self.store.set(keys[self.world.rank], own)
@@ -120,8 +120,10 @@ class RankRendezvous:
     def broadcast(self, key: str, answer: Callable[[], str], what: str) -> str:
         """Broadcast the result of `answer`, which only rank 0 calls, to all ranks.
 
+        A `key` is used once; `what` is the phase of the run, for the error message.
+
         Raises:
-            PeerError: as `wait`.
+            PeerError: if another rank has failed, or after the timeout of collectives.
         """
         if self.world.is_main:
             self.store.set(key, answer())
@@ -205,7 +207,7 @@ def leave(rendezvous: RankRendezvous) -> None:
 
 
 def _as_in_group(world: World) -> World:
-    """Return the world with rank and size of the script's process group, if the environment's differ."""
+    """Return `world`, or one with rank and size of the script's process group if `world` has others."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) == (world.rank, world.size):
         return world
@@ -239,7 +241,7 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
 
 
 def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -> None:
-    """Run the connectivity check on the first rank of each node; apply the result on all its ranks."""
+    """Run the connectivity check on the first rank of each node; apply its result on all ranks."""
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:
         labels = [f"node {number} ({name})" for number, name in enumerate(names)]
