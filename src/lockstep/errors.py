@@ -36,7 +36,7 @@ PREEMPTED = 75
 
 
 class LockstepError(Exception):
-    """Base of all errors that Lockstep raises for users.
+    """Base class of all errors that Lockstep raises for users.
 
     Args:
         message: the observed and the expected value or event.
@@ -73,37 +73,37 @@ class UnreachableError(WorldError):
 
 
 class DeviceError(UsageError):
-    """The device does not exist on this machine."""
+    """A requested device does not exist on this machine, or cannot be used."""
 
 
 class OutputError(LockstepError):
-    """An output file cannot be written."""
+    """A file that a command writes as its output cannot be written."""
 
 
 class CheckFailedError(LockstepError):
-    """A check ran to its end and failed."""
+    """A check, such as `lockstep verify`, ran to its end and failed."""
 
     exit_code = 3
 
 
 class RunError(LockstepError):
-    """A run started and failed."""
+    """A run that had started failed."""
 
 
 class ModelError(RunError):
-    """A model or an optimizer is not one of the run's, or differs between ranks."""
+    """A model or an optimizer does not belong to the run, cannot be used, or differs between ranks."""
 
 
 class VariableError(RunError, AttributeError):
-    """A script uses a variable of `run.state` that it did not create."""
+    """A script uses a variable of `run.state` that was not created there."""
 
 
 class LoaderError(RunError):
-    """Data cannot be split over the replicas."""
+    """Data cannot be split over the replicas (logical data-parallel workers)."""
 
 
 class StepError(RunError):
-    """The order of calls would make the result depend on the layout."""
+    """The script's order of calls would make the result depend on the layout."""
 
 
 class AuditError(RunError):
@@ -119,11 +119,11 @@ class ExactnessError(RunError):
 
 
 class MismatchError(RunError):
-    """Ranks are in different collective calls; expected the same call on all ranks."""
+    """Ranks have called different collective operations; expected the same call on all ranks."""
 
 
 class DivergenceError(RunError):
-    """Ranks that should have the same bits differ."""
+    """Values that must have the same bits on all ranks, such as parameters, differ."""
 
 
 class RunDirectoryError(RunError):
@@ -139,11 +139,11 @@ class PeerError(RunError):
 
 
 class EarlyExitError(PeerError):
-    """Another rank left a loop over a loader before its end."""
+    """Another rank left a loop over a loader before its end, while this rank continued."""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, then the exception that caused it, and so on, as a traceback chains them."""
+    """Yield `error`, then the exception that caused it, then that one's cause, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -162,6 +162,6 @@ def shortened(text: str, limit: int = 8192) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the hint "did you mean …?" with the known word most similar to `word`, `None` without one."""
+    """Return "did you mean …?" with the known word that is most similar to `word`; `None` without such."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else None

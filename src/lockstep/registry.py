@@ -81,7 +81,7 @@ class StrategyEntry:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnvironmentEntry:
-    """Registry entry of a launcher that gives a process its rank by environment variables."""
+    """Registry entry of a launcher (such as Slurm) whose environment variables give a process its rank."""
 
     name: str = ""  # name for users; in another package, its entry point's
     #: function from environment variables to a `lockstep.World`, or to `None` if this launcher did not
@@ -94,9 +94,9 @@ EntryT = TypeVar("EntryT", bound=ExchangeEntry | StrategyEntry)
 
 
 class Registry(Generic[EntryT]):
-    """Registry of all strategies, or of all exchanges: a mapping from names to entries.
+    """Mapping from names to entries, for all strategies or for all exchanges.
 
-    `group` is the group of the entry points by which other packages publish entries.
+    `group`: the group of the entry points by which other packages publish entries.
     """
 
     def __init__(self, what: str, group: str, entries: Sequence[EntryT]) -> None:
@@ -106,18 +106,18 @@ class Registry(Generic[EntryT]):
         self.own: tuple[str, ...] = tuple(self._entries)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all entries: first of Lockstep's, then of other packages'."""
+        """Return the names of all entries: first those of Lockstep, then those of other packages."""
         from importlib import metadata
 
         published = {point.name for point in metadata.entry_points(group=self._group)}
         return (*self.own, *sorted(published - set(self.own)))
 
     def keywords(self) -> frozenset[str]:
-        """Return the keyword arguments of `run.model` of all entries that have been imported so far."""
+        """Return the keyword arguments of `run.model` that entries list, as far as entries are imported."""
         return frozenset(word for entry in self._entries.values() for word in entry.keywords)
 
     def require(self, name: Any, origin: str) -> None:
-        """Raise `UsageError` if no entry has this name, which the flag or argument `origin` gave."""
+        """Raise `UsageError` if no entry is called `name`; `origin`: the flag or argument that gave it."""
         if name not in self._entries and name not in self.names():
             raise UsageError(
                 f"{origin} is {name!r}; expected one of {', '.join(self.names())}",
@@ -136,7 +136,7 @@ class Registry(Generic[EntryT]):
         return self._entries[name]
 
     def where(self, matches: Callable[[EntryT], object]) -> tuple[str, ...]:
-        """Return the names of Lockstep's entries for which `matches` returns a true value."""
+        """Return the names of those of Lockstep's own entries for which `matches(entry)` is true."""
         return tuple(name for name in self.own if matches(self._entries[name]))
 
     def _load(self, name: str) -> EntryT:
@@ -167,7 +167,7 @@ class Registry(Generic[EntryT]):
 
 
 def resolve(function: Function) -> Callable[..., Any]:
-    """Return a function of an entry; import it if it is given as `module:function`."""
+    """Return a function of an entry: import it if the entry names it as `module:function`."""
     if callable(function):
         return function
     module, _, name = function.partition(":")
@@ -319,7 +319,7 @@ EXCHANGES = Registry(
 
 
 def choose_strategy(name: str, *, has_group: bool, is_spread: bool) -> StrategyEntry:
-    """Return the strategy that wraps the models of a run: the named one, or its fallback.
+    """Return the strategy that wraps the models of a run: the one named, or the one it falls back to.
 
     Args:
         name: name of the strategy in the run's settings.

@@ -206,7 +206,7 @@ class Run(RunMetrics):
         return gated
 
     def register(self, name: str, value: Any) -> Any:
-        """Save and restore an object with `state_dict` and `load_state_dict` with the run; return it.
+        """Save and restore `value` with the run, by its `state_dict` and `load_state_dict`; return `value`.
 
         Raises:
             ModelError: if a method is missing, or the name is taken.
@@ -268,11 +268,11 @@ class Run(RunMetrics):
         return self._session.loaders.make(data, settings)
 
     def batches(self, loader: Loader) -> Iterator[GlobalBatch]:
-        """Yield the global batches of `loader`; iterate over each one once per update: for a GAN, twice."""
+        """Yield the global batches of `loader`; iterate over a batch once per update, for a GAN twice."""
         return loader.batches()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs of the run, `0` to `count - 1`; a resumed run begins where it stopped.
+        """Yield epoch numbers from `0` to `count - 1`; a resumed run begins at the epoch where it stopped.
 
         Raises:
             UsageError: if `count` is negative.
@@ -334,7 +334,7 @@ class Run(RunMetrics):
             optimizers.clip_values(optimizers.listed(parameters), float(clip_value), models)
 
     def log(self, **values: Any) -> None:
-        """Record numbers, or tensors of one element, of this step; it waits for no rank and no device."""
+        """Record numbers, or tensors of one element, of this step, without waiting for ranks or device."""
         if not (self._loop.is_replaying or self._loop.is_audited):
             self._session.context.record.log(values)
 
@@ -345,7 +345,7 @@ class Run(RunMetrics):
             self._session.context.record.print(sep.join(map(str, values)))
 
     def digest(self) -> str:
-        """Return the SHA-256 of all models and registered objects, as `sha256:…`.
+        """Return the SHA-256 of all models and of objects given to `run.register`, as `sha256:…`.
 
         Raises:
             StepError: inside a microbatch, with several replicas and a sharded model.

@@ -28,13 +28,13 @@ def at_least(least: int, kind: type = int) -> Check:
 
 
 def check_seed(value: Any, origin: str) -> None:
-    """Raise `UsageError` unless `value` is a signed integer of 64 bits; `origin` names its source."""
+    """Raise `UsageError` unless `value` is a signed 64-bit integer; `origin`: the flag or argument."""
     if not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise UsageError(f"{origin} is {value!r}; expected an integer of 64 bits")
 
 
 def audit_steps(value: str) -> int | None:
-    """Return the number of steps between two audits; 0 for `first`, `None` for `off`.
+    """Return the number of steps from one audit to the next; 0 for `first`, `None` for `off`.
 
     An audit computes a microbatch twice and compares the bits; `first` audits only first batches of loops.
     """
@@ -55,7 +55,7 @@ def signal_of(name: str, origin: str) -> signal.Signals:
     """Return the signal with the given name, such as `USR1` or `SIGUSR1`.
 
     Raises:
-        UsageError: if no signal has this name, or if it cannot ask a run to end.
+        UsageError: if no signal has this name, or if it cannot serve to end a run.
     """
     known = {one.name: one for one in signal.Signals}
     found = known.get("SIG" + name.upper().removeprefix("SIG"))

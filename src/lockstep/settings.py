@@ -34,7 +34,7 @@ def boolean(text: str) -> bool:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list."""
+    """Split a comma-separated list of names, such as loggers, into a tuple."""
     return tuple(name for name in text.split(",") if name)
 
 
@@ -71,17 +71,17 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """Text that states the default on the page of settings and in `--help`."""
+        """Text that describes the default, for the settings page of the manual and for `--help`."""
         default = "none" if self.default in (None, ()) else write(self.default).removesuffix(".0")
         return self.default_text or default
 
     @property
     def option(self) -> str:
-        """Spelling of the flag without a value, such as `--replicas`; empty without a flag."""
+        """The setting's flag, such as `--replicas`, without a value; empty if the setting has no flag."""
         return "" if self.flag is None else self.flag[1].partition(" ")[0]
 
     def require(self, value: Any, origin: str) -> None:
-        """Raise `UsageError` for an invalid `value`; `origin` names its flag, variable or argument."""
+        """Raise `UsageError` for an invalid `value`; `origin`: its flag, variable or argument."""
         if self.check is None and self.choices and value not in self.choices:
             raise UsageError(
                 f"{origin} is {value!r}; expected one of {', '.join(self.choices)}",
@@ -91,7 +91,7 @@ class Setting:
             resolve(self.check)(value, origin)
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """Return the checked value of the setting's environment variable; `None` if it is not set."""
+        """Return the checked value of the environment variable of this setting; `None` if it is not set."""
         text = environ.get(self.variable)
         if text is None or (self.blank_is_unset and not text):
             return None
@@ -105,14 +105,14 @@ class Setting:
 
 
 def write(value: Any) -> str:
-    """Return the value of a setting as text for its environment variable."""
+    """Return a setting's value as text, as for its environment variable."""
     if isinstance(value, bool):
         return str(int(value))
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _setting(default: Any, help: str, parse: Parse, **more: Any) -> Any:  # noqa: A002 - of argparse
-    """Declare a setting as a field of `Settings`; `more` are further fields of its `Setting`."""
+    """Declare a setting as a field of `Settings`; `more`: values of further fields of class `Setting`."""
     row = {"help": help, "parse": parse, "default": default, "of_script": True, **more}
     return field(default=default, metadata=row)
 
@@ -307,7 +307,7 @@ class Settings:
 
 
 def from_environment(settings: Settings, environ: Mapping[str, str] | None = None) -> Settings:
-    """Return `settings` with the values of the variables `LOCKSTEP_…` that the environment sets."""
+    """Return a copy of `settings` with the values of those variables `LOCKSTEP_…` that are set."""
     environ = os.environ if environ is None else environ
     values = {name: TABLE[name].read(environ) for name in OF_RUNS}
     return replace(settings, **{name: value for name, value in values.items() if value is not None})

@@ -1,1 +1,1 @@
-"""Adapters of other frameworks' trainers: each translates their words into those of a `lockstep.Run`."""
+"""Adapters for trainers of other frameworks: they train through a `lockstep.Run`."""

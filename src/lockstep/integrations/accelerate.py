@@ -2,7 +2,7 @@
 
 One iteration over a prepared DataLoader is one microbatch, the batch of one replica; `num_processes` is the
 number of replicas, also for what a scheduler counts. While the models are in evaluation mode each rank
-goes through all of the data by itself, so that `gather_for_metrics` has everything.
+iterates over all of the data by itself, so that `gather_for_metrics` gets all results without gathering.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ process.see_alone()
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` that trains through a run.
+    """`accelerate.Accelerator` whose training loop is executed by a `lockstep.Run`.
 
     Args:
         replicas: number of logical data-parallel workers, each with batches of the DataLoader's size; by
@@ -56,19 +56,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Pass a model through the run; one that is only evaluated is moved to the device."""
+        """Pass a model to the run, or, with `evaluation_mode`, only move it to the device; return it."""
         if evaluation_mode:
             return model.to(self._run.device)
         self._models.append(self._run.model(model))
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Pass an optimizer through the run: it steps once per global batch."""
+        """Pass an optimizer to the run, so that it steps once per global batch; return it."""
         self._optimizers.append(self._run.optimizer(optimizer))
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Pass a scheduler through the run: once per global batch it counts a step for each replica."""
+        """Pass a scheduler to the run: it acts once per global batch, as one step for each replica."""
         if self.step_scheduler_with_optimizer and not self.split_batches:
             _count_for(scheduler, self.num_processes)
         self._schedulers.append(self._run.scheduler(scheduler))
@@ -80,24 +80,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        """Return a loader that yields microbatches, and all of the data in evaluation mode."""
+        """Return a loader of this rank's microbatches, or of all batches while models are in eval mode."""
         return _PreparedLoader(self, data_loader)
 
     # --- a step ----------------------------------------------------------------------------------------
 
     @property
     def num_processes(self) -> int:
-        """Number of replicas, without those that gradients are accumulated over."""
+        """The script's number of replicas: that of the run, divided by accumulated batches per update."""
         return self._run.replicas // int(self.gradient_state.num_steps)
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether optimizers act in this iteration."""
+        """Whether this microbatch is the last of a global batch, at which optimizers step."""
         return self._run.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an update was left out: one that overflows counts as a step that changes nothing."""
+        """`False`: a step with gradients that overflow counts as a step that changes nothing."""
         return False
 
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
@@ -105,7 +105,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._run.backward(loss)
 
     def accumulate(self, *_: Any) -> AbstractContextManager[None]:
-        """Return a context without effect: every microbatch is accumulated."""
+        """Return a context without effect: the run accumulates the gradients of all microbatches."""
         return contextlib.nullcontext()
 
     def no_sync(self, *_: Any) -> AbstractContextManager[None]:
@@ -113,41 +113,41 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return contextlib.nullcontext()
 
     def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """Return a context without effect: inputs are never uneven."""
+        """Return a context without effect: all ranks have the same number of updates."""
         return contextlib.nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip gradients of the global batch by norm."""
+        """Scale the global batch's gradients to a total norm of at most `max_norm`; return the old norm."""
         return self._run.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip gradients of the global batch by value."""
+        """Clamp each element of the global batch's gradients to `-clip_value` to `clip_value`."""
         self._run.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: gradients that a script sees are not scaled."""
+        """Do nothing: the gradients that a script reads are never scaled by a loss scale."""
 
     # --- ranks -----------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait for all ranks; inside of an iteration, which ranks make different numbers of, go on."""
+        """Wait for all ranks; do nothing in a loop over a loader, which ranks iterate unequally often."""
         if not self._is_in_loop:
             self._run.barrier()
 
     def main_process_first(self) -> AbstractContextManager[Any]:
-        """Return a context whose body runs on the main rank first."""
+        """Return a context that the main rank enters first; in a loop over a loader, one without effect."""
         return contextlib.nullcontext() if self._is_in_loop else self._run.main_process_first()
 
     local_main_process_first = main_process_first
 
     def print(self, *values: Any, sep: str = " ", **_: Any) -> None:
-        """Print on the main rank."""
+        """Print values on the main rank only."""
         self._run.print(*values, sep=sep)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Log values on the main rank, once."""
+        """Log values on the main rank, but not again while a resumed run repeats earlier calls."""
         if not self._run.is_replaying:
             super().log(values, step=step, log_kwargs=log_kwargs or {})
 
@@ -156,7 +156,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **arguments: Any
     ) -> Any:
-        """Save models, optimizers and schedulers in accelerate's own layout, on the main rank."""
+        """Save models, optimizers and schedulers in accelerate's file format, on the main rank."""
         saved = None
         if self.is_main_process and self.sync_gradients and not self._run.is_replaying:
             saved = super().save_state(output_dir, safe_serialization, **arguments)
@@ -164,26 +164,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return saved
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save objects with the run, too."""
+        """Save and restore `objects` with the run, and with accelerate's own checkpoints."""
         for value in objects:
             self._run.register(f"checkpointed-{len(self._custom_objects) + 1}", value)
             super().register_for_checkpointing(value)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Refuse to skip: a run continues by itself where it stopped."""
+        """Raise a `UsageError`: a resumed run continues at the right batch by itself."""
         process.refuse(
             "skip_first_batches", "--run-dir, with which a run continues where it stopped"
         )
 
     def end_training(self) -> None:
-        """End the trackers and the run."""
+        """Finish accelerate's trackers (such as TensorBoard), and end the run."""
         for tracker in self.trackers:
             tracker.finish()
         process.end_run()
 
 
 class _PreparedLoader:
-    """A DataLoader of a script: microbatches while models train, else all of the data on each rank."""
+    """A script's DataLoader after `prepare`: yields this rank's microbatches while a model trains.
+
+    While all models are in evaluation mode it yields all batches of the DataLoader, on each rank.
+    """
 
     def __init__(self, accelerator: Accelerator, data: DataLoader[Any]) -> None:
         self._accelerator, self._data = accelerator, data
@@ -202,17 +205,17 @@ class _PreparedLoader:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of a global batch."""
+        """Number of samples of a global batch."""
         return int(self._global.batch_size)
 
     def __len__(self) -> int:
-        """Return the number of iterations that a process of accelerate would make with as many replicas."""
+        """Return the iterations per epoch that accelerate would make with one process per replica."""
         if not self._trains:
             return len(self._data)
         return len(self._global) * int(self._accelerator.gradient_state.num_steps)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the run counts epochs."""
+        """Do nothing: the run counts epochs itself."""
 
     @property
     def _trains(self) -> bool:
@@ -235,7 +238,7 @@ class _PreparedLoader:
 
 
 def _count_for(scheduler: Any, replicas: int) -> None:
-    """Let each step of a scheduler count for so many replicas, as accelerate does for processes."""
+    """Make each `step()` of `scheduler` count as `replicas` steps, as accelerate counts one per process."""
     own = type(scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or replicas == 1:
         return

@@ -1,4 +1,4 @@
-"""DataLoaders of one process as loaders of a run: what was a batch is a replica's share of a global one."""
+"""Loaders of a run, from DataLoaders made for one process: each replica computes one DataLoader batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.run import Run
 
 
 class _Together:
-    """A batch sampler that puts so many batches of another one together."""
+    """A batch sampler that joins every `count` successive batches of another batch sampler into one."""
 
     def __init__(self, batches: Any, count: int) -> None:
         self._batches, self._count = batches, count
@@ -33,13 +33,13 @@ class _Together:
             yield indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on."""
+        """Call `set_epoch` of the other batch sampler, if it has this method."""
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(epoch)
 
 
 def global_loader(run: Run, data: DataLoader[Any], times: int | None = None) -> Loader:
-    """Return a loader whose global batches hold so many batches of `data`, by default one per replica."""
+    """Return a loader whose global batch is `times` batches of `data`; by default, one per replica."""
     times = times or run.replicas
     workers: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": data.pin_memory}
     if data.num_workers:

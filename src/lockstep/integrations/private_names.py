@@ -1,6 +1,6 @@
-"""Private names of frameworks that the adapters override or use: all of them, in one place.
+"""Private names of transformers and accelerate that the adapters override or use.
 
-A version of a framework in which one is gone is named by a test, before it is by a user.
+A test checks that the installed versions still have them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the adapters share: a run without a `with` block, and how Accelerate sees the processes."""
+"""Code that all adapters use: opening a run without a `with` block, hiding other ranks from Accelerate."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lockstep.world.detect import detect
 
 
 class _Current:
-    """The run of this process, which ends with the script."""
+    """Holder of the run that an adapter has opened in this process; the run ends with the script."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.settings: dict[str, Any] = {}
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the run, as the end of its `with` block does."""
+        """End the run, if one is open, as leaving its `with` block does; `error`: what ended the script."""
         run, self.run = self.run, None
         if run is not None:
             run.__exit__(None if error is None else type(error), error, None)
 
     def end_with_script(self) -> None:
-        """End the run when Python ends; with an error, if one has ended the script."""
+        """End the run when Python exits; an exception that ended the script is passed to the run."""
         error = getattr(sys, "last_value", None)
         try:
             self.end(error)
@@ -49,7 +49,7 @@ _current = _Current()
 
 
 def open_run(**settings: Any) -> Run:
-    """Return the run of this process; one with other settings than before ends first."""
+    """Return this process's open run if its settings are `settings`; else end it and open a new one."""
     if _current.run is not None and _current.settings == settings:
         return _current.run
     if _current.run is None and not _current.settings:
@@ -68,10 +68,12 @@ def end_run() -> None:
 
 
 def replicas_of(replicas: int | None, accumulation: int) -> int | None:
-    """Return the number of replicas of a run whose updates accumulate so many batches of each.
+    """Return `replicas * accumulation`: a batch that is accumulated counts as one of an additional replica.
+
+    `None` stands for the default, one replica per rank.
 
     Raises:
-        UsageError: if there is no number of replicas to multiply.
+        UsageError: if batches are accumulated, but `replicas` is `None`.
     """
     if replicas is not None:
         return replicas * accumulation
@@ -85,10 +87,10 @@ def replicas_of(replicas: int | None, accumulation: int) -> int | None:
 
 
 def refuse(option: str, instead: str) -> None:
-    """Refuse an option of a framework.
+    """Raise the error for an option of a framework that a run cannot support; `instead` names what to use.
 
     Raises:
-        UsageError: naming it, and what to use.
+        UsageError: always.
     """
     raise UsageError(
         f"{option} was given; expected none: it makes the result depend on the layout, or trains by "
@@ -103,9 +105,9 @@ _make_state = accelerate_state.PartialState.__init__
 
 
 def see_alone() -> None:
-    """Let Accelerate see one process that shards nothing, with the rank of this one.
+    """Make Accelerate treat this process as the only one, but with its rank in the run.
 
-    So it neither joins a process group nor splits data, and still only the main rank writes and logs.
+    So Accelerate neither joins a process group nor splits data, and only the main rank writes and logs.
 
     Raises:
         UsageError: if Accelerate has joined a process group before.
@@ -150,7 +152,7 @@ def _device(*, cpu: bool, local_rank: int) -> torch.device:
 
 
 def see_device(device: torch.device) -> None:
-    """Let Accelerate see the device of the run."""
+    """Make Accelerate use `device`, the device of the run."""
     for state in (accelerate_state.PartialState, accelerate_state.AcceleratorState):
         if state._shared_state:
             state._shared_state["device"] = device

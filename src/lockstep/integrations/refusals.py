@@ -1,4 +1,4 @@
-"""Options of frameworks that cannot be the same on every layout: refused before the first step."""
+"""Refuse options of transformers and accelerate that make the result depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _GENERATING = (
 
 
 def check_trainer(kind: type) -> None:
-    """Refuse a trainer that generates its samples.
+    """Refuse trainers of TRL that generate samples while they train, and subclasses of these trainers.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if `kind` is such a class.
     """
     for base in kind.__mro__:
         if base.__name__ in _GENERATING:
@@ -66,10 +66,10 @@ def check_trainer(kind: type) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse training arguments that cannot be exact.
+    """Refuse `TrainingArguments` that would make the result depend on the number of ranks.
 
     Raises:
-        UsageError: naming the first, and what to use.
+        UsageError: for the first such argument; the hint says what to use instead.
     """
     for name, instead in _ARGUMENTS.items():
         if getattr(args, name, None):
@@ -94,10 +94,10 @@ def check_arguments(args: Any) -> None:
 
 
 def check_accelerator(settings: dict[str, Any]) -> None:
-    """Refuse arguments of an Accelerator that cannot be exact.
+    """Refuse arguments of `Accelerator` that would make the result depend on the number of ranks.
 
     Raises:
-        UsageError: naming the first, and what to use.
+        UsageError: for the first such argument; the hint says what to use instead.
     """
     for name, instead in _ACCELERATOR.items():
         if settings.get(name):

@@ -1,7 +1,7 @@
-"""Predictions of microbatches as rows of bytes, one per sample: `run.gather` brings them together.
+"""Encode predictions as one row of bytes per sample, the form in which `run.gather` collects them.
 
-A row has the floats that belong to its sample, then for each tensor its type and shape, then all values.
-So tensors of different lengths, as padding makes them, can be put together in the order of the dataset.
+A row has the sample's numbers (such as its loss), then for each predicted tensor its type, shape, values.
+So predictions of different lengths, as padding makes them, fit into one result in the dataset's order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ _TYPES = (
 
 
 def pack(floats: Sequence[float], tree: Any, rows: int) -> torch.Tensor:
-    """Return one row of bytes for each of `rows` samples.
+    """Return one row of bytes for each of `rows` samples: `floats`, and the sample's part of each tensor.
+
+    Args:
+        floats: numbers that are the same for all samples of the microbatch.
+        tree: tensors, in nested containers, whose first dimension counts the samples.
+        rows: number of samples.
 
     Raises:
-        UsageError: for a tensor that has no row per sample.
+        UsageError: for a tensor whose first dimension is not `rows`.
     """
     parts = [_bytes(np.tile(np.array(floats, np.float64), (rows, 1)))]
     arrays = [
@@ -49,7 +54,10 @@ def pack(floats: Sequence[float], tree: Any, rows: int) -> torch.Tensor:
 
 
 def unpack(rows: torch.Tensor, floats: int, like: Any) -> tuple[np.ndarray[Any, Any], Any]:
-    """Return the floats, of shape `(samples, floats)`, and a tree as `like` of arrays for all samples."""
+    """Decode rows of `pack`: return the floats, of shape `(samples, floats)`, and predictions as arrays.
+
+    `like`: a tree of tensors as given to `pack`; the returned tree has an array of all samples for each.
+    """
     data = rows.numpy()
     numbers = np.frombuffer(data[:, : 8 * floats].tobytes(), np.float64).reshape(len(data), floats)
     leaves, shape = tree_flatten(like)
@@ -94,7 +102,7 @@ def _read(row: np.ndarray[Any, Any], start: int, count: int) -> list[np.ndarray[
 
 
 def _join(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Return one array of all samples, padded to the largest."""
+    """Stack one array per sample into one array; pad smaller ones with -100 to the largest shape."""
     shape = tuple(np.max([array.shape for array in arrays], axis=0).astype(int))
     if all(array.shape == shape for array in arrays):
         return np.stack(arrays)

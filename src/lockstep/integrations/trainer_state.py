@@ -1,4 +1,4 @@
-"""What a `transformers.Trainer` knows of its training, as a registered object of the run."""
+"""State of a `transformers.Trainer`, in a form that `run.register` saves and restores with the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CARRIED_BY_TRL = ("_metrics", "_total_train_tokens")
 
 
 class TrainingProgress:
-    """State of the trainer, its control, its callbacks and its running sums, as text.
+    """Saves and restores the state, callbacks and running sums of a `transformers.Trainer`, as text.
 
     Logged times are left out: they are no part of the result.
     """
@@ -33,7 +33,7 @@ class TrainingProgress:
         self.latest: list[float | None] = [None, None]  # norm of gradients, learning rate
 
     def state_dict(self) -> dict[str, str]:
-        """Return everything as JSON, whose floats have all of their bits."""
+        """Return the trainer's state as one JSON text, in which floats are exact."""
         trainer = self._trainer
         names = [name for name in (*_CARRIED, *_CARRIED_BY_TRL) if hasattr(trainer, name)]
         state = dataclasses.asdict(trainer.state)
@@ -54,7 +54,7 @@ class TrainingProgress:
         return {"json": json.dumps(values)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Let the trainer continue from what `state_dict` has returned."""
+        """Set the trainer's attributes to the values that `state_dict` returned."""
         trainer, values = self._trainer, json.loads(state["json"])
         own = {name: getattr(trainer.state, name) for name in (*_OF_PROCESS, _OF_CHECKPOINTS)}
         trainer.state = TrainerState(**own, **values["state"])
@@ -78,7 +78,10 @@ def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(callback: Any) -> dict[str, Any]:
-    """Return the numbers and text that a callback of the script holds, or one that says what to keep."""
+    """Return the attributes of a callback that are numbers, text or containers of them, by name.
+
+    Empty for a callback of transformers itself, unless it is an `ExportableState`.
+    """
     is_own = type(callback).__module__.startswith("transformers.")
     if is_own and not isinstance(callback, ExportableState):
         return {}  # the process's own: whether a logger has begun, the progress bar

@@ -54,7 +54,7 @@ class LockstepTrainer:
     # --- what the Trainer is made of -----------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Open the run, and let the accelerator train through it."""
+        """Open the run, and make the trainer's accelerator, with methods that call the run."""
         args = self._me.args
         refusals.check_arguments(args)
         replicas = process.replicas_of(self._asked_replicas, args.gradient_accumulation_steps)
@@ -73,7 +73,7 @@ class LockstepTrainer:
         accelerator.prepare_model = self._place_model
 
     def _place_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        """Place a model that is not trained, such as a reference model."""
+        """Move a model that is not trained, such as a reference model, to the run's device; return it."""
         return model.to(self._run.device)
 
     def _prepare_model(self) -> Any:
@@ -84,7 +84,7 @@ class LockstepTrainer:
         return self._me.model_wrapped
 
     def _prepare(self, max_steps: int, checkpoint: str | None) -> Any:
-        """Make optimizer and scheduler, and pass them and the model through the run."""
+        """Make optimizer and scheduler; pass them and the model to the run; return the wrapped model."""
         me, run = self._me, self._run
         me.create_optimizer()
         me.lr_scheduler = None if me._created_lr_scheduler else me.lr_scheduler
@@ -103,13 +103,13 @@ class LockstepTrainer:
         return int(args.per_device_train_batch_size * self._run.replicas)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return numbers of epochs, steps and samples; each global batch is one step."""
+        """Return numbers of epochs, steps and samples, where a step is one global batch."""
         at_once = copy.copy(args)
         at_once.gradient_accumulation_steps = 1
         return super().set_initial_training_values(at_once, dataloader)  # type: ignore[misc]
 
     def end(self) -> None:
-        """End the run; without this call it ends with the script."""
+        """End the run now; otherwise it ends when the script ends."""
         process.end_run()
 
     # --- training ------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class LockstepTrainer:
         return me._finalize_training(trial, samples, started)
 
     def _register(self, per_epoch: int) -> None:
-        """Make the trainer's own state part of the run's; a checkpoint's says which batches are done."""
+        """Save the trainer's state with the run, and note how many batches a loaded checkpoint has done."""
         me, run = self._me, self._run
         self._progress = TrainingProgress(self)
         done = me.state.global_step
@@ -168,7 +168,10 @@ class LockstepTrainer:
     def _run_global_batches(
         self, epoch: int, per_epoch: int, model: Any, loader: Any, report: Any
     ) -> None:
-        """Train on the global batches of an epoch that are still to be done."""
+        """Train on those global batches of an epoch that a loaded checkpoint has not done.
+
+        `report`: called with the epoch after each update and at the end; logs, evaluates and saves if due.
+        """
         me, run, progress = self._me, self._run, self._progress
         # Whether the checkpoint that was loaded has all of this epoch.
         is_done = (epoch + 1) * per_epoch <= progress.first_step
@@ -193,7 +196,7 @@ class LockstepTrainer:
             report(epoch)
 
     def _update(self, model: Any, batch: Iterable[Any]) -> None:
-        """Make one update, and add its loss to that of the steps that are not logged yet."""
+        """Train on one global batch, and add its loss to the sum for the trainer's next log entry."""
         me = self._me
         sums = self._run.sum(self._train_microbatches(model, batch), per_sample=False)
         loss = sums["loss"] / sums["weight"]
@@ -205,7 +208,7 @@ class LockstepTrainer:
         _Metrics(me, "train").add(sums)
 
     def _train_microbatches(self, model: Any, batch: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """Go through the microbatches of a global batch; yield what is summed over all replicas."""
+        """Train on this rank's microbatches; yield the loss and counts of each, to be summed over ranks."""
         me, run = self._me, self._run
         for inputs in batch:
             metrics, seen = _Metrics(me, "train"), me.state.num_input_tokens_seen
@@ -292,7 +295,10 @@ class LockstepTrainer:
     def _predictions(
         self, model: Any, loader: Any, seen: _Seen, only_loss: bool, ignore_keys: list[str] | None
     ) -> Iterator[torch.Tensor]:
-        """Yield a row for each sample of each microbatch."""
+        """Yield, for each microbatch, its losses, metrics and predictions as one row of bytes per sample.
+
+        `seen`: set to the names of the numbers and the structure of the predictions, for decoding the rows.
+        """
         me, included = self._me, self._me.args.include_for_metrics
         for inputs in loader:
             metrics = _Metrics(me, "eval")
@@ -328,7 +334,7 @@ class LockstepTrainer:
     # --- files -----------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, on the main rank."""
+        """Save the model to `output_dir`, on the main rank only."""
         super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
         if _internal_call:  # all ranks look for the directory next
             self._run.barrier()
@@ -338,10 +344,10 @@ class LockstepTrainer:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load nothing: random numbers follow from the seed, the epoch and the batch."""
+        """Do nothing: random numbers follow from seed, epoch and batch, and not from a checkpoint."""
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
-        """Refuse a search, whose trials are processes of their own."""
+        """Raise a `UsageError`: each trial of a search would need a run of its own."""
         process.refuse("hyperparameter_search", "one script per trial, each with its own --run-dir")
 
 
@@ -350,7 +356,7 @@ class Trainer(LockstepTrainer, transformers.Trainer):  # type: ignore[misc]
 
 
 class _Seen:
-    """What the predictions of microbatches look like."""
+    """Names of the metrics and structure of the predictions that an evaluation's microbatches had."""
 
     def __init__(self) -> None:
         self.names: list[str] = ["loss"]
@@ -362,7 +368,7 @@ class _Metrics:
     """Metrics that TRL's trainers append to lists while they compute a loss, one entry per microbatch.
 
     Args:
-        trainer: which may have none.
+        trainer: a trainer; one that does not come from TRL has no such lists.
         mode: `train` or `eval`.
     """
 
@@ -373,7 +379,7 @@ class _Metrics:
         self._tokens = getattr(trainer, "_total_train_tokens", 0)
 
     def taken(self, weight: float) -> dict[str, float]:
-        """Remove what was appended, and return it times `weight`."""
+        """Remove the entries that were appended since this object was made; return them times `weight`."""
         tokens = getattr(self._trainer, "_total_train_tokens", 0) - self._tokens
         appended = {
             name: float(values.pop())
@@ -388,7 +394,7 @@ class _Metrics:
         return weighted
 
     def add(self, sums: dict[str, Any]) -> None:
-        """Append what was taken, of all replicas."""
+        """Append means over all replicas to the lists; `sums`: sums of the values that `taken` returned."""
         for name, value in sums.items():
             if name.startswith("metric "):
                 self._lists[name.removeprefix("metric ")].append(value / sums["weight"])

@@ -86,7 +86,7 @@ _WORKER_SETTINGS = {
 
 
 def check_nothing_beside(asked: dict[str, Any]) -> None:
-    """Raise `LoaderError` if `run.loader` was given a DataLoader and further settings, `asked`."""
+    """Raise `LoaderError` if `run.loader` got a DataLoader together with other arguments, `asked`."""
     given = [name for name, value in asked.items() if value]
     if given:
         raise LoaderError(

@@ -1,4 +1,4 @@
-"""`Description`: a loader's data in a few values and checksums, which ranks compare.
+"""`Description`: a summary of a loader's data, which ranks compare to detect different data.
 
 This module fetches no samples, since that may be slow and may change a dataset.
 """
@@ -42,7 +42,7 @@ class Description:
         return {"kind": kinds, "length": length, **sums}
 
     def indices(self) -> str | None:
-        """Return a checksum of the indices and weights in torch's own subsets and samplers; `None` if none.
+        """Return a checksum of the indices and weights in torch's Subsets and samplers; `None` if none.
 
         Indices in other classes are left out, since those classes may draw them anew during a loop.
         """
@@ -82,7 +82,7 @@ def _some(values: Any, count: int) -> Any:
 
 
 def _numbers(values: Any) -> Any:
-    """Return a list of integers as an array, whose bytes are read at once; return others unchanged."""
+    """Return a list of integers as an array, which is faster to hash; return other values unchanged."""
     return np.array(values) if all(type(value) is int for value in values) else values
 
 

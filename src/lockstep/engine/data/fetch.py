@@ -21,14 +21,14 @@ Collate = Callable[[list[Any]], Any]
 
 
 class FetchRequest(NamedTuple):
-    """A microbatch to fetch: the indices of its samples, and the numbers that identify it in keys."""
+    """A microbatch to fetch: the indices of its samples, and the numbers from which random seeds follow."""
 
     indices: Indices
     numbers: tuple[int, int, int, int, int]
 
 
 class CheckRequest(FetchRequest):
-    """Samples to fetch for a comparison with other ranks; they are not collated."""
+    """Samples to fetch for a comparison of the dataset with other ranks; they are not collated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class FetchTensors:
     subset: torch.Tensor | None
 
     def samples(self, request: FetchRequest) -> list[torch.Tensor]:
-        """Return the samples as one tensor of shape `(samples, …)` for each tensor of the dataset."""
+        """Return the samples, as a tensor of shape `(samples, …)` for each tensor of the dataset."""
         index = torch.from_numpy(request.indices)
         if self.subset is not None:
             index = self.subset[index]
@@ -51,7 +51,7 @@ class FetchTensors:
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """Fetches whole microbatches by the dataset's `__getitems__`, with one random key per microbatch."""
+    """Fetches a microbatch by one call of the dataset's `__getitems__`, after seeding generators once."""
 
     dataset: Any
     collate: Collate
@@ -69,7 +69,7 @@ class FetchBatch:
 
 @dataclass(frozen=True, slots=True)
 class FetchSamples:
-    """Fetches the samples of a microbatch one by one, each with its own random key."""
+    """Fetches the samples of a microbatch one by one, each after seeding generators with its own key."""
 
     dataset: Any
     collate: Collate
@@ -99,7 +99,7 @@ Fetch = FetchTensors | FetchBatch | FetchSamples
 
 
 def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
-    """Return the fastest fetcher for `dataset` whose result equals that of `collate` on its samples."""
+    """Return the fastest fetcher for `dataset` with the same result as `collate` of single samples."""
     if collate is None or collate is torch_default_collate:
         tensors = _tensors_behind(dataset)
         if tensors is not None:
@@ -125,7 +125,10 @@ def _tensors_behind(dataset: Any) -> FetchTensors | None:
 
 
 def _hides_samples(dataset: Any) -> bool:
-    """Return whether the `__getitems__` of a Subset only loops over samples, which get a key each."""
+    """Return whether `dataset` is a Subset whose `__getitems__` only calls `__getitem__` for each sample.
+
+    Its samples are fetched one by one instead, each after seeding the random generators.
+    """
     while type(dataset) is Subset:
         dataset = dataset.dataset
         if not callable(getattr(dataset, "__getitems__", None)):

@@ -1,4 +1,4 @@
-"""`Loader` and `GlobalBatch`: iterables over the microbatches of this rank's replicas."""
+"""`Loader` and `GlobalBatch`: iterables over the microbatches that this rank computes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class GlobalBatch:
         return self._pass(turn)
 
     def ahead(self) -> Iterator[Any]:
-        """Return an additional iterator, which draws the same random numbers as the next iteration."""
+        """Return an iterator over the microbatches for use before the next regular iteration over them.
+
+        Both draw the same random numbers; only the regular iteration takes part in audits.
+        """
         return self._pass(self._turn, audits=False)
 
     def _pass(self, turn: int, *, audits: bool = True) -> Iterator[Any]:
@@ -53,13 +56,13 @@ class GlobalBatch:
         return observed(show(pairs, self._observer, shown=True), self._observer)
 
     def pass_over(self) -> None:
-        """Fetch the microbatches that no iteration has fetched, so that the next batch gets its data."""
+        """Fetch the microbatches that no iteration has fetched, so that the next batch can follow."""
         self._is_over = True
         for _ in self._batch:
             pass
 
     def _replay(self) -> Batch:
-        """Yield the microbatches that earlier iterations have fetched, then fetch and yield the others."""
+        """Yield microbatches that an earlier iteration has fetched, then fetch and yield the others."""
         yield from tuple(self._seen)
         for pair in self._batch:
             self._seen.append(pair)
@@ -69,7 +72,7 @@ class GlobalBatch:
 def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
     """Yield the data of each microbatch, and call `observer` before and after the script computes it.
 
-    `shown` says whether the script has the global batch as a `GlobalBatch`.
+    `shown`: whether the script iterates over a `GlobalBatch`, and not over the loader itself.
     """
     microbatch = None
     for microbatch, data in pairs:
@@ -87,7 +90,7 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
 
 
 def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
-    """Yield `items`, and report an exception that they raise to `observer`: the script may catch it."""
+    """Yield `items`; report an exception that `items` raises to `observer`: the script may catch it."""
     try:
         for item in items:  # noqa: UP028 - to be left while `items` can still be closed
             yield item
@@ -163,7 +166,10 @@ class Loader:
         return observed(global_batches(), self._observer)
 
     def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield each global batch and its number; `shown`: the script gets it as a `GlobalBatch`."""
+        """Yield the number and the microbatches of each global batch.
+
+        `shown`: whether the script gets the batch as a `GlobalBatch`.
+        """
         start = self._observer.loop_begins(self.number, self._source.batching)
         step, early = start.first, True
         try:

@@ -27,22 +27,22 @@ class Microbatch(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Weight of the microbatch's mean loss in the mean over the global batch."""
+        """Weight of this microbatch's mean loss in the mean loss of the global batch."""
         return self.size / self.total
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Loader, epoch, round, step and replica, for keys of random numbers; independent of the layout."""
+        """Loader, epoch, round, step and replica, from which seeds follow; independent of the layout."""
         return self[:5]
 
     @property
     def loop(self) -> tuple[int, int, int]:
-        """Numbers that identify the loop of the microbatch: loader, epoch, round."""
+        """Numbers that identify the loop to which the microbatch belongs: loader, epoch, round."""
         return self[:3]
 
     @property
     def place(self) -> int:
-        """A 64-bit number that identifies this iteration over this global batch, equal on all ranks."""
+        """64-bit number that identifies this iteration over this global batch, the same on all ranks."""
         loop = (self.loader & 0xFF) << 56 | (self.epoch & 0xFFFF) << 40 | (self.round & 0xFF) << 32
         return loop | (self.step & 0xFFFFFFF) << 4 | self.turn & 0xF
 
@@ -81,7 +81,7 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Start of a loop over a loader: its numbers and its first batch, which is not 0 in a resumed loop."""
+    """Start of a loop over a loader: numbers that identify the loop, and its first batch after a resume."""
 
     epoch: int  # number that differs for every epoch and phase; the loop's keys contain it
     round: int  # number of earlier loops over this loader in the epoch
@@ -100,35 +100,44 @@ class Observer(Protocol):
     """Interface by which loaders report the progress of their loops to the run; `Loop` implements it."""
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over the loader number `loader`; return its numbers and its first batch.
+        """Begin a loop over loader number `loader`; return where it starts: batch 0, or later in a resume.
 
         `batching` returns the loader's settings; it is called after the run has loaded its state, since a
         sampler's length may depend on that state.
         """
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
-        """Called before global batch `step` of a loop; `shown` if the script gets a `GlobalBatch`."""
+        """Called before global batch `step` of a loop; `shown`: the script gets it as a `GlobalBatch`."""
 
     def audit_plan(self, start: Start) -> Callable[[int], int | None]:
-        """Return a function from a global batch's number to the replica to audit in it, or to `None`."""
+        """Return a function that returns the replica to audit (compute twice) in a global batch, or `None`.
+
+        Its argument is the number of the global batch in the loop.
+        """
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Return whether to yield this microbatch, which may lack samples or belong to an audit."""
+        """Return whether the script gets this microbatch.
+
+        It may be one without samples, or the second computation that an audit compares with the first.
+        """
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Called before a microbatch is yielded to the loop's body."""
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Called after the loop's body has computed a microbatch, or `left` it by `break` or an error."""
+        """Called when the loop's body has computed a microbatch, or `left` it by `break` or an error."""
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
-        """Called after an iteration over the microbatches of a global batch, of which this is the last."""
+        """Called after an iteration over a global batch; `microbatch` was its last microbatch.
+
+        `shown`: whether the script gets the batch as a `GlobalBatch`.
+        """
 
     def batch_ends(self, start: Start) -> bool:
-        """Called after all iterations over a global batch; return whether the loop ends with it."""
+        """Called after all iterations over a global batch; return whether the loop ends with this batch."""
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
         """Called when a loop has ended in global batch `step`, `early` by `break` or after the last one."""
 
     def fails(self, error: BaseException) -> None:
-        """Called when a loop has raised `error` in the script, which may catch it."""
+        """Called when a loop over a loader has raised `error`; the script may still catch it."""

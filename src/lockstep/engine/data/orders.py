@@ -19,7 +19,7 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True)
 class DatasetOrder:
-    """The dataset's own order, or with `shuffle` a random permutation that a key determines."""
+    """The dataset's own order, or with `shuffle` a random permutation that follows from the seed."""
 
     length: int
     shuffle: bool
@@ -27,14 +27,14 @@ class DatasetOrder:
 
     @property
     def name(self) -> str:
-        """Name of the order, `shuffled` or `sequential`, in the recorded `Batching` of a loop."""
+        """`shuffled` or `sequential`, as recorded in saved states among the settings of a loop."""
         return "shuffled" if self.shuffle else "sequential"
 
     def __len__(self) -> int:
         return self.length
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of one loop over the data, in constant memory."""
+        """Return the order of samples in one loop over the data; it takes constant memory."""
         if not self.shuffle:
             return Sequential(self.length)
         return Shuffled(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
@@ -42,21 +42,24 @@ class DatasetOrder:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOrder:
-    """The order of the script's sampler, seeded so that all ranks draw the same; 8 bytes per sample."""
+    """The order in which the script's sampler yields samples, seeded alike on all ranks.
+
+    It takes 8 bytes of memory per sample.
+    """
 
     sampler: Any
     seed: int
 
     @property
     def name(self) -> str:
-        """Name of the sampler's class, in the recorded `Batching` of a loop."""
+        """Class name of the sampler, as recorded in saved states among the settings of a loop."""
         return type(self.sampler).__name__
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of one loop over the data.
+        """Return the order of samples in one loop over the data.
 
         Raises:
             LoaderError: if the sampler yields another number of indices than its length.
@@ -89,7 +92,7 @@ def _seed(sampler: Any, key: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The global batches of one loop: the order of the samples, and where each batch begins in it."""
+    """Global batches of one loop over the data: the order of the samples, and where each batch begins."""
 
     order: Order
     start: Callable[[int], int]  # from a batch's number to the position of its first sample
@@ -108,7 +111,7 @@ class FixedSize:
         return length // self.size if self.drop_last else -(-length // self.size)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return the settings that decide the batches; `indices` is a checksum of the dataset's indices."""
+        """Return the settings that decide the batches; `indices`: a checksum of the dataset's indices."""
         return Batching(
             batch_size=self.size,
             samples=len(self.orders),
@@ -118,7 +121,7 @@ class FixedSize:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the batches of one loop over the data."""
+        """Return the global batches of one loop over the data."""
         order, size = self.orders.order(loader, epoch, round_), self.size
         length = len(order)
         return Drawn(order, lambda step: min(step * size, length))
@@ -135,7 +138,7 @@ class SampledBatches:
         return len(self.sampler)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return the settings that decide the batches; `indices` is a checksum of the dataset's indices."""
+        """Return the settings that decide the batches; `indices`: a checksum of the dataset's indices."""
         return Batching(
             batch_size=None,
             samples=None,
@@ -146,7 +149,7 @@ class SampledBatches:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the batches of one loop over the data.
+        """Return the global batches of one loop over the data.
 
         Raises:
             LoaderError: if the number of batches is not the sampler's length, or a batch is empty.
@@ -184,7 +187,7 @@ def _indices(batch: Any, sampler: str) -> Indices:
 
 
 def check_sampler(sampler: object, kind: str = "sampler") -> None:
-    """Raise `LoaderError` for a sampler without `__len__` or `__iter__`, or of batches, not indices."""
+    """Raise `LoaderError` for a sampler without `__len__` or `__iter__`, or one that yields batches."""
     if isinstance(sampler, BatchSampler) and kind == "sampler":
         raise LoaderError(
             f"the sampler {type(sampler).__name__} yields batches; expected indices",

@@ -44,7 +44,7 @@ def _restore(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Return a context after whose body the global generators have the same states as before."""
+    """Return a context that restores the states of the global random generators at its end."""
     states = _states()
     try:
         yield
@@ -53,7 +53,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class Stream:
-    """A separate random state, which the global generators have while some user code runs.
+    """A separate random state, which the global generators have while one part of the user's code runs.
 
     An iterable dataset draws random numbers for every item, and the script draws between items; neither
     changes the random numbers of the other.
@@ -66,7 +66,7 @@ class Stream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Return a context whose body draws from this stream; the generators are restored after it."""
+        """Return a context whose body draws from this stream; at its end the generators are set back."""
         with undisturbed():
             _restore(self._states)
             try:
@@ -97,7 +97,7 @@ class Generators:
         return Generators(torch.get_rng_state(), np.random.get_state(), random.getstate(), device)
 
     def since(self, before: Generators) -> States | None:
-        """Return the states of the generators that have drawn since `before`; `None` if none has."""
+        """Return the states of generators that have drawn numbers since `before`; `None` if none has."""
         states: States = [None] * 4
         if not torch.equal(self.cpu, before.cpu):
             states[0] = _text(self.cpu)
@@ -113,7 +113,7 @@ class Generators:
 
 
 def set_generators(states: States) -> None:
-    """Set the global generators to states from another process."""
+    """Set the global generators to `states`, which another process sent."""
     cpu, numpy, python, device = states
     if cpu is not None:
         torch.set_rng_state(_bytes(cpu))

@@ -29,7 +29,7 @@ Audited = Callable[[int], int | None]
 
 
 def no_audit(_batch: int) -> int | None:
-    """Return `None`, for a run without audits: no replica of the batch is computed twice."""
+    """Return `None`: without audits no replica of the batch is computed a second time."""
     return None
 
 
@@ -38,7 +38,7 @@ _CHUNK = 16384  # number of positions whose indices are computed at once
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Division of global batches over `replicas` replicas, of which this rank computes `block`."""
+    """Division of global batches over `replicas` replicas; this rank computes the replicas `block`."""
 
     replicas: int
     block: range
@@ -82,7 +82,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class _KeyedStream(IterableDataset[Any]):
-    """An iterable dataset that seeds the generators with its loop's key, in the process that reads it."""
+    """Wraps an iterable dataset to seed generators, anew for each loop, in the process that reads it."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
@@ -94,7 +94,7 @@ class _KeyedStream(IterableDataset[Any]):
 
 
 class _Requests:
-    """Sampler for a DataLoader; yields the `FetchRequest`s of the next loop."""
+    """Sampler for a DataLoader; instead of indices it yields requests for the microbatches of a loop."""
 
     def __init__(self) -> None:
         self.pending: Iterable[FetchRequest] = ()
@@ -104,7 +104,7 @@ class _Requests:
 
 
 class _Fetched(Dataset[Any]):
-    """Dataset for a DataLoader; its items are whole microbatches, its indices `FetchRequest`s."""
+    """Dataset for a DataLoader whose items are whole microbatches; an index is a `FetchRequest`."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -152,7 +152,7 @@ class MapSource:
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the data, from number `first` on.
+        """Yield this rank's part of each global batch of a loop over the data, from batch `first` on.
 
         `compare` is called first, with a description of the data and checksums of some samples.
         """
@@ -178,7 +178,7 @@ class MapSource:
         requests: Iterable[FetchRequest],
         compare: CompareData,
     ) -> Iterator[Any]:
-        """Compare a few samples of the first batch with other ranks; return the data of `requests`.
+        """Compare samples of the first batch with other ranks, then return the data of `requests`.
 
         DataLoader workers fetch these samples, too, so that this process does not use the dataset.
         """
@@ -221,7 +221,7 @@ class MapSource:
 def split_batch(
     indices: Indices, split: Split, numbers: tuple[int, int, int, int], audited: int | None
 ) -> list[Microbatch]:
-    """Divide the samples `indices` of a global batch; return this rank's microbatches.
+    """Divide the samples `indices` of a global batch over replicas; return this rank's microbatches.
 
     An additional microbatch of the replica `audited`, if any, comes first.
     """
@@ -284,7 +284,7 @@ class StreamSource:
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of one loop over the stream, from number `first` on.
+        """Yield this rank's part of each global batch of a loop over the stream, from batch `first` on.
 
         Earlier batches are read and dropped. `compare` is called with the class of the dataset.
         """

@@ -31,10 +31,11 @@ def done(value: torch.Tensor) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The maximal tree nodes of each rank, and the additions that reduce them to one sum for all ranks.
+    """The sums that each rank makes of its replicas' gradients, and how they are added to one sum.
 
-    The reduction tree fixes the order in which gradients of replicas are added. A maximal node is the sum
-    over an interval of replicas on one rank, whose parent in the tree also needs other ranks' replicas.
+    The reduction tree fixes the order in which gradients of replicas are added. A rank adds those of its
+    replicas as far as the tree allows. The sums are its maximal nodes: their parents in the tree also need
+    sums of other ranks.
 
     Attributes:
         counts: number of maximal nodes of each rank, in rank order.
@@ -51,25 +52,28 @@ class Forest:
 
     @staticmethod
     def of(replicas: int, size: int, rank: int) -> Forest:
-        """Return the forest of `replicas` replicas that `size` ranks host, on rank `rank`."""
+        """Return rank `rank`'s `Forest` (order of additions) for `replicas` divided over `size` ranks."""
         return Forest.over([block(replicas, size, other) for other in range(size)], replicas, rank)
 
     @staticmethod
     def over(blocks: Iterable[range], replicas: int, rank: int) -> Forest:
-        """Return the forest of neighbouring blocks of replicas; this process has block `rank`."""
+        """Return rank `rank`'s `Forest` (order of additions) if rank i has the replicas `blocks[i]`."""
         blocks = tuple(blocks)
         per_rank = [nodes(own, replicas) for own in blocks]
         counts, _ = merges([node for own in per_rank for node in own], replicas)
         return Forest(rank, tuple(map(len, per_rank)), tuple(counts), blocks, replicas)
 
     def within(self, ranks: range) -> Forest:
-        """Return the forest of the replicas on `ranks`, neighbouring ranks that include this one."""
+        """Return the `Forest` (order of additions) of sums over neighbouring ranks, this one among them."""
         return Forest.over(
             self.blocks[ranks.start : ranks.stop], self.replicas, self.rank - ranks.start
         )
 
     def between(self, hosts: Sequence[range]) -> Forest:
-        """Return the forest whose blocks are the replicas of each host; `hosts`: the ranks of each host."""
+        """Return the `Forest` (order of additions) for a sum over hosts that have summed their replicas.
+
+        `hosts`: the ranks of each host.
+        """
         blocks = [range(self.blocks[h[0]].start, self.blocks[h[-1]].stop) for h in hosts]
         (own,) = (number for number, host in enumerate(hosts) if self.rank in host)
         return Forest.over(blocks, self.replicas, own)
@@ -81,27 +85,30 @@ class Forest:
 
     @property
     def own(self) -> int:
-        """Number of maximal nodes of this rank."""
+        """Number of tensors that this rank gives to a sum over ranks; its replicas are added in each."""
         return self.counts[self.rank]
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all ranks' tree nodes `parts`, given in rank order, in new memory."""
+        """Add all ranks' tensors `parts` (sums over replicas, in rank order) into new memory; return it."""
         (root,) = fold(parts, self.merges, torch.add)
         return root
 
     def sum_in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum all ranks' tree nodes `parts`, given in rank order, into the first, and return it."""
+        """Add all ranks' tensors `parts` (sums over replicas, in rank order) into the first; return it."""
         (root,) = self.fold_in_place(parts)
         return root
 
     def fold_in_place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add the nodes `parts` of all ranks in place, in tree order; return the maximal nodes."""
+        """Add `parts`, ranks' sums over replicas, in place as far as the tree allows; return the results.
+
+        Several results remain if sums of further ranks lie between them in the order of additions.
+        """
         return fold(parts, self.merges, torch.Tensor.add_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """The arguments of a function that builds an exchange.
+    """Arguments for building an exchange, an object that sums gradients over ranks.
 
     Attributes:
         group: process group of the ranks over which gradients are summed.
@@ -119,7 +126,7 @@ class ExchangeContext:
 
 
 class Exchange(abc.ABC):
-    """Base class of exchanges: sums one bucket of gradients at a time over all ranks.
+    """Base class of exchanges, which sum one bucket (flat tensor) of gradients at a time over all ranks.
 
     For each bucket, `slots` returns memory for this rank's tree nodes (sums over its replicas). The caller
     fills the memory, and `start` begins the sum. After the last bucket of a backward pass all sums are
@@ -137,7 +144,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree nodes of a bucket, one flat tensor each.
+        """Return memory for a bucket's tree nodes (sums over this rank's replicas), one flat tensor each.
 
         Args:
             bucket: a flat tensor of gradients, with the size, type and device of a node.
@@ -146,7 +153,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum the tree nodes `slots` over all ranks, and return a future of the sum.
+        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future.
 
         Args:
             slots: the filled memory that `slots()` returned.
@@ -163,7 +170,7 @@ class Exchange(abc.ABC):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An exchange whose sums depend on earlier steps and on shapes of parameters, such as PowerSGD."""
+    """An exchange, such as PowerSGD, whose sums depend on earlier steps and on the parameters' shapes."""
 
     name: str
 

@@ -14,7 +14,7 @@ from lockstep.registry import EXCHANGES, resolve
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
-    """Return the name of the exchange to use; for `auto`, that of the fastest exact one.
+    """Return the name of the exchange to use: `wanted`, or for `auto` that of the fastest exact one.
 
     Raises:
         UsageError: for an exchange that does not exist, or that does not work with these ranks.
@@ -44,7 +44,7 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
 
 
 def exactness_of(name: str, forest: Forest) -> str:
-    """Return the exactness class of an exchange; `none` is the name of that of a single rank."""
+    """Return `exact`, `close` or `approximate` for the exchange `name`; `none` stands for no exchange."""
     if name == "none":
         return "exact"
     entry = EXCHANGES.find(name)

@@ -35,7 +35,7 @@ class CompressedExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree nodes (sums over its replicas); for one node the bucket."""
+        """Return memory for the sums over this rank's replicas; for a single sum, the bucket itself."""
         self._extra = extra
         if self._own == 1 and not extra:
             return [bucket]
@@ -43,7 +43,7 @@ class CompressedExchange(Exchange):
         return [self._scratch.take(bucket, size) for _ in range(self._own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum the tree nodes `slots` over all ranks, and return a future of the sum."""
+        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
         whole, *others = slots
         for node in others:
             whole.add_(node)
@@ -66,7 +66,7 @@ class CompressedExchange(Exchange):
 
 
 class HalfExchange(CompressedExchange):
-    """Sums in tree order that are sent in 16 bits, but added in the gradients' precision.
+    """Exchange that sends gradients in 16 bits, but adds them in their own precision and a fixed order.
 
     `dtype`: `torch.bfloat16`, which rounds to 3 digits, or `torch.float16`, which rounds to 4 digits and
     has no values above 65,504.
@@ -85,7 +85,7 @@ class HalfExchange(CompressedExchange):
 
 
 class _HalfWire:
-    """A wire (collectives for the tree exchange) that sends all elements in 16 bits."""
+    """Collectives for the tree exchange that convert all elements to 16 bits before they send them."""
 
     def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
         self._wire, self._dtype = wire, dtype
@@ -98,13 +98,13 @@ class _HalfWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all: each rank receives its share of every rank's `outgoing`."""
+        """Begin an all-to-all in 16 bits: each rank receives one part of every rank's `outgoing`."""
         arriving = received.new_empty(received.numel(), dtype=self._dtype)
         work = self._wire.scatter(outgoing.to(self._dtype), arriving, shares)
         return _Widening(work, arriving, received)
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin an all-gather of each rank's `part` into `total`."""
+        """Begin an all-gather in 16 bits: the `part` of every rank is written to `total`, in rank order."""
         arriving = total.new_empty(total.numel(), dtype=self._dtype)
         return _Widening(self._wire.gather(part.to(self._dtype), arriving), arriving, total)
 
@@ -116,12 +116,12 @@ class _Widening:
         self._work, self._arriving, self._target = work, arriving, target
 
     def wait(self) -> None:
-        """Wait until the collective is complete, and write its result to the target."""
+        """Wait until the collective is complete, and convert its 16-bit result into the target tensor."""
         self._work.wait()
         self._target.copy_(self._arriving)
 
 
 def build(context: ExchangeContext) -> HalfExchange:
-    """Create the exchange `bf16` or `fp16`."""
+    """Return the exchange that sends gradients as `bf16` or `fp16`, whichever `context` names."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
     return HalfExchange(GroupWire(context.group), context.forest, dtype, context.name)

@@ -30,7 +30,7 @@ class Parts:
             self.size += shape.numel()
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return each parameter's gradient as a view of `flat`, in the shape that `as_real` returns."""
+        """Return each parameter's gradient as a view of `flat`; a complex one has a last dimension of 2."""
         if flat.is_complex():  # buckets of complex parameters in earlier versions of torch
             flat = as_real(flat).view(-1)
         start = flat.storage_offset()
@@ -56,13 +56,13 @@ def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
 
 
 def same_layout(one: Form, other: Form) -> bool:
-    """Return whether two forms have the same order of elements, whatever strides size-1 dimensions have."""
+    """Return whether two forms order elements alike; strides of dimensions of size 1 don't matter."""
     first, second = ([pair for pair in zip(*f, strict=True) if pair[0] > 1] for f in (one, other))
     return first == second
 
 
 def form(parameter: torch.Tensor) -> Form:
-    """Return shape and stride of a parameter's gradient in a flat tensor."""
+    """Return the shape and strides that the gradient of `parameter` has in a flat tensor."""
     shape, stride = parameter.shape, parameter.stride()
     if not torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
         stride = torch.empty(shape, device="meta").stride()

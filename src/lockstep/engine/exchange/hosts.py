@@ -1,10 +1,9 @@
-"""Exchange `tree` over several hosts: nodes are added in each host first, then shares between hosts.
+"""Exchange `tree` over several hosts: gradients are summed within each host first, then between hosts.
 
-The ranks of a host have neighbouring blocks of replicas, so all of the host's replicas are a block, too.
-Its maximal nodes are added in memory that the host's ranks share (`shared_memory.py`). Then the nodes are
-cut into shares. Each of the host's first ranks sums one share with the ranks of the other hosts that have
-the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H hosts. The additions are those of
-the reduction tree over replicas, so the sum has the same bits as on one rank.
+In each host ranks sum the gradients of its replicas as far as the reduction tree allows, in shared memory
+(`shared_memory.py`). Each bucket is then cut into shares. Each of a host's first ranks sums one share with
+the ranks of other hosts that have the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H
+hosts. The additions are those of the tree over replicas, so the sum has the same bits as on one rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TAG = 19_539
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """Messages whose sending and receiving has begun; keeps their tensors alive until `wait`."""
+    """Messages that are being sent and received; keeps their tensors alive until `wait` returns."""
 
     works: list[dist.Work | None]
     tensors: list[torch.Tensor]
@@ -45,7 +44,7 @@ class _Messages:
 
 
 class MessageWire:
-    """All-to-all and all-gather between some ranks of a process group, by messages between pairs of them.
+    """All-to-all and all-gather among some ranks of a process group, made of point-to-point messages.
 
     Messages between two ranks arrive in the order in which they are sent, so all of them have one tag.
 
@@ -87,7 +86,7 @@ class MessageWire:
 
 
 def _turns(count: int, own: int) -> list[int]:
-    """Return all indices below `count` but `own`, from `own + 1` on: each rank begins with another one."""
+    """Return all indices below `count` except `own`, from `own + 1` on, so that first peers differ."""
     return [(own + step) % count for step in range(1, count)]
 
 
@@ -112,7 +111,7 @@ _REFUSED = 0
 
 
 def _host_number() -> int:
-    """Return a number that is equal on ranks that can share memory; 0 if the system refuses memory."""
+    """Return a number that is equal on ranks that can share memory; 0 if this process cannot share any."""
     try:
         os.close(os.memfd_create("lockstep-probe", os.MFD_CLOEXEC))
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
@@ -128,7 +127,7 @@ def _host_number() -> int:
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Return the exchange `tree`, which adds inside each host first if several hosts have several ranks.
+    """Return the exchange `tree`: if several hosts have several ranks, each host sums its gradients first.
 
     Otherwise, and on accelerators, it is an all-to-all and an all-gather of the whole process group.
     """
@@ -141,7 +140,10 @@ def build(context: ExchangeContext) -> Exchange:
 
 
 def _across(context: ExchangeContext, hosts: Sequence[range]) -> TreeExchange | None:
-    """Return the exchange of this rank's share with other hosts; `None` if this rank has no share."""
+    """Return the exchange that sums this rank's share of a bucket over hosts; `None` without a share.
+
+    The first ranks of each host have a share each; further ranks of a larger host have none.
+    """
     between = context.forest.between(hosts)
     share = context.forest.rank - hosts[between.rank].start
     if share >= shared_memory.shares_of(hosts):

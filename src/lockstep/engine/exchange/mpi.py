@@ -1,7 +1,8 @@
 """Exchange `mpi`: sums over MPI, for CPU ranks with a fast MPI library.
 
-MPI sends the gradients, and ranks add them in tree order, since the order of `MPI_Allreduce` depends on the
-library. Two ranks with one replica each use `MPI_Allreduce`: there is only one order.
+MPI only sends the gradients, and ranks add them in tree order (that of a fixed binary tree over replicas),
+since the order of `MPI_Allreduce` depends on the library. Two ranks with one replica each use
+`MPI_Allreduce`: there is only one order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Create the exchange over MPI; raise a `WorldError` if MPI is missing, or has other ranks."""
+    """Create the exchange over MPI; raise a `WorldError` if MPI is missing, or has not the run's ranks."""
     forest, parameters = context.forest, context.parameters
     everyone = mpi.communicator(forest.rank, forest.size)
     if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):
@@ -41,7 +42,7 @@ def build(context: ExchangeContext) -> Exchange:
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
-    """Check that gradients can be summed over MPI in this run: they are on CPUs, and MPI works.
+    """Check that this run can sum gradients over MPI: they are in CPU memory, and MPI works.
 
     Raises:
         UsageError: if gradients are not in CPU memory.
@@ -57,7 +58,7 @@ def check(forest: Forest, *, one_host: bool, device: str) -> None:
 
 @contextlib.contextmanager
 def _mpi_errors() -> Iterator[None]:
-    """Return a context manager that turns MPI's exceptions into errors of this package."""
+    """Return a context manager that turns MPI's exceptions into errors of Lockstep."""
     try:
         yield
     except mpi.library().Exception as error:
@@ -73,7 +74,7 @@ def _mpi_errors() -> Iterator[None]:
 
 
 class _Operation:
-    """A running MPI collective; its request has a reference to the memory."""
+    """A running MPI collective; keeps a reference to the memory, which MPI reads and writes."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -85,7 +86,7 @@ class _Operation:
 
 
 class MpiWire:
-    """A wire (collectives for the tree exchange) over the MPI communicator `everyone` of all ranks."""
+    """Collectives for the tree exchange, over the MPI communicator `everyone`, which has all ranks."""
 
     def __init__(self, everyone: Communicator) -> None:
         self._everyone = everyone
@@ -94,7 +95,7 @@ class MpiWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all: each rank receives its share of every rank's `outgoing`."""
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank."""
         size = len(shares)
         self.sent += outgoing.nbytes * (size - 1) // size
         memory, carrier = _carried(received)
@@ -105,13 +106,13 @@ class MpiWire:
         return _Operation(request)
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin an all-gather of each rank's `part` into `total`."""
+        """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
         self.sent += total.nbytes - part.nbytes
         return _Operation(self._everyone.Iallgather(_carried(part), _carried(total)))
 
 
 class PairExchange(Exchange):
-    """All-reduce by MPI between two ranks with one tree node each: exact, since addition commutes."""
+    """All-reduce by MPI between two ranks with one summand each: exact, since addition commutes."""
 
     name = "mpi"
     exact = True
@@ -144,6 +145,6 @@ class PairExchange(Exchange):
 
 
 def _carried(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """Return the memory of a tensor, and an MPI type of the size of its elements."""
+    """Return a tensor as an MPI buffer: its memory, and an MPI type of the size of its elements."""
     memory = tensor.view(-1).view(torch.uint8).numpy()
     return memory, getattr(mpi.library(), _CARRIERS[tensor.element_size()])

@@ -13,7 +13,7 @@ from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum
 class NativeExchange(Exchange):
     """All-reduce by the process group's backend, such as Gloo or NCCL.
 
-    The sum of two ranks with one tree node each is exact: IEEE addition of two numbers commutes.
+    The sum of two ranks with one summand each is exact: IEEE addition of two numbers commutes.
     """
 
     name = "native"
@@ -30,13 +30,13 @@ class NativeExchange(Exchange):
         return forest.counts in ((1,), (1, 1))
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree nodes (sums over its replicas); the last may be the bucket."""
+        """Return memory for this rank's tree nodes (sums over its replicas); it may include `bucket`."""
         size = bucket.numel() + extra
         others = [bucket.new_empty(size) for _ in range(self._forest.own - 1)]
         return [*others, bucket.new_empty(size) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum the tree nodes `slots` over all ranks, and return a future of the sum."""
+        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
         *others, total = slots
         for node in others:
             total.add_(node)
@@ -48,5 +48,5 @@ class NativeExchange(Exchange):
 
 
 def build(context: ExchangeContext) -> NativeExchange:
-    """Create the exchange `native`."""
+    """Return the exchange that sums gradients by the all-reduce of the run's process group."""
     return NativeExchange(context.group, context.forest)

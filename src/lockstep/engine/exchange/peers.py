@@ -102,7 +102,7 @@ class PeerSockets:
             return _Peer(rank, connection)
 
     def exchange_descriptors(self, descriptor: int) -> list[int]:
-        """Send a file descriptor to all ranks of the host; return those of all ranks, in rank order."""
+        """Send this rank's file descriptor to all ranks of the host; return all ranks', in rank order."""
         for peer in self._peers:
             socket.send_fds(peer.socket, [b"fd"], [descriptor])
         received = {self.rank: os.dup(descriptor)}
@@ -117,7 +117,7 @@ class PeerSockets:
         return [received[rank] for rank in self._ranks]
 
     def signal(self, kind: int, number: int, place: int = 0) -> None:
-        """Send all ranks of the host a message: this rank has written, or summed, its `number`-th bucket.
+        """Send all ranks of the host: this rank has written (or summed, by `kind`) bucket `number`.
 
         Raises:
             PeerError: if another rank has closed its socket.
@@ -130,7 +130,7 @@ class PeerSockets:
                 raise self._gone(peer, number) from error
 
     def all_signalled(self, kind: int, number: int, *, wait: bool) -> bool:
-        """Return whether all ranks have written, or summed, their `number`-th bucket, counted from 1.
+        """Return whether all ranks of the host have sent the signal `kind` for bucket `number`, from 1.
 
         Raises:
             PeerError: if a rank has closed its socket before.
@@ -164,7 +164,7 @@ class PeerSockets:
             peer.places[number] = place
 
     def check_place(self, number: int, place: int) -> None:
-        """Raise an error if the ranks wrote their `number`-th bucket in different batches.
+        """Check that all ranks of the host wrote bucket `number` in the same batch, `place`.
 
         Raises:
             MismatchError: if another rank was in another batch than `place`.

@@ -89,5 +89,5 @@ class PowerSGDExchange(CompressedExchange):
 
 
 def build(context: ExchangeContext) -> PowerSGDExchange:
-    """Create the exchange `powersgd`."""
+    """Return the exchange that sends gradients as low-rank matrices (PowerSGD)."""
     return PowerSGDExchange(context.group, context.forest, context.settings)

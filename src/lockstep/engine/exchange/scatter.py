@@ -1,4 +1,4 @@
-"""Reduce-scatter in tree order: each rank gets the sum of its own share; gathers of numbers and texts."""
+"""Reduce-scatter with a fixed order of additions; all-gathers of numbers and of texts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Outgoing:
     """Memory for a rank's messages to all ranks in a reduce-scatter.
 
     Attributes:
-        nodes: for each of this rank's tree nodes, its shares for all ranks, of shape `(ranks, share)`.
-        notes: additional elements for all ranks, of shape `(ranks, notes)`.
-        whole: the memory of all messages, of shape `(ranks, own nodes * share + notes)`.
+        nodes: for each of this rank's tree nodes (sums over its replicas), the shares of all ranks, of
+            shape `(ranks, share)`.
+        notes: additional elements for each rank, which are not summed, of shape `(ranks, notes)`.
+        whole: the memory of all messages, of shape `(ranks, nodes * share + notes)`.
     """
 
     nodes: list[torch.Tensor]
@@ -30,7 +31,7 @@ class Outgoing:
 
 
 class Scattering:
-    """A running reduce-scatter."""
+    """A reduce-scatter that has begun."""
 
     def __init__(
         self, work: Work, sent: Outgoing, received: torch.Tensor, forest: Forest, share: int
@@ -44,7 +45,10 @@ class Scattering:
         return isinstance(self._work, dist.Work) and self._work.is_completed()
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for all messages; return this rank's share of the sum, and the notes, one row per rank."""
+        """Wait for all messages; return this rank's share of the sum, and the additional elements.
+
+        The latter (`Outgoing.notes`) are one row per rank, not summed.
+        """
         self._work.wait()
         width = self._sent.notes.shape[1]
         parts, notes, offset = [], [], 0
@@ -59,10 +63,10 @@ class Scattering:
 
 
 class TreeScatter:
-    """Reduce-scatter: each rank receives its share of all tree nodes, and sums them in tree order.
+    """Reduce-scatter: each rank receives its share of every tensor, and adds shares in a fixed order.
 
-    If every rank has one node, it sends as many bytes as a ring reduce-scatter.
-    `group`: process group for this object alone, so that its collectives may run beside others.
+    If each rank has one tensor (the sum over its replicas), as many bytes are sent as in a ring
+    reduce-scatter. `group`: process group for this object alone, whose collectives run beside others.
     """
 
     def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
@@ -81,7 +85,7 @@ class TreeScatter:
         return Outgoing(nodes, whole[:, own * share :], whole)
 
     def start(self, outgoing: Outgoing) -> Scattering:
-        """Begin the reduce-scatter of filled memory; collective, in the same order on all ranks."""
+        """Begin the reduce-scatter of `outgoing`, already filled; on all ranks in the same order."""
         width = outgoing.notes.shape[1]
         share = (outgoing.whole.shape[1] - width) // self._forest.own
         shares = [count * share + width for count in self._forest.counts]
@@ -91,7 +95,7 @@ class TreeScatter:
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """All-gather `numbers` over the ranks of `group`; collective."""
+    """All-gather `numbers` over the ranks of `group`, which all call this; return one list per rank."""
     # On the CPU: groups for GPUs have a CPU backend, too (world/connect.py).
     gathered = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
     all_gather(gathered, torch.tensor(numbers), group=group)
@@ -100,7 +104,7 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[lis
 
 
 def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes]:
-    """All-gather `text`, cut to `room` bytes, over the ranks of `group`; collective."""
+    """All-gather `text`, cut to `room` bytes, over the ranks of `group`; return the texts of all ranks."""
     own = torch.frombuffer(bytearray(text[:room].ljust(room, b"\0")), dtype=torch.uint8)
     texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(texts, own, group=group)
@@ -108,7 +112,7 @@ def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes
 
 
 def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create a new process group with the ranks of `group`; collective."""
+    """Create a new process group with the ranks of `group`; all ranks call this together."""
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=TIMEOUT,

@@ -16,7 +16,7 @@ class Scratch:
         self._taken = 0
 
     def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return a flat tensor, unused in this backward pass, with type and device of `like`."""
+        """Return a flat tensor with type and device of `like` that this pass has not used yet."""
         if like.device.type != "cpu":
             return like.new_empty(numel)
         place, self._taken = self._taken, self._taken + 1
@@ -28,5 +28,5 @@ class Scratch:
         return kept
 
     def pass_ends(self) -> None:
-        """Let `take` return all tensors again; their contents remain until then."""
+        """Release all tensors at the end of a backward pass, so that `take` returns the same ones again."""
         self._taken = 0

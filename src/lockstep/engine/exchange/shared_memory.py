@@ -1,10 +1,10 @@
-"""Exchange `shared-memory`: the sum in tree order, in memory that the ranks of one host share.
+"""Exchange `shared-memory`: sums in the order of the reduction tree, in memory that a host's ranks share.
 
-Every rank writes its nodes to memory that all ranks of the host can read, adds its share of all nodes in
-place, and reads the sum, which lies in the first node of the host's first rank. With several hosts
-(exchange `tree`), a rank adds its share to the host's maximal nodes, and another exchange sums these over
-the hosts. The memory is anonymous (memfd), so that nothing is left behind however the processes end, and
-containers' limits on /dev/shm don't matter.
+Every rank writes its nodes (sums over its replicas) to memory that all ranks of the host can read, adds its
+share of all nodes in place, and reads the sum, which lies in the first node of the host's first rank. With
+several hosts (exchange `tree`), a rank adds its share as far as the tree allows, and another exchange sums
+the results over the hosts. The memory is anonymous (memfd), so that nothing is left behind however the
+processes end, and containers' limits on /dev/shm don't matter.
 
 No thread is started: a bucket that is not the last advances as far as possible without waiting, and the
 last bucket waits for all. On CPUs the additions are the ranks' own work in any case.
@@ -34,14 +34,14 @@ _SMALL = 1 << 17  # bytes up to which a sum by every rank for itself beats a sec
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket that is being summed.
+    """A bucket (a flat tensor of gradients) that is being summed.
 
     Attributes:
         number: how many buckets there were since the exchange was made, this one included.
-        offset: bytes before its nodes in each rank's memory.
-        half: number of the half of the memory that its nodes are in.
+        offset: position in bytes of its elements in each rank's memory.
+        half: number of the half of the memory, 0 or 1, in which the bucket lies.
         last: whether it is the last bucket of a backward pass.
-        summed: the sum, where each rank adds all of the bucket.
+        summed: the sum, if each rank adds all of the bucket, as of a small one; else `None`.
         across: the sum of this rank's share over all hosts, until it is written to the memory.
     """
 
@@ -58,12 +58,12 @@ class _Bucket:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of one tree node of the bucket."""
+        """Number of bytes of the bucket's elements."""
         return self.numel * self.dtype.itemsize
 
 
 class SharedMemoryExchange(Exchange):
-    """All-reduce in tree order between CPU ranks of one host; with `across`, of several hosts.
+    """All-reduce with exact sums between CPU ranks of one host; with `across`, of several hosts.
 
     Args:
         name: name of the connections between ranks; the same on all ranks, and used once.
@@ -132,7 +132,7 @@ class SharedMemoryExchange(Exchange):
         )
 
     def _nodes(self, bucket: _Bucket, part: range) -> list[torch.Tensor]:
-        """Return all nodes of a bucket on this host, in rank order, cut to the elements in `part`."""
+        """Return the elements `part` of a bucket, from each tensor that a rank of this host has written."""
         return [
             self._node(bucket, rank, node)[part.start : part.stop]
             for rank, count in enumerate(self._forest.counts)
@@ -140,7 +140,7 @@ class SharedMemoryExchange(Exchange):
         ]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return the tensors in shared memory to which the caller writes this rank's tree nodes."""
+        """Return shared memory that the caller fills with tree nodes (sums over this rank's replicas)."""
         self._number += 1
         numel, future = bucket.numel() + extra, torch.futures.Future[torch.Tensor]()
         announced = _Bucket(self._number, self._offset, numel, bucket.dtype, self._half, future)
@@ -151,7 +151,7 @@ class SharedMemoryExchange(Exchange):
         return [self._node(announced, rank, node) for node in range(self._forest.own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots` over all ranks, and return the future of the sum."""
+        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"
         bucket.place, bucket.last = place, last
@@ -180,7 +180,7 @@ class SharedMemoryExchange(Exchange):
             bucket.future.set_result(total)
 
     def _part(self, bucket: _Bucket) -> range:
-        """Return the range of elements of a bucket that this rank adds; it may be empty."""
+        """Return the range of a bucket's elements that this rank sums; it may be empty."""
         if self._forest.rank >= self._shares:
             return range(0)
         return share(bucket.numel, self._shares, self._forest.rank)
@@ -209,7 +209,7 @@ class SharedMemoryExchange(Exchange):
         return self._peers.all_signalled(SUMMED, bucket.number, wait=wait)
 
     def _write_sums(self) -> None:
-        """Wait for this rank's shares of the sums over all hosts, and write them to the shared memory."""
+        """Wait until hosts have summed this rank's shares of buckets; write the sums to shared memory."""
         for bucket in self._waiting:
             if bucket.across is not None:
                 part = self._part(bucket)
@@ -228,7 +228,7 @@ def _aligned(size: int) -> int:
 
 
 def shares_of(hosts: Sequence[range]) -> int:
-    """Return the number of shares of a bucket: the number of ranks on the smallest host."""
+    """Return into how many shares hosts cut a bucket: one for each rank of the smallest host."""
     return min(map(len, hosts))
 
 

@@ -1,4 +1,7 @@
-"""`TreeExchange`: an all-reduce in tree order, by an all-to-all and an all-gather of torch or MPI."""
+"""`TreeExchange`: all-reduce whose additions follow a fixed tree over replicas, so that sums are exact.
+
+It consists of an all-to-all, additions and an all-gather; torch or MPI sends the messages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Work(Protocol):
 
 
 class Wire(Protocol):
-    """Collective operations that copy tensors between ranks: the part of a backend that `tree` needs."""
+    """Interface of the collective operations by which the tree exchange copies tensors between ranks."""
 
     @property
     def sent(self) -> int:
@@ -53,7 +56,7 @@ class GroupWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all."""
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank."""
         size = len(shares)
         self.sent += outgoing.nbytes * (size - 1) // size
         work: dist.Work | None = dist.all_to_all_single(
@@ -68,7 +71,7 @@ class GroupWire:
         return work
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin an all-gather."""
+        """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
         self.sent += total.nbytes - part.nbytes
         work: dist.Work | None = all_gather(total, part, group=self._group, async_op=True)
         assert work is not None
@@ -86,10 +89,10 @@ class _Pending:
 
 
 class TreeExchange(Exchange):
-    """An all-reduce in which each rank sums one share of every bucket, in tree order.
+    """All-reduce in which each rank sums one share of every bucket, in the order of the reduction tree.
 
-    Each rank sends as many bytes as in a ring all-reduce, if every rank has one tree node. Operations of
-    neighbouring buckets overlap; all ranks begin them in the same order.
+    Each rank sends as many bytes as in a ring all-reduce, if it has one sum over its replicas to send.
+    Operations of neighbouring buckets overlap; all ranks begin them in the same order.
     """
 
     exact = True
@@ -109,7 +112,7 @@ class TreeExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree nodes, padded so that all shares have equal sizes."""
+        """Return memory for this rank's tree nodes (sums over its replicas), padded for equal shares."""
         size, own = bucket.numel() + extra, self._forest.own
         padded = self._share(size) * self._forest.size
         if own == 1 and padded == bucket.numel():
@@ -118,7 +121,7 @@ class TreeExchange(Exchange):
         return [memory[i, :size] for i in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots` over all ranks, and return the sum's future."""
+        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
         future = future_on(slots[0].device)
         with self._side.after(slots):  # so that the backward pass goes on while buckets are awaited
             scattered = self._scatter(slots, future)

@@ -10,12 +10,12 @@ Values = tuple[int, ...]
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether step number `step`, from 1, is audited: powers of two first, then each `every`-th."""
+    """Return whether step `step`, from 1, is audited: powers of two below `every`, multiples of `every`."""
     return step % every == 0 or (step < every and step & (step - 1) == 0)
 
 
 def partner(rank: int, size: int) -> int:
-    """Return the rank whose last microbatch `rank` computes once more: the next rank, in a ring."""
+    """Return the rank whose last microbatch `rank` computes too, for comparison: the next one in a ring."""
     return (rank + 1) % size
 
 
@@ -24,9 +24,9 @@ class Difference:
     """A microbatch of which two ranks computed different values.
 
     Attributes:
-        host: rank that computed the microbatch as its own.
-        auditor: rank that computed it once more.
-        odd: the only rank in all comparisons that differ, if other comparisons agree; else `None`.
+        host: rank to which the microbatch belongs.
+        auditor: rank that computed the microbatch once more, for comparison.
+        odd: the rank that probably computes wrongly, if only its own comparisons differ; else `None`.
     """
 
     host: int
@@ -35,14 +35,14 @@ class Difference:
 
 
 def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> Difference | None:
-    """Return the first difference between ranks; `None` if all ranks agree.
+    """Return the first microbatch of which two ranks have different checksums; `None` if all are equal.
 
     A rank that computes wrongly differs twice: in its own microbatch, and in the next rank's. If the script
     carries state from one microbatch to the next, all comparisons differ.
 
     Args:
-        hosted: by rank, checksums of its last microbatch.
-        audited: by rank, checksums of the last microbatch of its partner.
+        hosted: for each rank, checksums of the last microbatch that belongs to it.
+        audited: for each rank, checksums of its partner's last microbatch, which it has computed, too.
     """
     size = len(hosted)
     pairs = [(partner(rank, size), rank) for rank in range(size)]

@@ -9,7 +9,7 @@ from lockstep.errors import UsageError
 
 
 def balance(weights: Sequence[int], parts: int) -> list[range]:
-    """Split `range(len(weights))` into `parts` contiguous ranges; minimise the largest sum of weights.
+    """Split `range(len(weights))` into `parts` contiguous ranges whose largest sum of weights is minimal.
 
     No range is empty. Among several solutions, the first ranges are as short as possible.
 

@@ -12,15 +12,15 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def of_servers(strategy: str, staleness: int | None, device: str) -> str:
-    """Return `close` if servers run the optimizer, on their CPUs, for ranks on GPUs; else `exact`."""
+    """Return the exactness class: `close` if servers update on CPUs for ranks on GPUs, else `exact`."""
     return "close" if updates_in_servers(strategy, staleness) and device != "cpu" else "exact"
 
 
 def updates_in_servers(strategy: str, staleness: int | None) -> bool:
-    """Return whether parameter servers run the optimizer, so that no rank has whole gradients."""
+    """Return whether parameter servers run the optimizer, in which case no rank has whole gradients."""
     return STRATEGIES.find(strategy).has_servers and staleness is not None
 
 
 def worst(classes: Iterable[str]) -> str:
-    """Return the worst of some classes of exactness, which is the class of a run with these parts."""
+    """Return the least exact of `classes`, as for a run whose parts have these exactness classes."""
     return max(classes, key=EXACTNESS.index, default="exact")

@@ -24,7 +24,7 @@ SCHEDULER = "scheduler"  # step, scheduler, call: `scheduler.step`
 
 
 def derive(seed: int, purpose: str, *numbers: int) -> int:
-    """Return the 63-bit key of the random stream of `purpose` and `numbers`, signed 64-bit integers."""
+    """Return a 63-bit seed for the random numbers of one `purpose`; `numbers`: signed 64-bit integers."""
     packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -15,7 +15,7 @@ _WORD = re.compile(r"(\d+)x(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Arrangement of ranks in `data` rows of `model` ranks; the ranks of a row have one model together.
+    """Arrangement of ranks in `data` rows of `model` ranks; the ranks of a row hold one model together.
 
     A row is made of neighbouring ranks, which communicate most and are on one node if possible.
     """
@@ -29,7 +29,7 @@ class Mesh:
         return self.data * self.model
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the row and the column of `rank`."""
+        """Return the row of `rank`, and its column (its position in the row)."""
         return divmod(rank, self.model)
 
     def __str__(self) -> str:

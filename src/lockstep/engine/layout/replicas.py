@@ -6,7 +6,7 @@ from lockstep.errors import UsageError
 
 
 def share(total: int, parts: int, part: int) -> range:
-    """Return the `part`-th of `parts` contiguous shares of `range(total)`.
+    """Return share number `part`, from 0, of `range(total)` divided into `parts` contiguous shares.
 
     Sizes differ by at most one, and earlier shares are larger. A share may be empty.
     """

@@ -12,7 +12,7 @@ _MOST = 64
 def check(strategy: str | None, servers: int, name: str = "servers") -> None:
     """Raise `UsageError` for servers without strategy `ps`, too many servers, or `ps` without servers.
 
-    `strategy` is `None` if it is not known yet; `name` is the flag or argument with the number.
+    `strategy`: `None` if it is not known yet. `name`: the flag or argument that gave the number.
     """
     if not 0 <= servers <= _MOST:
         raise UsageError(f"{name} is {servers}; expected 1 to {_MOST} with strategy=ps")

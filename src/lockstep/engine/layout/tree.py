@@ -1,4 +1,4 @@
-"""The fixed binary reduction tree over replicas, which gives the order of additions in every sum.
+"""The fixed binary tree over replicas that gives the order of additions in every sum ("tree order").
 
 `tree(lo, hi)` splits at `lo` plus the largest power of two below `hi - lo`. The shape of the tree depends
 only on the number of replicas, so a sum in tree order has the same bits on every layout.
@@ -19,12 +19,15 @@ Value = TypeVar("Value")
 
 
 def split(lo: int, hi: int) -> int:
-    """Return the first replica of the right child of the node over `[lo, hi)`; `hi - lo` is at least 2."""
+    """Return where the tree node over replicas `[lo, hi)` splits: the first replica of its right child.
+
+    `hi - lo` is at least 2.
+    """
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
 
 
 def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
-    """Return whether two intervals of replicas are the two children of one tree node."""
+    """Return whether the intervals `left` and `right` of replicas are the children of one tree node."""
     if left[1] != right[0]:
         return False
     lo, hi = 0, replicas
@@ -42,7 +45,11 @@ def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
 
 
 def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], list[Interval]]:
-    """Return the number of merges after each push of an interval, and the nodes left on the stack."""
+    """Return how many merges `fold` must make after each of the nodes `intervals`, and what remains.
+
+    A node is an interval of replicas: the first one, and the one after the last. Nodes that are children of
+    one node of the tree are merged; nodes without a neighbour to merge with remain.
+    """
     counts: list[int] = []
     stack: list[Interval] = []
     for interval in intervals:
@@ -62,14 +69,17 @@ def leaves(block: range) -> list[Interval]:
 
 
 def nodes(block: range, replicas: int) -> list[Interval]:
-    """Return the intervals of the largest tree nodes inside a block, about `2 * log2(replicas)` at most."""
+    """Return the intervals of the largest tree nodes that lie in a block of replicas.
+
+    They number about `2 * log2(replicas)` at most.
+    """
     return merges(leaves(block), replicas)[1]
 
 
 def fold(
     values: Sequence[Value], counts: Sequence[int], add: Callable[[Value, Value], Value]
 ) -> list[Value]:
-    """Push `values` on a stack, with `counts[i]` merges after value `i`; return the stack."""
+    """Push `values` on a stack; after value `i` add the two topmost `counts[i]` times; return the stack."""
     stack: list[Value] = []
     for value, count in zip(values, counts, strict=True):
         stack.append(value)
@@ -80,7 +90,7 @@ def fold(
 
 
 def total(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Return the sum of one value per replica, in tree order."""
+    """Return the sum of `values`, one for each replica, with additions in the order of the tree."""
     counts, _ = merges(leaves(range(len(values))), len(values))
     (root,) = fold(values, counts, add)
     return root

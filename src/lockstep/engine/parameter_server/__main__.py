@@ -1,7 +1,7 @@
 """Process of a parameter server: `python -m lockstep.engine.parameter_server [ADDRESS]`.
 
-Without an argument the launcher has started the server, and the launch's store gets its address. With the
-argument rank 0 has started it: the server prints its address, and ends when standard input is closed.
+A launcher starts the server without the argument; the server writes its address to the launch's store.
+Rank 0 starts it with the argument; the server prints its address, and ends when standard input is closed.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Client:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def authenticate(self, token: str, worker: Mapping[str, Any]) -> None:
-        """Prove to the server that this worker knows the launch's secret, and check the server's proof.
+        """Prove to the server that this worker has the launch's secret, and check the server's proof.
 
         `token`: the secret of the launch, which is not sent. Another secret raises a `PeerError`.
         """
@@ -62,7 +62,7 @@ class Client:
             raise self.strange("does not know the secret of this launch")
 
     def send(self, kind: Kind, tensors: Sequence[torch.Tensor] = (), **fields: Any) -> None:
-        """Send a message; see `messages.pieces` for its fields."""
+        """Send a message of one kind, with tensors; `fields`: other arguments of `messages.pieces`."""
         views = deque(pieces(kind, tensors, **fields))
         self.sent += sum(one.nbytes for one in views)
         try:
@@ -91,14 +91,14 @@ class Client:
         return Message(header, meta, payload)
 
     def expect(self, tag: int, memory: Callable[[], torch.Tensor]) -> None:
-        """Prepare to receive parameters of the optimizer number `tag`.
+        """Prepare to receive versions of the parameters of optimizer number `tag` from the server.
 
         `memory`: returns the memory for one version of the parameters.
         """
         self._memory[tag], self._versions[tag] = memory, deque()
 
     def version(self, tag: int) -> torch.Tensor:
-        """Wait for the next version of the parameters of the optimizer number `tag`, and return it."""
+        """Wait until the server sends a new version of the parameters of optimizer `tag`; return it."""
         while not self._versions[tag]:
             header, _ = self._next()
             if header.kind != Kind.VERSION:
@@ -172,7 +172,7 @@ class Client:
 
 
 class Clients:
-    """Connections of one model to all servers.
+    """A worker's connections to all parameter servers, for one model.
 
     Args:
         leads: whether this is rank 0, which sends initial parameters and prints the traffic.

@@ -33,18 +33,18 @@ class BrokenError(Exception):
 
 
 class Pool:
-    """Memory for messages that is reused by size, since new memory pages are slow."""
+    """Tensors for messages, reused for later messages of the same size, since new memory pages are slow."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def take(self, size: int) -> torch.Tensor:
-        """Return a tensor of `size` bytes."""
+        """Return a CPU tensor of `size` bytes: one that was put back, or a new one."""
         free = self._free[size]
         return free.pop() if free else torch.empty(size, dtype=torch.uint8)
 
     def give(self, memory: torch.Tensor) -> None:
-        """Put memory that `take` returned back into the pool."""
+        """Put a tensor that `take` returned back into the pool."""
         self._free[memory.numel()].append(memory)
 
     def shared(self, memory: torch.Tensor, references: int) -> Callable[[], None]:
@@ -65,7 +65,7 @@ class Connection:
 
     Attributes:
         rank: rank of the worker; -1 before it has authenticated itself.
-        has_left: whether the worker has sent that it is done.
+        has_left: whether the worker has sent its last message.
     """
 
     def __init__(self, connection: socket.socket, pool: Pool) -> None:
@@ -144,7 +144,7 @@ class Connection:
         release: Callable[[], None] | None = None,
         **fields: Any,
     ) -> None:
-        """Begin to send a message without blocking; `write` sends the rest.
+        """Begin to send a message without blocking; `write` sends the rest. `fields`: as `messages.pieces`.
 
         `tensors` must not change before they are sent. `release` is called when the message has been sent,
         or the connection is closed.

@@ -48,7 +48,7 @@ def token_of(environ: Mapping[str, str]) -> str:
 
 
 def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
-    """Return the proof that a process knows the secret `token`, valid for one connection.
+    """Return a process's proof that it has the secret `token`; the proof is valid for one connection.
 
     `role`: "worker" or "server". `nonces`: a random text of the server and one of the worker.
     """
@@ -74,7 +74,7 @@ def listen(address: str) -> tuple[socket.socket, ParameterServerAddress]:
 
 
 def publish(environ: Mapping[str, str], index: int, place: ParameterServerAddress) -> None:
-    """Write the address of server `index` to the launch's store."""
+    """Write the address of server number `index` to the launch's key-value store."""
     store = _store(environ.get(STORE), *launch_address(environ))
     store.set(str(index), json.dumps(asdict(place)))
 

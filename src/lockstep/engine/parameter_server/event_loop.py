@@ -101,19 +101,19 @@ class Server:
             self._pause(0.0)
 
     def _pause(self, seconds: float) -> None:
-        """Accept no connection for `seconds`, and while too many are unauthenticated."""
+        """Accept no connections for `seconds`, nor while too many are unauthenticated."""
         self._paused_until = time.monotonic() + seconds
         self._selector.unregister(self._listener)
 
     def _timeout(self) -> float | None:
-        """Return the seconds until `_check_unknown` must be called; `None` if it need not be."""
+        """Return the seconds until `_check_unknown` must close or accept connections; `None` if never."""
         due = [until for _, until in self._unknown.values()]
         if self._paused_until is not None and len(self._unknown) < _MOST_UNKNOWN:
             due.append(self._paused_until)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_unknown(self) -> None:
-        """Close connections that have not authenticated themselves in time; accept new ones again."""
+        """Close connections that took too long to authenticate; after a pause, accept new ones again."""
         now = time.monotonic()
         for connection in [c for c, (_, until) in self._unknown.items() if until <= now]:
             self._drop(connection, BrokenError("it has not shown the token"))
@@ -141,7 +141,7 @@ class Server:
             self._workers[connection].handle(connection, message)
 
     def _authenticate(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Check that a worker knows the launch's secret, and add it to its model's workers."""
+        """Check that a worker has the launch's secret, and add the worker to those of its model."""
         nonces = (self._unknown[connection][0], str(meta.get("nonce")))
         shown = str(meta.get("proof")).encode(errors="replace")
         # No other part of the message is read before.

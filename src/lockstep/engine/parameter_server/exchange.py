@@ -1,4 +1,4 @@
-"""Exchange `server`: each parameter server sums one share of every bucket of gradients, in tree order.
+"""Exchange `server`: each parameter server sums one share of every bucket, in a fixed order.
 
     worker 0 ──┐ nodes of its share ┌── server 0 ──┐ sums of its share ┌── worker 0
     worker 1 ──┴────────────────────┴── server 1 ──┴───────────────────┴── worker 1
@@ -75,7 +75,7 @@ class ServerExchange(Exchange):
         return future
 
     def _shares(self, numel: int) -> list[tuple[Client, range]]:
-        """Return the servers that sum a part of a bucket of `numel` elements, with the part's range."""
+        """Return, for a bucket of `numel` elements, the connection to each server and the part it sums."""
         clients = self._clients.all
         shares = [share(numel, len(clients), index) for index in range(len(clients))]
         return [(client, part) for client, part in zip(clients, shares, strict=True) if part]

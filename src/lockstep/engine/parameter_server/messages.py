@@ -25,7 +25,7 @@ PIECES = 512
 
 
 class Kind(IntEnum):
-    """Kind of a message."""
+    """Kind of a message between a worker and a parameter server."""
 
     CHALLENGE = 1  # the server's nonce, with which a worker authenticates itself
     HELLO = 2  # a worker authenticates itself, and names its model

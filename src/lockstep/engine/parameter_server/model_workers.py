@@ -1,6 +1,6 @@
 """`ModelWorkers`: a server's sums and optimizers for the workers of one model.
 
-Gradients are summed in tree order, as soon as all workers have sent them.
+Gradients are summed in the order of the reduction tree, as soon as all workers have sent them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ModelWorkers:
             raise BrokenError("it asks for what servers don't do")
 
     def _check_left(self) -> None:
-        """Send the workers an error if one of them waits for a worker that has disconnected."""
+        """If a worker that others wait for has disconnected, send all workers an error."""
         waits = self._buckets or any(optimizer.waits for optimizer in self._optimizers.values())
         if waits and self._left is not None:
             self._fail(self._left, self._left_hint)
@@ -110,7 +110,7 @@ class ModelWorkers:
     # --- sums ------------------------------------------------------------------------------------
 
     def _send_sum(self, requests: Sequence[WorkerRequest]) -> None:
-        """Sum a bucket of gradients over all workers, in tree order, and send them the sum."""
+        """Sum one bucket of gradients over all workers, in a fixed order, and send the sum to them."""
         first = requests[0].header
         size = first.payload // self._forest.counts[0]
         for rank, (request, count) in enumerate(zip(requests, self._forest.counts, strict=True)):

@@ -1,4 +1,4 @@
-"""Conversion of optimizers to JSON and back: class name, parameter groups, state without its tensors.
+"""Conversion of optimizers to JSON and back: class name, parameter groups, state; tensors are separate.
 
 A worker sends the description, and a server creates an equal optimizer. Nothing is unpickled.
 """
@@ -33,7 +33,7 @@ def describe(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return settings of parameter groups, such as learning rates, as JSON values."""
+    """Return the settings of each parameter group, such as its learning rate, as JSON values."""
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -41,7 +41,11 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value of an optimizer for JSON; raise a `ModelError` if JSON cannot represent it."""
+    """Return a setting or state value of an optimizer as a JSON value.
+
+    Raises:
+        ModelError: if JSON cannot represent the value.
+    """
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
@@ -88,7 +92,7 @@ def _find(module: str, name: str) -> type[Optimizer]:
 
 
 def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set settings of the parameter groups, such as learning rates, that `settings_of` returned."""
+    """Set the settings of the parameter groups, such as learning rates, to what `settings_of` returned."""
     for group, words in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: _tuples(value) for name, value in words.items()})
 
@@ -100,7 +104,10 @@ def _tuples(value: Any) -> Any:
 def pack(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return an optimizer's state of some parameters: entries for JSON, and tensors, numbered there."""
+    """Return an optimizer's state of some parameters: a list for JSON, and a list of tensors.
+
+    In the JSON list a tensor is represented by its index in the list of tensors.
+    """
     entries: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
     for place, parameter in enumerate(parameters):
@@ -116,7 +123,7 @@ def pack(
 def unpack(
     entries: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer state that `pack` has encoded, keyed by index of the parameter."""
+    """Return the optimizer state that `pack` encoded; the keys are indices of parameters."""
     state: dict[int, dict[str, Any]] = {}
     for place, name, kind, value in entries:
         found = tensors[value].clone() if kind == "tensor" else _tuples(value)

@@ -2,7 +2,7 @@
 
 worker                                         server
   gradients of batch t, learning rates  ─────►   waits for all workers' gradients of batch t,
-                                                 adds them in tree order, steps
+                                                 adds them in a fixed order, steps
   parameters with t + 1 updates         ◄─────   as soon as it has stepped
 
 A version is the values of the parameters after an update. A worker receives all versions in order, and
@@ -34,12 +34,12 @@ Node = Sequence[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Shard:
-    """The parameters that one server updates, and memory for their messages.
+    """The parameters that one server updates, and memory for messages to and from this server.
 
     Attributes:
         places: indices of these parameters among those of the optimizer.
         outgoing: memory for this rank's tree nodes (sums over its replicas), one row each.
-        free: rows into which versions can be received.
+        free: rows into which new versions of the parameters can be received.
         taken: rows with the versions that the worker stores, the oldest first.
     """
 
@@ -51,12 +51,12 @@ class _Shard:
     taken: deque[torch.Tensor]
 
     def row(self) -> torch.Tensor:
-        """Return a row into which the next version can be received."""
+        """Return memory (a row of bytes) to receive one version of the server's parameters in."""
         return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
 class _StateInServers(defaultdict[Any, Any]):
-    """The empty state on a worker of an optimizer whose state is in the servers."""
+    """Empty state of an optimizer on a worker, while the real state is in the servers."""
 
     def clear(self) -> None:
         """Raise a `StepError`: a script cannot clear the state in the servers."""
@@ -64,14 +64,14 @@ class _StateInServers(defaultdict[Any, Any]):
 
 
 class RemoteOptimizer:
-    """An optimizer whose parameters and state are in the servers; methods raise the errors of `Client`.
+    """Client of an optimizer whose parameters and state are in servers; methods raise errors of `Client`.
 
     Args:
-        nothing: value of the elements of a missing gradient.
+        nothing: value that stands for each element of a missing gradient.
 
     Attributes:
         has_begun: whether the servers have the parameters.
-        coming: number of versions that were requested and not received yet.
+        coming: number of versions of the parameters that were requested, but not received yet.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class RemoteOptimizer:
     # --- beginning -------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Mark the servers' parameters and state as outdated: the next step sends the worker's own."""
+        """Mark parameters and state in the servers as outdated: the next step sends those of the worker."""
         self.has_begun = False
 
     def bring_back(self) -> None:
-        """Load the servers' state into this worker's optimizer; the next step sends it back."""
+        """Copy the state from the servers to this worker's optimizer; the next step sends it back."""
         if not self.has_begun:
             return
         state = self._fetch_state()
@@ -158,7 +158,7 @@ class RemoteOptimizer:
         """Send gradients to the servers, which update the parameters; `receive` returns the new version.
 
         `nodes`: this rank's tree nodes (sums over its replicas), each with a gradient per parameter.
-        `place`: number of the batch; the servers compare it between ranks.
+        `place`: number of the batch; the servers check that all ranks send the same.
         """
         self._check_hooks()
         self._check_parameters()
@@ -182,7 +182,7 @@ class RemoteOptimizer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _check_hooks(self) -> None:
-        """Raise a `StepError` for hooks around steps: only the servers have the gradients and state."""
+        """Raise a `StepError` if the optimizer has step hooks: only servers have gradients and state."""
         own = self.optimizer
         hooks = [
             *(own._optimizer_step_pre_hooks.values(), own._optimizer_step_post_hooks.values()),
@@ -209,7 +209,7 @@ class RemoteOptimizer:
             )
 
     def _fill(self, shard: _Shard, nodes: Sequence[Node]) -> list[int]:
-        """Copy the gradients of a server's parameters to its `outgoing` rows.
+        """Copy this rank's gradients into the messages to one server, the rows `shard.outgoing`.
 
         Return the indices of the server's parameters without a gradient on this rank.
         """
@@ -233,7 +233,7 @@ class RemoteOptimizer:
     # --- versions --------------------------------------------------------------------------------
 
     def receive(self) -> list[torch.Tensor]:
-        """Receive the next version of the parameters, in memory that `keep` frees."""
+        """Receive the next version of the parameters; its memory stays in use until `keep` frees it."""
         values: list[Any] = [None] * len(self.parameters)
         for shard in self._shards:
             row = shard.client.version(self._number)
@@ -244,7 +244,7 @@ class RemoteOptimizer:
         return values
 
     def keep(self, count: int) -> None:
-        """Free the memory of all versions except the newest `count`."""
+        """Free the memory of all versions of the parameters except the newest `count`."""
         for shard in self._shards:
             while len(shard.taken) > count:
                 shard.free.append(shard.taken.popleft())
@@ -271,7 +271,7 @@ class RemoteOptimizer:
 
 
 def deal(sizes: Sequence[int], servers: int) -> list[int]:
-    """Assign each parameter, the largest first, to the least loaded server; return server indices."""
+    """Assign each parameter, the largest first, to the server with the fewest elements; return indices."""
     loads, owners = [0] * servers, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
         owner = min(range(servers), key=lambda server: (loads[server], server))

@@ -27,14 +27,14 @@ class Spec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Spec:
-        """Return the spec of `tensor`; if it has gaps in memory, with contiguous strides."""
+        """Return type, shape and strides of `tensor`; contiguous strides if it has gaps in memory."""
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
         stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
         return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride))
 
     @staticmethod
     def parse(words: Sequence[Any]) -> Spec:
-        """Return the spec from its JSON values `words`; raise a `ValueError` if they describe no tensor."""
+        """Return the `Spec` from JSON values that `words()` made; raise a `ValueError` for others."""
         name, shape, stride = words
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
@@ -42,7 +42,7 @@ class Spec:
         return Spec(dtype, tuple(map(int, shape)), tuple(map(int, stride)))
 
     def words(self) -> list[Any]:
-        """Return the spec as values for JSON."""
+        """Return the type, shape and strides as values for JSON."""
         return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.stride)]
 
     @property
@@ -60,7 +60,7 @@ class Spec:
 class Segment:
     """A part of a row whose elements have one type; bounds are in bytes.
 
-    A complex number is two real elements: torch multiplies a complex summand by one, which may change the
+    A complex number counts as two real elements, since torch's addition of complex numbers may change the
     sign of a zero.
     """
 
@@ -77,7 +77,7 @@ class Rows:
     """Layout of several tensors in one row of bytes.
 
     Attributes:
-        segments: parts whose elements have one type, the largest type first.
+        segments: parts of the row whose elements have one type; larger types come first.
         bytes: length of the row.
     """
 

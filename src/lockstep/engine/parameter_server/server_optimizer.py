@@ -36,7 +36,7 @@ class WorkerRequest:
 
 
 class ServerOptimizer:
-    """One optimizer of the workers, with those of its parameters that this server updates.
+    """Those parameters of a worker's optimizer that this server updates, with the optimizer's state.
 
     If the script loads other values, rank 0 sends them before its next gradients.
     """
@@ -53,7 +53,7 @@ class ServerOptimizer:
 
     @property
     def waits(self) -> bool:
-        """Whether requests of a worker wait for requests of other workers."""
+        """Whether requests of some workers wait for the same requests of other workers."""
         return bool(self._updates or self._states)
 
     def begin(self, message: Message) -> None:
@@ -125,7 +125,7 @@ class ServerOptimizer:
         self._version += 1
 
     def _sum(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Sum the gradients of all workers in tree order, into the memory of the first message."""
+        """Sum the gradients of all workers, in a fixed order, into the memory of the first message."""
         rows: list[torch.Tensor] = [
             row
             for message, count in zip(messages, self._forest.counts, strict=True)

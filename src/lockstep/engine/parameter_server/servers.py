@@ -33,7 +33,7 @@ _END_SECONDS = 5.0
 
 
 class Servers:
-    """The parameter servers of a run; starts them on rank 0 unless the launcher has."""
+    """The parameter servers of a run; started by the launcher, or else on rank 0 by this object."""
 
     def __init__(
         self, rendezvous: RankRendezvous, count: int, directory: Path, threads: int
@@ -45,7 +45,7 @@ class Servers:
         self._found: tuple[Sequence[ParameterServerAddress], str] | None = None
 
     def connect(self, context: ModelContext) -> Clients:
-        """Connect to all servers for one model, and start them if necessary; collective.
+        """Connect to all servers for one model, and start them if necessary; all ranks call this together.
 
         A server that has ended, cannot be found, or cannot be started raises a `PeerError`.
         """
@@ -130,7 +130,7 @@ class Servers:
         raise PeerError(f"server {index} ended with exit code {code} before it listened", hint=hint)
 
     def _release(self) -> None:
-        """Record that a model has disconnected; after the last model, end servers that rank 0 started."""
+        """Record that a model has disconnected; after the last one, end servers that rank 0 started."""
         self._users -= 1
         if not self._users:
             self._found = None

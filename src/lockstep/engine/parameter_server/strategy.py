@@ -60,7 +60,7 @@ def wrap(
 
 
 def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
-    """Print each server's traffic once, on the main rank; return bytes sent and received by this rank."""
+    """Print each server's traffic once per run; return the numbers of bytes this rank sent and received."""
     if clients.leads and clients.is_first:
         for line in clients.traffic():
             context.say(line)
@@ -71,7 +71,7 @@ def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
 
 
 class ServedModel(ReplicatedModel):
-    """A replicated model whose gradients are summed by servers; every worker updates its own copy."""
+    """A model of which each worker has a copy: servers sum gradients, and each worker updates its copy."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ServedModel(ReplicatedModel):
         self._clients, self._context = clients, context
 
     def ends(self) -> dict[str, int]:
-        """Print the traffic of the servers; return the bytes sent and received by this rank."""
+        """Print the servers' traffic; return the numbers of bytes that this rank sent and received."""
         return _end(self._clients, self._context)
 
 
@@ -92,7 +92,7 @@ class ServedModel(ReplicatedModel):
 
 
 class RemoteModel(WrappedModel):
-    """A model whose parameters are updated by servers."""
+    """A model whose parameters are updated in servers and sent to the workers; used with a staleness."""
 
     is_split = True  # so that `optimizer_state` is called, and the optimizer has no other model
 
@@ -131,7 +131,7 @@ class RemoteModel(WrappedModel):
             self._shown.append((parameter.grad, _version(parameter.grad)))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by a step in the servers.
+        """Replace `optimizer.step` by a function that sends gradients to servers, which update.
 
         Frozen parameters, or a class that servers cannot import, raise a `ModelError`.
         """
@@ -170,7 +170,10 @@ class RemoteModel(WrappedModel):
         remote.keep(self.versions.count(own))
 
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
-        """Return this rank's tree nodes (sums over its replicas), for the parameters of one optimizer."""
+        """Return this rank's gradients of the parameters of one optimizer, summed over its replicas.
+
+        They are several sums, each a list of gradients, if the order of additions puts other ranks between.
+        """
         if not self.several_replicas:
             return [[parameter.grad for parameter in remote.parameters]]
         places = {id(p): place for place, p in enumerate(self.parameters)}
@@ -190,7 +193,7 @@ class RemoteModel(WrappedModel):
         ]
 
     def total_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
-        """Raise a `StepError`: each rank has only its part of the gradients, so their norm is unknown."""
+        """Raise a `StepError`: ranks have only their own parts of the gradients, so the norm is unknown."""
         raise StepError(
             f"run.clip_grad_norm_ needs the whole gradient of {type(self.module).__name__}, which with "
             f"staleness={self._staleness} only the servers have",
@@ -204,30 +207,30 @@ class RemoteModel(WrappedModel):
             self.versions.add(remote.parameters, remote.receive())
 
     def _wait(self) -> None:
-        """Receive all versions of the parameters; servers send the newest when all ranks have stepped."""
+        """Wait until the servers have made all updates, and receive the parameters after each of them."""
         with self._waiting() if any(one.coming for one in self._remotes) else nullcontext():
             for remote in self._remotes:
                 self._receive_all(remote)
 
     def show_newest(self) -> None:
-        """Receive the newest version from the servers, and copy it to the parameters."""
+        """Receive the parameters after the latest update from the servers, and copy them to the module."""
         self._wait()
         super().show_newest()
 
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the module's `state_dict` with all updates, after the servers have made them."""
+        """Wait until the servers have made all updates; return the module's up-to-date `state_dict`."""
         self._wait()
         return super().state()
 
     def extras(self) -> dict[str, Any]:
-        """Return the older versions of parameters, after the servers have made all updates."""
+        """Wait for pending updates; return the older versions of the parameters that are still needed."""
         self._wait()
         return super().extras()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the model's `state_dict`, which the next step sends to servers with unchanged optimizers."""
+        """Load the model's `state_dict`; the next step sends it, and optimizers' state, to the servers."""
         self._wait()
         for remote in self._remotes:
             remote.bring_back()
@@ -243,7 +246,7 @@ class RemoteModel(WrappedModel):
     # --- the end ---------------------------------------------------------------------------------
 
     def ends(self) -> dict[str, int]:
-        """Print the traffic of the servers; return the bytes sent and received by this rank."""
+        """Print the servers' traffic; return the numbers of bytes that this rank sent and received."""
         self._wait()
         return _end(self._clients, self._context)
 
@@ -253,7 +256,7 @@ class RemoteModel(WrappedModel):
 
 
 def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelContext) -> None:
-    """Raise an error for keywords and devices that a staleness excludes; warn of idle DDP keywords."""
+    """Raise an error for settings that a staleness excludes; warn of DDP arguments without effect."""
     if not shares_buffers(settings):
         raise ModelError(
             f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "

@@ -42,14 +42,12 @@ _LOOKED_UNTIL = 1 << 14
 
 
 class StateSaver(PointListener):
-    """Saves the state at points of a run, as snapshots in memory and as checkpoints on disk.
-
-    A point is the moment after a batch, an epoch or `run.save` at which the state is complete.
+    """Saves the state as snapshots in memory and as checkpoints on disk, after batches and epochs.
 
     Args:
         schedule: schedule of snapshots; `None` without a launcher whose memory outlives this process.
-        aligned: whether one launcher started all ranks, so that they take snapshots at the same points.
-        apart: whether each launcher has only a part of the state, so that all ranks agree on snapshots.
+        aligned: whether one launcher started all ranks, so that they take snapshots after the same batches.
+        apart: whether each launcher's ranks have only a part of the state: all ranks agree on snapshots.
         variables: returns fingerprints of the script's variables, of the same length on all ranks.
     """
 
@@ -84,7 +82,7 @@ class StateSaver(PointListener):
         self._is_alone = context.group is None or not context.settings.exact
 
     def ask(self, best: float | None) -> None:
-        """Request a checkpoint at the next point, after the current batch or epoch, with score `best`."""
+        """Request a checkpoint after the current batch or epoch; `best`: its score, larger is better."""
         self._is_asked = True
         self._best = self._best if best is None else best
 
@@ -94,7 +92,7 @@ class StateSaver(PointListener):
         self._coordination.ask("stop")
 
     def at_point(self) -> None:
-        """Take a snapshot or write a checkpoint if one is due or requested at this point.
+        """After a batch, epoch or `run.save`: take a snapshot or write a checkpoint if due or requested.
 
         Raises:
             Preempted: if the run was asked to end; the state is on disk then.
@@ -142,11 +140,11 @@ class StateSaver(PointListener):
             self._save(text, tensors)
 
     def epoch_begins(self) -> None:
-        """Copy the small registered objects: a resume in this epoch replays it from its beginning."""
+        """Copy states of small objects (64 KiB or less) of `run.register`, for a replay of this epoch."""
         self._state.epoch_begins()
 
     def arrived(self) -> None:
-        """Warn of loops that only evaluate and that replay ran again, with other parameters than before."""
+        """After replay, warn of evaluating loops that ran again, with newer parameters than before."""
         again = sorted(set(self._loop.progress.evaluated_again))
         if again:
             self._context.record.warn(
@@ -158,10 +156,11 @@ class StateSaver(PointListener):
     def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
         """End the run inside of `loop`, which only evaluates; save the state from before the loop.
 
-        `counters` are the run's counts of steps, loops and loaders when the loop began.
+        `counters`: the run's counts of steps, loops and loaders when the loop began. If a metric (such as
+        `run.mean`) around the loop also trains, the run does not end here.
 
         Raises:
-            Preempted: unless a metric around the loop also trains.
+            Preempted: when the state is saved.
         """
         metrics = self._loop.progress.open_metrics
         if not metrics:
@@ -176,14 +175,14 @@ class StateSaver(PointListener):
         raise Preempted(self._loop.steps)
 
     def _save_now(self, at: Position | None = None) -> None:
-        """Compare the state over ranks, and write a checkpoint with it and the position `at`."""
+        """Compare the state between ranks, and write it as a checkpoint; `at`: the position to record."""
         captured = self._state.capture()
         if not self._is_alone:
             self._check_same(captured)
         self._save(*self._capture(captured, at))
 
     def _due(self, schedule: SnapshotSchedule, request: Request | None) -> int:
-        """Return the number of the snapshot that is due at this point; 0 for none."""
+        """Return the number of the snapshot to take now; 0 for none. `request`: what all ranks do now."""
         due = schedule.due(self._loop.steps)
         if self._apart:
             if due:
@@ -196,7 +195,10 @@ class StateSaver(PointListener):
         return due
 
     def _looks(self, schedule: SnapshotSchedule | None) -> bool:
-        """Return whether to allocate memory for snapshots now; ranks that gather the state agree."""
+        """Return whether to allocate memory for snapshots now.
+
+        The answer is the same on all ranks if they must gather the state together, as sharded models need.
+        """
         if schedule is None:
             return False
         if self._state.is_gathered:
@@ -206,7 +208,7 @@ class StateSaver(PointListener):
         return schedule.needs_memory
 
     def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
-        """Return whether all ranks compare their states now: at the first point, and before saving."""
+        """Return whether all ranks compare their states now: after the first batch, and before saving."""
         if self._is_alone or (self._state.is_gathered and not (saves or due or looks)):
             return False  # the gathering of the state would serve only the comparison
         kept = saves or (due > 0 and (self._aligned or self._apart))
@@ -256,7 +258,7 @@ class StateSaver(PointListener):
             )
 
     def finish(self) -> None:
-        """Write the checkpoint that the script has requested, if any; wait until all are on disk."""
+        """Write the checkpoint that the script has requested, if any; wait for all checkpoints."""
         if self._is_asked:
             self._save_now()
         self._wait("the end of the run")
@@ -266,7 +268,7 @@ class StateSaver(PointListener):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
-        """Stop the writer of checkpoints, after at most `patience` seconds for an unfinished one."""
+        """Stop writing checkpoints; wait at most `patience` seconds for one that is unfinished."""
         self._checkpoints.close(patience)
 
 
@@ -329,7 +331,7 @@ def _coordination(context: Context, *, aligned: bool) -> Coordination:
 
 
 def _store_of(context: Context, purpose: str) -> dist.Store | None:
-    """Return a new client of the key-value store for another thread; `None` for a single rank.
+    """Return a client of the key-value store for use in another thread; `None` for a single rank.
 
     The main thread's client may be blocked in a wait.
     """

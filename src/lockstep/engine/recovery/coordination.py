@@ -29,23 +29,26 @@ _REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
 
 
 class Coordination(abc.ABC):
-    """Agreement of all ranks on a step at which each of them saves the state or ends the run."""
+    """Agreement of all ranks on a step after which each of them saves the state or ends the run."""
 
     def __init__(self) -> None:
         self._request: Request | None = None
 
     def ask(self, request: Request) -> None:
-        """Request that all ranks save or stop at the next possible step; a signal handler may call it."""
+        """Request that all ranks save or stop at the next possible step; signal handlers may call `ask`."""
         self._request = _stronger(self._request, request)
 
     @property
     @abc.abstractmethod
     def stop_is_asked(self) -> bool:
-        """Whether this rank has read a request to end the run, from itself or from another rank."""
+        """Whether this rank has read a request, its own or another rank's, to end the run."""
 
     @abc.abstractmethod
     def at_point(self, steps: int) -> Request | None:
-        """Return the request that all ranks carry out after `steps` updates; called after every batch."""
+        """Return the request (save, snapshot or stop) to carry out now, after `steps` updates, or `None`.
+
+        Called after every batch, epoch and `run.save`; all ranks get the same request after the same step.
+        """
 
 
 def _stronger(one: Request | None, other: Request) -> Request:
@@ -61,7 +64,7 @@ class Alone(Coordination):
         return self._request == "stop"
 
     def at_point(self, steps: int) -> Request | None:
-        """Return this rank's request to save the state or to stop, if any, and clear it."""
+        """Return and clear this rank's request to save the state or to stop; `None` if there is none."""
         request, self._request = self._request, None
         return request
 
@@ -69,7 +72,7 @@ class Alone(Coordination):
 class OnStatusPage(Coordination):
     """Coordination of ranks of one launcher, through the status page, which is shared memory.
 
-    Rank 0 `leads`; another rank may be up to `ahead` steps ahead of it.
+    `leads`: whether this is rank 0, which chooses steps. `ahead`: steps that a rank may be ahead of rank 0.
     """
 
     def __init__(self, page: StatusPage, *, leads: bool, ahead: int = 0) -> None:
@@ -91,7 +94,10 @@ class OnStatusPage(Coordination):
             self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request that all ranks carry out after `steps` updates; called after every batch."""
+        """Return the request (save, snapshot or stop) to carry out now, after `steps` updates, or `None`.
+
+        Called after every batch, epoch and `run.save`; all ranks get the same request after the same step.
+        """
         at, what = self._page.agreed
         if self._done < at <= steps:
             self._done = steps
@@ -111,7 +117,7 @@ class OnStatusPage(Coordination):
 class ThroughStore(Coordination):
     """Coordination of ranks of several launchers, or of none, through the key-value store.
 
-    `store` is a client that no other thread uses. A rank may be up to `ahead` steps ahead of rank 0.
+    `store`: a client that no other thread uses. `ahead`: steps that a rank may be ahead of rank 0.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
@@ -129,7 +135,10 @@ class ThroughStore(Coordination):
         return turn is not None and self._store.check([f"{turn}/stop"])
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request that all ranks carry out after `steps` updates; called after every batch."""
+        """Return the request (save, snapshot or stop) to carry out now, after `steps` updates, or `None`.
+
+        Called after every batch, epoch and `run.save`; all ranks get the same request after the same step.
+        """
         turn = self._ready
         if turn is None:
             return None

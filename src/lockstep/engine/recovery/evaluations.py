@@ -1,8 +1,9 @@
 """`Evaluations`: ends a preempted run inside of a loop over a loader that only evaluates.
 
-The run saves the state from before the loop, or from before the metric around it; a resumed run evaluates
-again. So models must be as they were last trained, since a script may replace their weights for a while,
-and registered objects as when the loop began. Otherwise the run ends after the next trained batch or epoch.
+The run saves the state from before the loop, or before the metric around it; a resumed run evaluates again.
+This needs models that are as they were last trained (a script may replace their weights for a while), and
+objects of `run.register` that are as when the loop began. Otherwise the run ends after the next trained
+batch or epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Agreement:
 
     Ranks may iterate at different speeds, or wait for each other in every batch. A rank with a request to
     end writes to the store that it is in the loop, and continues. When all ranks have done so, the first
-    rank that reads this chooses its next batch. If a rank ends the loop before that, all ranks continue.
+    rank that reads this chooses its own next batch. If a rank ends the loop before that, all continue.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -36,11 +37,11 @@ class Agreement:
         self.is_here = False
 
     def begins(self, loop: str) -> None:
-        """Begin an agreement in a loop; the name `loop` is the same on all ranks."""
+        """Forget the previous loop: ranks agree on where to end the run in the loop named `loop`."""
         self._loop, self.is_here = loop, False
 
     def after(self, batch: int) -> bool:
-        """Return whether all ranks end the run after `batch` batches; a rank with a request calls it."""
+        """Return whether all ranks end the run now, after `batch` batches; called if this is requested."""
         store, here = self._store, f"{self._loop}/here"
         if not self.is_here:
             self.is_here = True
@@ -50,11 +51,14 @@ class Agreement:
         return False
 
     def ends(self) -> bool:
-        """Return whether the run ends here, when this rank has reached the end of the loop."""
+        """Return, at the end of the loop on this rank, whether all ranks end the run in this loop."""
         return self.is_here and self._decide(_GO_ON) < float("inf")
 
     def _decide(self, wanted: str) -> float:
-        """Propose after how many batches all ranks end; return the first proposal, `inf` for no end."""
+        """Propose the batch after which all ranks end; return the proposal that the first rank has made.
+
+        The proposal "go on" means that the run does not end in this loop; it is returned as `inf`.
+        """
         text = self._store.compare_set(f"{self._loop}/end", "", wanted).decode()
         return float("inf") if text == _GO_ON else int(text)
 
@@ -64,9 +68,9 @@ _UNKNOWN: list[tuple[int, int]] = [(-1, -1)]
 
 
 class Evaluations:
-    """Ends a run that was asked to end inside of a loop that only evaluates.
+    """Ends a run that was asked to end while the script is in a loop that only evaluates.
 
-    `leave` saves the state and ends the run, given the loop and the counters from its beginning.
+    `leave`: saves the state and ends the run; called with the loop and the counters from its beginning.
     """
 
     def __init__(
@@ -85,10 +89,10 @@ class Evaluations:
         self._loop: LoopEvent | None = None
 
     def trained(self) -> None:
-        """Hash the models after a loop that trains, to detect later changes.
+        """Hash the models after a loop that trains, so that later changes by the script are detected.
 
         If loops are so short that hashing would take more than 1 % of the time, models are not hashed; a
-        run that is asked to end in an evaluation then ends after it.
+        run that is asked to end during an evaluation then ends after the evaluation.
         """
         began = time.monotonic()
         if began < self._next:
@@ -99,7 +103,7 @@ class Evaluations:
         self._next = ended + 100 * (ended - began)
 
     def begins(self, loop: LoopEvent, counters: Counters) -> None:
-        """Begin an outermost loop, which may turn out only to evaluate; hash the registered objects."""
+        """Begin a loop inside no other, which may only evaluate; hash objects given to `run.register`."""
         self._loop, self._counters = loop, counters
         if self._models is None:
             self._models = self._sums_of_models()
@@ -109,11 +113,11 @@ class Evaluations:
             self._agreement.begins("/".join(map(str, loop.key)))
 
     def learns(self) -> None:
-        """Record that the current loop computes gradients, so that it does not only evaluate."""
+        """Record that the current loop computes gradients, and so does not only evaluate."""
         self._loop = None
 
     def batch_ends(self, batch: int) -> None:
-        """End the run after `batch` batches of the loop, if it was asked to end and all ranks agree.
+        """End the run after `batch` batches of a loop, if this was requested and all ranks agree.
 
         Raises:
             Preempted: if the run ends here; its state is on disk then.
@@ -128,7 +132,7 @@ class Evaluations:
             self._leave(loop, self._counters)
 
     def loop_ends(self, *, trained: bool) -> None:
-        """End the loop; then raise `Preempted` if the run was asked to end and all ranks agree."""
+        """End the loop; raise `Preempted` if all ranks have agreed to end the run in it."""
         if trained:
             self.trained()
         loop, self._loop = self._loop, None

@@ -37,7 +37,7 @@ _AGAIN = 16
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """Events, which are loops and calls of the run, that a script makes inside one event, or outside."""
+    """The loops, epochs and metrics that a script runs inside one other such event, or inside none."""
 
     events: list[Event]  # events that the script has reached
     #: during replay, recorded events not reached yet; `None` inside of an event without a record
@@ -47,11 +47,11 @@ class _Level:
 
 
 class Progress:
-    """Counts steps, epochs, loops and metrics, and replays them up to the target, a saved position.
+    """Counts steps, epochs, loops and metrics; after a resume it replays them up to the saved position.
 
     Attributes:
-        stretch: number that differs for every epoch and phase; the keys of random numbers contain it.
-        is_replaying: whether a resumed run has not reached the target yet.
+        stretch: number that differs for every epoch and call of `run.epochs`; random seeds depend on it.
+        is_replaying: whether a resumed run has not reached the saved position yet.
         evaluated_again: numbers of the loaders whose loops only evaluate and ran again during replay.
     """
 
@@ -68,11 +68,11 @@ class Progress:
     # --- the position ----------------------------------------------------------------------------
 
     def position(self, points: int) -> Position:
-        """Return the run's position in the script; `points` is the number of complete states so far."""
+        """Return the run's position in the script; `points`: batches and epochs completed so far."""
         return Position(points=points, counters=self.counters(), events=self._levels[0].events)
 
     def counters(self) -> Counters:
-        """Return the counts of steps, epochs and phases, loaders, and loops over each loader."""
+        """Return the counts of steps, epochs and `run.epochs` calls, loaders, and loops per loader."""
         rounds = tuple(sorted(self._rounds.items()))
         return Counters(self.steps, self.stretch, self._loaders, rounds)
 
@@ -87,7 +87,7 @@ class Progress:
 
     @property
     def open_metrics(self) -> list[MetricEvent]:
-        """The calls of metrics such as `run.mean` that have not returned yet, the outermost first."""
+        """Calls of metrics such as `run.mean` around the script's current line, the outermost first."""
         return [level.of for level in self._levels if isinstance(level.of, MetricEvent)]
 
     @property
@@ -98,7 +98,11 @@ class Progress:
     # --- phases and epochs -----------------------------------------------------------------------
 
     def phase_begins(self, count: int) -> range:
-        """Begin a call of `run.epochs`, not inside of a metric; return the epochs to be run or replayed."""
+        """Begin a call of `run.epochs`; return the epochs to be run or replayed.
+
+        Raises:
+            StepError: if the call is made inside of a metric, such as `run.mean`, that is in no epoch.
+        """
         metrics = self.open_metrics
         if metrics and not self.is_in_epoch:
             raise StepError(
@@ -139,7 +143,7 @@ class Progress:
         phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """End the current epoch; raise `CheckpointError` if its replay lacks a recorded event."""
+        """End the current epoch; raise `CheckpointError` if a replay has not reached all of its events."""
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None:
@@ -152,7 +156,7 @@ class Progress:
         phase.ended, phase.after = True, self.counters()
 
     def phase_ends(self) -> None:
-        """End the current call of `run.epochs`, after its epochs or by `break`."""
+        """End a call of `run.epochs`, after its last epoch or when the script has left it by `break`."""
         phase = self._phase
         self._levels.remove(self._level_of(phase))
         if self._target is not None:
@@ -162,7 +166,7 @@ class Progress:
         phase.complete, phase.after = True, self.counters()
 
     def phase_left(self) -> None:
-        """End the current epoch and call of `run.epochs`, left by `break` or an exception."""
+        """End a call of `run.epochs`, and its epoch, that the script left by `break` or an exception."""
         if self._target is None:
             self.epoch_ends()
         elif not self._phase.complete:
@@ -172,12 +176,12 @@ class Progress:
     # --- loops -----------------------------------------------------------------------------------
 
     def new_loader(self) -> int:
-        """Return the number of a new loader; the keys of random numbers contain it."""
+        """Return the number of a new loader, from which its random seeds follow."""
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
     def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Begin a loop over the loader number `loader`; return its event and its first batch.
+        """Begin a loop over loader number `loader`; return its first batch, which is not 0 after a resume.
 
         Raises:
             RunDirectoryError: if the run stopped in the middle of the loop, with another `batching`.
@@ -208,7 +212,7 @@ class Progress:
         return Start(epoch=epoch, round=round_, batch=batch, again=again, is_over=over, loop=done)
 
     def _is_among_many(self) -> bool:
-        """Return whether `_AGAIN` recorded loops come before the next one, and as many after it."""
+        """Return whether at least `_AGAIN` recorded loops precede the next loop, and as many follow it."""
         around = (self._around.events, self._around.ahead or ())
         return all(sum(isinstance(e, LoopEvent) for e in events) >= _AGAIN for events in around)
 
@@ -231,19 +235,19 @@ class Progress:
             )
 
     def trained(self, loop: LoopEvent) -> None:
-        """Record a loop that has updated parameters, so that saved positions contain it."""
+        """Record that `loop` has updated parameters, so that saved positions contain this loop."""
         events = self._around.events
         if not events or events[-1] is not loop:
             events.append(loop)
 
     def repeated(self, loop: LoopEvent) -> None:
-        """Record that replay has computed the last batch of a finished loop again."""
+        """Record that replay has finished computing the last batch of an already completed loop again."""
         level = self._level_of(loop)
         level.waits, level.ahead = False, []
         self.steps = loop.steps
 
     def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
-        """End a loop, not always the innermost one: a script may zip two loaders."""
+        """End a loop. It need not be the innermost one, since a script may `zip` two loaders."""
         level = self._level_of(loop)
         if self._target is not None and level.ahead is None and not early:
             self.evaluated_again.append(loop.loader)
@@ -252,7 +256,7 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Begin a call of a metric; during replay the returned event has the value of the recorded call."""
+        """Begin a call of a metric, such as `run.mean`; a replayed call's event has the recorded value."""
         event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call, after=self.counters())
@@ -268,20 +272,20 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """End a call of a metric that returns `value`; drop the events inside of it."""
+        """End a call of a metric, such as `run.mean`, that returns `value`; forget events inside it."""
         self._levels.remove(self._level_of(event))
         event.done, event.value, event.key, event.after = True, value, key, self.counters()
         event.events = []
 
     def metric_left(self, event: MetricEvent) -> None:
-        """Remove a call of a metric that ended with an exception."""
+        """Forget a call of a metric, such as `run.mean`, that ended with an exception."""
         self._levels.remove(self._level_of(event))
         events = self._levels[-1].events
         if events and events[-1] is event:
             events.pop()
 
     def passes_save(self) -> bool:
-        """Record a call of `run.save` outside of loops; return whether it is replayed and saves nothing."""
+        """Record a call of `run.save` outside of loops; return whether to skip the save, as in a replay."""
         event = self._expect(SaveEvent) if self.is_replaying else SaveEvent()
         if event is not None:
             self._levels[-1].events.append(event)
@@ -290,13 +294,17 @@ class Progress:
     # --- levels ----------------------------------------------------------------------------------
 
     def _expect(self, kind: type[EventT], name: object = None) -> EventT | None:
-        """Return the recorded event of this class and name that replay reaches now; `None` for a new one.
+        """Return the next recorded event of this class and name that replay must reach; `None` without one.
 
         A script may decide whether it saves or evaluates by values, such as a best score, that it lacks
         during replay. So recorded saves and metrics may be missing, and new ones may come.
 
+        Args:
+            kind: class of the event: a call of `run.epochs`, a loop, a metric or a save.
+            name: the key of a loop or the name of a metric.
+
         Raises:
-            CheckpointError: if `kind` is a phase, and another event that may not be missing comes first.
+            CheckpointError: for a call of `run.epochs` if another event must come first.
         """
         level = self._around if kind in (PhaseEvent, LoopEvent) else self._levels[-1]
         if self._target is None or level.ahead is None:
@@ -324,7 +332,10 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """The innermost level that belongs to no loop; a loop left by an exception may still have one."""
+        """The list of events to which a new loop belongs: that of an epoch, a metric or the top level.
+
+        Lists of loops that the script left by an exception may still lie inside it.
+        """
         levels = reversed(self._levels)
         return next(level for level in levels if not isinstance(level.of, LoopEvent))
 
@@ -346,7 +357,7 @@ class Progress:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the script is in a call or loop that was recorded before the restart."""
+        """Whether the script is, in replay, inside a loop or call that was recorded before the restart."""
         return self._target is not None and self._levels[-1].ahead is not None
 
     def check_arrived(self) -> None:
@@ -361,7 +372,7 @@ class Progress:
         return self._target is not None and not is_open
 
     def arrive(self) -> Position:
-        """End replay and return its target, the saved position."""
+        """End replay, since it has reached the saved position; return this position."""
         target, self._target, self.is_replaying = self._target, None, False
         assert target is not None, "replay has a target"
         self._set(target.counters)
@@ -369,7 +380,10 @@ class Progress:
 
 
 def _name(event: Event) -> object:
-    """Return the key of a loop, the call of a metric, or `None`, which identifies events of a class."""
+    """Return the key of a loop, or the name of a metric, by which replay finds the recorded event.
+
+    `None` for other events, which are found by their class alone.
+    """
     if isinstance(event, LoopEvent):
         return event.key
     return event.call if isinstance(event, MetricEvent) else None

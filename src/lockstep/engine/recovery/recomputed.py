@@ -1,4 +1,4 @@
-"""`Recomputed`: compares the losses of batches that are computed again after a crash.
+"""`Recomputed`: compares the losses of batches that are computed again after a crash with earlier ones.
 
 The launcher keeps the losses of each rank's last microbatches in shared memory, which outlives the ranks. A
 batch that is computed again has another loss if the saved state lacks anything that the script keeps, such
@@ -23,8 +23,8 @@ class Recomputed:
 
     Args:
         ring: shared memory for this rank's losses, which the rank reads after a restart.
-        before: losses before the crash, as the bits of a double, by `LossRing.key`.
-        warn: shows a line to the user.
+        before: losses before the crash, as the bits of a double; the keys are those of `LossRing.key`.
+        warn: function that shows a line to the user.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Recomputed:
         self._pending: deque[tuple[torch.Event, torch.Tensor, int, Microbatch]] = deque()
 
     def saw(self, loss: torch.Tensor, points: int, microbatch: Microbatch) -> None:
-        """Record the loss of a backward pass; `points` is the number of the batch in the run."""
+        """Record the loss of a backward pass; `points`: batches and epochs completed in the run so far."""
         first = LossRing.key(points, microbatch.replica, 0)
         self._nth = self._nth + 1 if first == self._last else 0
         self._last, key = first, LossRing.key(points, microbatch.replica, self._nth)

@@ -46,7 +46,7 @@ class ResumeInfo:
 
     @property
     def is_new(self) -> bool:
-        """Whether the run has not been started before."""
+        """Whether this is the first start of the run."""
         return self.generations == 0
 
 
@@ -110,7 +110,7 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A run's state that was saved in memory or on disk."""
+    """A saved state of a run, read from memory or disk."""
 
     text: str  # JSON of the position and of all values that are not tensors
     tensors: Mapping[str, Stored]  # tensors by name; each is read at its first use
@@ -151,7 +151,7 @@ class Saved:
 
 
 class Search:
-    """A search of all ranks for the newest state of a run, in shared memory and on disk.
+    """Search of all ranks for the newest saved state of a run, in shared memory and on disk.
 
     The newest state is the one after most points, which are the ends of batches and epochs.
     """
@@ -195,7 +195,10 @@ class Search:
         return self._spread(own)
 
     def _on_disk(self, *, beyond: int) -> Found | None:
-        """Return the newest checkpoint if more than `beyond` batches and epochs precede it, else `None`."""
+        """Return the newest checkpoint if it was saved after more than `beyond` batches and epochs.
+
+        Otherwise, and if there is none, return `None`.
+        """
         there = self._disk.newest_text()
         if there is not None and _points_of(there) <= beyond:
             return None
@@ -203,7 +206,11 @@ class Search:
         return None if found is None or _points_of(found.manifest.text) <= beyond else found
 
     def _newest(self, answers: list[str]) -> str:
-        """Return JSON: the number of points before the newest state in memory, a newer state's path."""
+        """Find the newest of the states in all ranks' memory and on disk; return as JSON which one it is.
+
+        The JSON has the number of batches and epochs before the newest state in memory, and the path of a
+        newer checkpoint, or an empty text.
+        """
         newest = _newest_whole([json.loads(answer) for answer in answers])
         self._found = self._on_disk(beyond=newest)
         return json.dumps([newest, "" if self._found is None else str(self._found.path)])
@@ -212,7 +219,7 @@ class Search:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
-        """Broadcast the newest state from the first rank that has it, if any rank lacks it."""
+        """Broadcast the newest state from the first rank that could read it, unless all or none could."""
 
         def first_with_state(have: list[str]) -> str:
             return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK
@@ -221,7 +228,7 @@ class Search:
         return own if source == _NO_RANK else self._broadcast(own, int(source))
 
     def _broadcast(self, own: Saved | None, source: int) -> Saved:
-        """Broadcast the state of rank `source` to the ranks whose `own` is `None`; return it."""
+        """Broadcast the state `own` of rank `source` to ranks whose `own` is `None`; return the state."""
         store, is_source = self._rendezvous.store, self._rank == source
         if is_source:
             assert own is not None
@@ -248,7 +255,7 @@ class Search:
 def _newest_whole(states: list[Any]) -> int:
     """Return the number of batches and epochs before the newest complete state in memory; -1 without one.
 
-    `states` has this number for the state in each rank's memory, and whether this state is only a part.
+    `states`: for each rank, this number for the state in its memory, and whether that is only a part.
     """
     # Parts make a complete state only if every rank has its part of the same state.
     has_all = all(state == states[0] for state in states)

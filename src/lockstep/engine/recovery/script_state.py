@@ -13,9 +13,9 @@ from lockstep.errors import UsageError, VariableError
 
 
 class ScriptState:
-    """Namespace whose attributes are variables that are saved with the run; `run.state` makes it.
+    """Namespace that `run.state` returns; its attributes are variables that are saved with the run.
 
-    Its attributes are the names in `values`, and no others. Their values are numbers, text, None, tensors,
+    The names of the attributes are those in `values`. Their values are numbers, text, None, tensors,
     arrays, and containers of them. After a resume tensors are on `device`.
     """
 

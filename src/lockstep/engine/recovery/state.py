@@ -1,4 +1,4 @@
-"""`State`: the models, optimizers, schedulers and registered objects that a run saves and restores."""
+"""`State`: models, optimizers, schedulers and objects given to `run.register`, to save and restore."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Names = list[list[tuple[int, str]]]
 
 
 class State:
-    """Models, optimizers, schedulers and registered objects of a run, in the order the script made them."""
+    """What a run saves: models, optimizers, schedulers, objects of `run.register`, in order of creation."""
 
     def __init__(self) -> None:
         self.scaler: Scaler | None = None
@@ -47,7 +47,7 @@ class State:
         self._groups: list[list[list[int]]] = []  # of each optimizer, when it was added
 
     def epoch_begins(self) -> None:
-        """Copy the states of small registered objects, which a replay of this epoch begins with."""
+        """Copy states of small objects (64 KiB or less) of `run.register`, for a replay of this epoch."""
         self._before = {}
         for name, value in self.registered.items():
             state = value.state_dict()
@@ -61,9 +61,9 @@ class State:
         self._groups.append(_ids(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """Return the state of each model and registered object by a name for messages.
+        """Return the state of each model and each object of `run.register`, by a name for the user.
 
-        All ranks call it together, since they gather tensors that are cut over ranks.
+        All ranks call this method together, since they gather tensors that are cut over ranks.
         """
         for model in self.models:
             model.check_gathering()
@@ -76,7 +76,7 @@ class State:
         return named | {f"state of {name}": v.state_dict() for name, v in self.registered.items()}
 
     def capture(self) -> dict[str, Any]:
-        """Return the complete state, as nested dictionaries; tensors are not copied, and may be sharded."""
+        """Return the complete state as nested dictionaries; tensors are not copied, and may be sharded."""
         return {
             "models": _numbered([model.state() for model in self.models]),
             "buffers": _numbered([model.unsaved_buffers() for model in self.models]),
@@ -101,7 +101,8 @@ class State:
         """Load a state that `capture` returned into the models, optimizers and other objects of the run.
 
         Args:
-            state: its tensors are used nowhere else; tensors not in `needed_whole` may be `Stored`.
+            state: its tensors are used nowhere else; those that this rank need not read completely (see
+                `needed_whole`) may be `Stored` objects, which read parts of a tensor from disk or memory.
             whole: whether the script must have made all objects; else only those that exist are loaded.
 
         Raises:
@@ -157,7 +158,10 @@ class State:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _load_optimizer(self, optimizer: Optimizer, groups: _Names | None, state: Any) -> None:
-        """Load the state of an optimizer; `groups` names its saved groups if the script changed them."""
+        """Load the state of an optimizer.
+
+        `groups`: if the script had changed the parameter groups, the saved groups, by names of parameters.
+        """
         if groups is not None:
             pairs = zip(optimizer.param_groups, _names_of(optimizer, self.models), strict=True)
             optimizer.param_groups[:] = [group for group, own in pairs if own in groups]
@@ -184,16 +188,16 @@ class State:
 
     @property
     def is_split(self) -> bool:
-        """Whether a model is distributed over ranks, so that no rank has the whole state."""
+        """Whether the tensors of a model are cut over ranks, so that no rank has the whole state."""
         return any(model.is_split for model in self.models)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether `capture` is a collective call, since a rank may lack all elements of a tensor."""
+        """Whether `capture` is a collective call: ranks gather tensors of which each has only a part."""
         return any(model.is_split and not model.is_cut for model in self.models)
 
     def needed_whole(self, names: Iterable[str]) -> set[str]:
-        """Return the names of the saved tensors that this rank reads completely.
+        """Return those of the saved tensors `names` that this rank must read completely.
 
         Of a model whose tensors are cut over ranks a rank reads only its part; of a model that the script
         has not made yet, nothing.
@@ -206,7 +210,7 @@ class State:
         return {n for n in names if n.startswith(tuple(whole)) or not n.startswith(cut)}
 
     def _holder(self, optimizer: Optimizer) -> WrappedModel | None:
-        """Return the model with the optimizer's parameters if it is distributed over ranks, else `None`."""
+        """Return the model of `optimizer`'s parameters if the model is split over ranks, else `None`."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         split = [model for model in self.models if model.is_split]
         return next((m for m in split if own & {id(p) for p in m.parameters}), None)
@@ -216,7 +220,7 @@ class State:
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
     def _extras(self) -> dict[str, Any]:
-        """Return the attributes that `state_dict` lacks, of optimizers whose models are not split."""
+        """Return attributes not in `state_dict`, of optimizers whose models are not split over ranks."""
         known = {id(own) for own in self.optimizers}
         return {
             str(number): extras
@@ -225,7 +229,7 @@ class State:
         }
 
     def forgotten_attributes(self) -> str | None:
-        """Return the type of an optimizer with attributes that are not saved, and the attributes' names."""
+        """Return the class of an optimizer, and its attributes that are not saved, as text; else `None`."""
         for optimizer in self.optimizers:
             if self._holder(optimizer) is not None:
                 extras = optimizer_extras.capture(optimizer).values()
@@ -235,7 +239,7 @@ class State:
         return None
 
     def forgotten_scheduler(self) -> str | None:
-        """Return the type of an optimizer whose scheduler did not go through `run.scheduler`, or `None`."""
+        """Return the class of an optimizer whose scheduler was not given to `run.scheduler`, or `None`."""
         known = {id(getattr(scheduler, "optimizer", None)) for scheduler in self.schedulers}
         for optimizer in self.optimizers:
             # torch.optim.lr_scheduler sets this attribute on the optimizer whose steps it counts.
@@ -346,7 +350,7 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
-    """Return the model's number and the name of each parameter, for each group of `optimizer`."""
+    """For each parameter group of `optimizer`, return the model's number and the name of each parameter."""
     named = {
         id(p): (number, name)
         for number, model in enumerate(models)
@@ -356,7 +360,10 @@ def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
 
 
 def _masks(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return masks by name of parameters that are pruned in the `state_dict` but not yet in `module`."""
+    """Return the masks that prune parameters in the saved `state`, if `module` is not pruned there yet.
+
+    The keys are names of parameters; the masks are those of `torch.nn.utils.prune`.
+    """
     names = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
     own = dict(module.named_parameters()) if names else {}
     return {n: state[f"{n}_mask"] for n in names if n in own and f"{n}_orig" in state}
