@@ -52,13 +52,13 @@ _Loop = tuple[int, int, int]
 
 
 class Audit:
-    """Audits of a run with several replicas.
+    """Audits of a run with several replicas: some microbatches are computed twice and compared.
 
     Args:
         context: context of the run.
-        state: models, optimizers and registered objects of the run.
-        every: steps between two audits; 0 to audit the beginning of loops alone.
-        observe: reads so many values of the script's variables, from a frame outwards.
+        state: models, optimizers and objects of `run.register`, which the run saves.
+        every: steps between two audits; 0 to audit only the beginning of loops.
+        observe: returns fingerprints of the script's variables, from a frame outwards, of so many values.
 
     Attributes:
         record: losses and gradients of the current microbatch, if they are compared.
@@ -96,11 +96,11 @@ class Audit:
     # --- which microbatches ----------------------------------------------------------------------
 
     def plan(self, start: Start, phase: int, steps: int) -> Audited:
-        """Return a function that maps a batch of a loop to the replica of its extra pass, or to `None`.
+        """Return a function from a batch's number in a loop to the replica of its extra pass, or `None`.
 
-        A loop that is not known to train has no extra pass before its first batch: a script may look at
-        that batch alone, by `next(iter(loader))`. A loop is audited when it begins in a new phase, and in
-        each step that is due, counted from the `steps` before batch `start.batch`.
+        A loop that is not known to train has no extra pass before its first batch: a script may take that
+        batch alone, by `next(iter(loader))`. Audited are a loop's beginning in each call of `run.epochs`,
+        and every step that is due, where `steps` is the number of steps before batch `start.batch`.
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
@@ -130,16 +130,16 @@ class Audit:
         return audited
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether the loop's body makes an extra pass: it is known to train.
+        """Whether to make the extra pass over a microbatch: the loop is known to have a backward pass.
 
-        All passes over a global batch make one, or none does: a body may count microbatches of a pass.
+        All iterations over one global batch get the same answer, since a body may count microbatches.
         """
         if not microbatch.turn:
             self._takes = self._loops[microbatch.loop][0] in self._trained and not self._is_off
         return self._takes
 
     def trains(self, microbatch: Microbatch) -> None:
-        """Note that the loop's body has run a backward pass; warn of one that calls `next`."""
+        """Note that the loop's body ran a backward pass; warn if the script gets microbatches by `next`."""
         place = self._loops[microbatch.loop][0]
         self._trained.add(place)
         if place in self._by_next:
@@ -151,7 +151,7 @@ class Audit:
             )
 
     def _replica(self) -> int:
-        """Return the replica of an extra pass: the last replica of the partner rank, or of this rank."""
+        """Return the replica of an extra pass: the partner rank's last one, or if alone this rank's."""
         context = self._context
         if self._is_alone:
             return context.dims.block[-1]
@@ -160,7 +160,7 @@ class Audit:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank could compute the microbatches of this rank."""
+        """Whether only this rank can compute its microbatches, as others have different models or parts."""
         models = self._state.models
         return (
             self._context.group is None
@@ -171,7 +171,7 @@ class Audit:
     # --- passes ----------------------------------------------------------------------------------
 
     def begins(self, microbatch: Microbatch) -> None:
-        """Begin a pass of the loop's body, which is not inside of another loop's."""
+        """Begin a pass of an outermost loop's body over a microbatch, perhaps an audit's extra pass."""
         self.was_left = False
         place, watched = self._loops.get(microbatch.loop, (None, -1))
         if microbatch.audit:
@@ -185,11 +185,11 @@ class Audit:
             self._guarded(self._watch.begins)
 
     def step(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, a step of an optimizer with its hooks; return its result."""
+        """Call `act`, an optimizer's step, which alone may change parameters; return its result."""
         return self._watch.step(act) if self._watch.is_on else act()
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
-        """End a pass of the loop's body in step number `step`; `left` if by `break` or an exception.
+        """End a pass of the loop's body in step number `step`; `left` if `break` or an exception ended it.
 
         Raises:
             AuditError: if the body depends on earlier passes, or a rank computes wrongly.
@@ -212,7 +212,7 @@ class Audit:
                 self._agreed.append(step)
 
     def warn_of_counts(self) -> None:
-        """Warn of a loop that the script has left early without reading `run.step` or `run.batch_index`."""
+        """Warn if the script left the last loop early and never read `run.step` or `run.batch_index`."""
         left, self._left, found, self._found = self._left, False, self._found, []
         was_read, self.step_was_read = self.step_was_read, False
         if left and not was_read:
@@ -230,7 +230,7 @@ class Audit:
             self._context.record.warn(f"lockstep: warning: {text}")
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """Call `look`; after an error of Lockstep's own the run goes on without audits."""
+        """Call `look`, which observes the script; if that fails, the run continues without audits."""
         if self._has_failed and self._is_alone:
             return  # ranks that pass through a model together make extra passes all the same
         try:
@@ -255,7 +255,11 @@ class Audit:
         self._before = self._observation(), texts(self._state)
 
     def _look_after(self) -> None:
-        """Find the state that an extra pass, in which no optimizer steps, has changed."""
+        """Compare the script's state with that before an extra pass; keep the variables that have changed.
+
+        Raises:
+            AuditError: if the pass has changed parameters, or has made collective calls of its own.
+        """
         calls = _collective_calls() - self._calls
         if calls and not self._is_alone:
             raise collectives(calls)
@@ -313,13 +317,13 @@ class Audit:
 
 
 def _place(frame: FrameType) -> _Place:
-    """Return the position in the script that takes the next microbatch."""
+    """Return file, line and bytecode offset of the script's code that takes the next microbatch."""
     user = next(script_frames(frame), None)
     return ("", 0, 0) if user is None else (user.f_code.co_filename, user.f_lineno, user.f_lasti)
 
 
 def _is_taken_by_next(frame: FrameType | None) -> bool:
-    """Whether the script takes microbatches outside of a `for`, also through generators of its own."""
+    """Whether the script takes microbatches by `next(…)` instead of `for`, also in its own generators."""
     while frame is not None and stacks.is_own(frame.f_code.co_filename):
         frame = frame.f_back
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
@@ -336,7 +340,7 @@ def _differing(once: Values, again: Values) -> tuple[str, ...]:
 
 
 def _collective_calls() -> int:
-    """Return the number of collective calls that the default process group has begun, or 0 if unknown."""
+    """Return how many collective calls the default process group has begun so far; 0 if unknown."""
     if not dist.is_initialized():
         return 0
     group: Any = dist.distributed_c10d._get_default_group()

@@ -1,4 +1,4 @@
-"""`Record`: losses, gradients and settings of optimizers of one pass of a loop's body."""
+"""`Record`: losses, gradients and optimizers' settings of one pass of a loop's body over a microbatch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NO_LOSS = float("-inf")
 
 @dataclass(slots=True)
 class Record:
-    """Values of one pass of a loop's body, which are equal on every rank and each time.
+    """Losses, gradients and optimizer settings of one pass of a loop's body over a microbatch.
 
-    Gradients are those of this microbatch alone, as autograd computes them, before ranks add them up.
+    An audit compares two such passes. Gradients are those of the microbatch, before ranks add them up.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Record:
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor, models: Sequence[WrappedModel]) -> Iterator[None]:
-        """Record the loss and the gradients of `models` of a backward pass, which the `with` block runs."""
+        """Return a context whose body runs a backward pass; record its `loss` and gradients of `models`."""
         call = len(self.losses)
         self.losses.append(loss.detach().clone())
         handles = []
@@ -56,14 +56,14 @@ class Record:
             self._gradients[key] = bits(gradient)
 
     def step(self, optimizer: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Record the parameter groups of optimizer number `optimizer`, which steps, without parameters."""
+        """Record `groups`, the parameter groups of optimizer number `optimizer`, without parameters."""
         rows = [
             sorted((name, _text(v)) for name, v in g.items() if name != "params") for g in groups
         ]
         self._settings.append(repr((optimizer, rows)))
 
     def values(self) -> Values:
-        """Return a hash of 63 bits for each of `KINDS`."""
+        """Return a hash of 63 bits for each kind of recorded value, in the order of `KINDS`."""
         keys = sorted(self._gradients)
         hashes = read([bits(loss) for loss in self.losses] + [self._gradients[k] for k in keys])
         count = len(self.losses)
@@ -71,7 +71,7 @@ class Record:
         return tuple(_number(part) for part in (hashes[:count], gradients, self._settings))
 
     def loss(self) -> float:
-        """Return the sum of all losses, for messages; `NO_LOSS` where there is none."""
+        """Return the sum of all recorded losses, for messages; `NO_LOSS` if no loss was recorded."""
         return float(sum(float(loss) for loss in self.losses)) if self.losses else NO_LOSS
 
 
@@ -87,6 +87,6 @@ def _text(value: Any) -> str:
 
 
 def _number(value: object) -> int:
-    """Return a hash of 63 bits, which fits into a signed integer of 64 bits."""
+    """Return a hash of `value` with 63 bits, which fits into a signed integer of 64 bits."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Errors of an audit, with the values that differ, the variables that changed, and hints."""
+"""Errors of an audit, which computes a microbatch twice: what differs, which variables changed, hints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Two passes of one microbatch that computed different values.
+    """An audit's finding: two passes of the loop's body over one microbatch computed different values.
 
     Attributes:
         replica: replica of the microbatch.
         kinds: kinds of values that differ, of `audit_record.KINDS`.
-        extra: loss of the extra pass.
-        own: loss of the microbatch's own pass.
-        changes: variables that the extra pass has changed, and that the next pass reads.
+        extra: loss of the pass that only the audit makes.
+        own: loss of the pass that trains.
+        changes: variables that the audit's pass has changed, and that the next pass reads.
     """
 
     replica: int
@@ -40,12 +40,12 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """The microbatch, for messages."""
+        """Text that names the microbatch whose two passes differ, for messages."""
         return f"replica {self.replica} in step {self.step}"
 
     @property
     def what(self) -> str:
-        """The kinds of values that differ, with both losses, for messages."""
+        """Text that names the kinds of values that differ and the losses of both passes, for messages."""
         extra, own = ("none" if value == NO_LOSS else value for value in (self.extra, self.own))
         losses = f"the loss was {extra} in an extra pass and {own} in its own"
         others = [kind for kind in self.kinds if kind != "losses"]
@@ -55,7 +55,10 @@ class Finding:
 
 
 def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
-    """Return the error that a pass depends on earlier passes, or that `suspect` computes wrongly."""
+    """Return the error for an audit in which two passes of the loop's body over one microbatch differ.
+
+    The cause is state that the body keeps between passes or, if given, wrong computation by `suspect`.
+    """
     named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
     cause = f"the pass changed {named}"
     if not named:
@@ -74,7 +77,10 @@ def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
 
 
 def changed(names: Sequence[str]) -> AuditError:
-    """Return the error that the body changed parameters without a step, or buffers in an extra pass."""
+    """Return the error for a loop's body that changed the parameters or buffers `names` itself.
+
+    A step of an optimizer may change parameters; the extra pass of an audit may change no buffers either.
+    """
     return AuditError(
         f"the loop's body changed {_listed(names)} besides by optimizer.step; expected no other changes, "
         "as a rank makes one pass of the body for each replica that it hosts",
@@ -84,7 +90,7 @@ def changed(names: Sequence[str]) -> AuditError:
 
 
 def collectives(calls: int) -> AuditError:
-    """Return the error that the body makes collective calls of its own."""
+    """Return the error for a loop's body that makes `calls` collective calls besides those of the run."""
     return AuditError(
         f"the loop's body made {calls} collective call(s) of torch.distributed in one microbatch; expected "
         "none: a rank that hosts several replicas would make more of them than others, which would wait",
@@ -94,7 +100,10 @@ def collectives(calls: int) -> AuditError:
 
 
 def wrong_rank(finding: Finding, place: str, agreed: int, *, is_even: bool) -> AuditError:
-    """Return the error that one rank computes wrongly; `is_even` if all ranks host as many replicas."""
+    """Return the error for one rank whose audited values differ from those that all other ranks agree on.
+
+    `is_even` says whether all ranks compute the same number of replicas.
+    """
     counts = (
         "" if is_even else "look for what counts passes, of which ranks make unequal numbers; or "
     )

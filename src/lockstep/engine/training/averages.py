@@ -21,7 +21,7 @@ _DEPTH = 16
 
 
 class Averages(Listener):
-    """Modules that the run does not train, but whose buffers are set to replica 0's on every rank.
+    """Modules that the run does not train, but whose buffers it sets to replica 0's on all ranks.
 
     The run's loop calls the modules in `followed` at each microbatch.
     """
@@ -32,7 +32,7 @@ class Averages(Listener):
         self._passing: list[UntrainedModule] = []  # modules that leave at the end of the loop
 
     def add(self, value: Any) -> UntrainedModule | None:
-        """Add a module and return its wrapper, or `None` if `value` is no module or already added."""
+        """Add an untrained module; return its new wrapper, or `None` for a known module or other value."""
         if not isinstance(value, nn.Module) or self._context.replicas == 1:
             return None
         if _share_parts(value, [*self._models, *self.followed]):
@@ -42,7 +42,7 @@ class Averages(Listener):
         return own
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """For the length of this loop, add the model of torch's `update_bn` if it runs the loop."""
+        """If torch's `update_bn` runs this loop, add its model until the loop ends."""
         for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
             one.leave()  # the script has passed it to `run.model` since
             self.followed.remove(one)
@@ -53,7 +53,7 @@ class Averages(Listener):
             self._passing.append(added)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Remove the modules that were added for the length of the loop."""
+        """Remove the modules that were added only until this loop ends."""
         while self._passing:
             followed = self._passing.pop()
             followed.leave()
@@ -66,7 +66,7 @@ def _share_parts(module: nn.Module, known: Sequence[WrappedModel | UntrainedModu
 
 
 def _of_update_bn(frame: FrameType | None) -> Any:
-    """Return the model that torch's `update_bn` was called with, if it is among the callers of `frame`.
+    """Return the model passed to torch's `update_bn`, if that function is among the callers of `frame`.
 
     `update_bn` has no hooks and passes its model to no other function.
     """

@@ -2,8 +2,8 @@
 
 A loss may be a mean over tokens, say, instead of samples. The mean over a global batch is
 `sum_r w_r * loss_r / sum_r w_r`, where replica `r` has `w_r` tokens. The sum of the weights is known only
-when the last replica has been computed. So gradients of `w_r * loss_r` are summed in tree order, and then
-divided by the sum of the weights.
+when the last replica has been computed. So gradients of `w_r * loss_r` are summed over replicas first, and
+the result is then divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CACHED = 64
 
 
 class Backward:
-    """Implementation of `run.backward`: runs the backward pass of a microbatch's loss.
+    """Implementation of `run.backward`: runs the backward pass of the loss of one microbatch.
 
     Attributes:
         passes: number of backward passes so far.
@@ -105,7 +105,7 @@ class Backward:
             self._context.watchdog.backward_ends()
 
     def _compute(self, loss: torch.Tensor, weight: float | None) -> None:
-        """Compute the gradients of `weight * loss`; zero gradients if the weight is `None`."""
+        """Compute the gradients of `weight * loss`; for `None`, gradients of zero (no samples)."""
         if weight is None:  # 0 times NaN would be NaN
             leaves = list(_leaves_behind(loss))
             torch.autograd.backward(leaves, [missing_like(leaf) for leaf in leaves])
@@ -115,7 +115,7 @@ class Backward:
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
-        """Report the beginning of the backward pass to the watchdog, and record the loss."""
+        """Report to the watchdog that the backward pass begins, and record the loss."""
         if (watchdog := self._context.watchdog) is not None:
             numbers = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, numbers)
@@ -140,7 +140,7 @@ class Backward:
         return used
 
     def _unreached(self, loss: torch.Tensor) -> RunError:
-        """Return the error for a loss that depends on no forward pass of this microbatch."""
+        """Return the error for a loss that depends on no forward pass in the current microbatch."""
         for model in self._state.models:
             if _owners_behind(loss, {id(p): model for p in model.leaves}, 1):
                 return StepError(
@@ -165,7 +165,7 @@ class Backward:
 
 
 class Weighting:
-    """Computation of the factors by which losses and summed gradients are multiplied, from `weight=`."""
+    """Computes factors of losses and gradients in a global batch from the `weight=` of `run.backward`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -178,7 +178,7 @@ class Weighting:
         loss: torch.Tensor,
         weight: torch.Tensor | float | None,
     ) -> float:
-        """Return the factor of a microbatch's gradients in the sum over the global batch.
+        """Return the factor of a microbatch's gradients in the sum over its global batch.
 
         Raises:
             StepError: if the weight is invalid, only some microbatches of the batch have a weight, or the
@@ -222,7 +222,7 @@ class Weighting:
     def _check_all(
         self, microbatch: Microbatch, models: Sequence[WrappedModel], expected: int
     ) -> None:
-        """Raise an error unless `expected` microbatches of this rank had a weight."""
+        """Raise an error unless `expected` of this rank's microbatches in the batch had a `weight=`."""
         weights = self._weights.get(_key(models), {})
         if not expected and microbatch.first:
             weights.clear()
@@ -233,7 +233,7 @@ class Weighting:
             )
 
     def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:
-        """Divide the summed gradients by the sum of weights; raise `StepError` if the sum is zero."""
+        """Divide the summed gradients by the sum of weights; raise `StepError` if that sum is zero."""
         if not microbatch.last or self._context.replicas == 1:
             return
         weights = torch.zeros(self._context.replicas, dtype=torch.float64)
@@ -269,7 +269,7 @@ def _check_loss(loss: torch.Tensor) -> None:
 def _check_whole(
     microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
 ) -> None:
-    """Raise an error if a model is distributed over ranks, which must all run its backward pass."""
+    """Raise an error if a model is distributed over ranks: none of them may leave out its backward pass."""
     for model in models:
         if model.is_split:
             raise StepError(
@@ -292,12 +292,12 @@ def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
 
 
 def _unit(microbatch: Microbatch) -> float:
-    """Return the largest power of two up to the batch size, a divisor that keeps gradients small."""
+    """Return the power of two, at most the global batch's size, that divides weighted gradients."""
     return float(1 << (microbatch.total.bit_length() - 1))
 
 
 def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: int) -> set[int]:
-    """Return ids of up to `enough` models in the graph of `loss`; `owners` maps parameters to models."""
+    """Return ids of up to `enough` models that `loss` depends on; `owners` has the model of a parameter."""
     found: set[int] = set()
     for leaf in _leaves_behind(loss):
         if (owner := owners.get(id(leaf))) is not None:

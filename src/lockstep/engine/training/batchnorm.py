@@ -1,4 +1,4 @@
-"""`run.sync_batchnorm`: conversion of BatchNorm layers, and errors if statistics cannot be summed."""
+"""`run.sync_batchnorm`: makes BatchNorm layers use the global batch, or raises where they cannot."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
 
 
 def _group(context: Context) -> dist.ProcessGroup | None:
-    """Return a new process group for statistics: the run's group may be summing gradients meanwhile."""
+    """Return a new process group for statistics, since the run's own may be busy summing gradients."""
     data = context.groups.data
     if data is None or dist.get_world_size(data) == 1:
         return None

@@ -1,4 +1,4 @@
-"""`CallSites`: the lines of the script that call `run.model`, `run.optimizer` and `run.scheduler`."""
+"""`CallSites`: counts calls of `run.model` and the like; raises if one is made in each epoch or batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Site = tuple[str, tuple[stacks.Frame, ...]]
 
 
 class CallSites:
-    """Raises an error if a line of the script makes a new model, say, in each epoch or batch.
+    """Raises an error if a line makes a model, optimizer or scheduler anew in each epoch or batch.
 
-    A resumed run skips finished epochs and batches, so that it would make fewer objects than before.
+    A resumed run skips finished epochs and batches, and would make fewer objects than before.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -26,7 +26,7 @@ class CallSites:
         self._calls: Counter[str] = Counter()
 
     def count(self, call: str) -> int:
-        """Return how often the run's method `call` was called so far, this call included.
+        """Return how often the script has called the run's method `call`, this call included.
 
         Raises:
             StepError: if the same line called it in an earlier epoch or batch of the current loop.

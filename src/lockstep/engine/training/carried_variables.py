@@ -1,8 +1,8 @@
 """Carried variables: warnings of script variables that a loop changes and that a crash would lose.
 
-A resumed run starts its script from the top: variables that no state keeps have their first values again.
-The main rank compares fingerprints of the variables at the first points of a run (between two batches,
-where the state is complete), and after a resume with the fingerprints that were saved with the state.
+A resumed run starts its script from the top: variables that are not saved have their first values again.
+The main rank compares fingerprints of the variables between the first batches of a run, where the state is
+complete, and after a resume with the fingerprints that were saved with the state.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _HELD = (list, dict, set, deque, torch.Tensor, np.ndarray)
 
 
 class CarriedVariables(PointListener):
-    """Compares fingerprints of the variables that the script's loops carry, on the main rank.
+    """Warns of the script's variables that loops change and a crash would lose, on the main rank.
 
     Args:
         loop: position of the run.
@@ -90,11 +90,11 @@ class CarriedVariables(PointListener):
         self.resumed = ""
 
     def opens(self) -> None:
-        """Note the frame that enters the run, which stays alive until the script leaves the run."""
+        """Number the frame that opens the run, and frames around it, until the script leaves the run."""
         self._frames.hold("run", sys._getframe(1))
 
     def epoch_begins(self) -> None:
-        """Compare the variables with those at the end of the last loop."""
+        """Warn of the script's variables that have changed since the end of the previous loop."""
         self._frames.hold("epochs", sys._getframe(1))
         if "ended" in self._last:
             self._tell(self._changes("ended", None, self.observe(sys._getframe(1))))
@@ -102,7 +102,7 @@ class CarriedVariables(PointListener):
         self._is_new = True
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Note the frame of a loop over a loader, and before the first loop the variables' first values."""
+        """Number the frames of a loop over a loader; before the first one, record the variables' values."""
         place = (loader, epoch, round_)
         self._frames.hold(place, sys._getframe(1))
         self._is_new = True
@@ -112,7 +112,7 @@ class CarriedVariables(PointListener):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Keep the variables at the end of an outermost loop, for the beginning of the next epoch."""
+        """Record the variables after an outermost loop over a loader, to compare them in the next epoch."""
         self._frames.release((loader, epoch, round_))
         is_outermost = self._loop.microbatch is None and not self._loop.is_replaying
         if is_outermost and not self._rank and self._looks < _LOOPS:
@@ -122,7 +122,7 @@ class CarriedVariables(PointListener):
     # --- in a run ---------------------------------------------------------------------------------
 
     def at_point(self) -> None:
-        """Compare the variables with those at the last point, at the first points of each loop."""
+        """Warn of variables that changed between a run's first batches, or between its first epochs."""
         if self._rank or not (self._is_new or self._points < _FIRST):
             return
         self._points += 1
@@ -147,7 +147,7 @@ class CarriedVariables(PointListener):
     ) -> Observation:
         """Return fingerprints of variables, as `variables.observe`, and of attributes of the run's modules.
 
-        With `changed` leave out modules whose attributes are as they were when the run got them.
+        `changed`: without modules whose attributes are still those that they had when the run got them.
         """
         if not self._loop.epochs:
             self._frames.release("epochs")
@@ -170,11 +170,11 @@ class CarriedVariables(PointListener):
             return Observation()
 
     def _inside(self, now: Observation) -> list[Change]:
-        """Return the variables that changed since the last comparison in this loop."""
+        """Return the variables that changed since this loop's last comparison; `now` are their values."""
         return self._changes("inside", self._place if self._loop.is_in_loop else None, now)
 
     def _changes(self, moment: str, place: Hashable, now: Observation) -> list[Change]:
-        """Return the changes since the last call with the same moment and place."""
+        """Return the variables that changed since the last call with the same `moment` and `place`."""
         before, last = self._last.get(moment, (place, Observation()))
         known = last.values if place == before else {}
         # A call with a smaller budget leaves variables out.
@@ -182,14 +182,14 @@ class CarriedVariables(PointListener):
         return now.changes_since(Observation(known))
 
     def _first(self, change: Change) -> Change:
-        """Return the change with `before` replaced by the variable's value before the first loop."""
+        """Return the change with the variable's value before the run's first loop as `before`."""
         is_count = change.kind == "value" and change.before.isdecimal()
         if is_count and change.key not in self._initial:  # as the index of `enumerate`
             return replace(change, kind="count")
         return replace(change, before=self._initial.get(change.key, change.before))
 
     def _tell(self, changes: list[Change]) -> None:
-        """Warn of changed variables, once for each name, with one line for each cause."""
+        """Warn the user of changed variables, once for each name, in one line for each cause."""
         new = {one.name: one for one in changes if one.name not in self._warned}
         # As `sampler.set_epoch(epoch)` sets it: a resumed run does the same.
         epoch = str(self._loop.epoch)
@@ -207,7 +207,7 @@ class CarriedVariables(PointListener):
                 )
 
     def _cause(self, change: Change) -> str:
-        """Return the cause of a change, a key of `_WORDS`."""
+        """Return what causes a change, such as `fetch` for the fetching of samples: a key of `_WORDS`."""
         audit = self._loop.audit
         if audit is not None and change.name in audit.changed:
             return "pass"
@@ -217,7 +217,7 @@ class CarriedVariables(PointListener):
     # --- over a crash -----------------------------------------------------------------------------
 
     def saved(self) -> str:
-        """Return fingerprints of the variables to save with the state, as a text of `SAVED` characters."""
+        """Return fingerprints of the variables, for saving with the state: text of `SAVED` characters."""
         if self._rank or self._loop.closed:
             return " " * SAVED
         now = self.observe(sys._getframe(1), _BUDGET_SAVED, changed=True)
@@ -225,7 +225,7 @@ class CarriedVariables(PointListener):
         return packed(now.texts(SAVED // 2))
 
     def arrived(self) -> None:
-        """Compare the variables with their saved fingerprints, when a resumed run has its state back."""
+        """Warn of variables that differ from their saved fingerprints, once a resumed run has its state."""
         if self._rank or not self.resumed.strip():
             return
         texts, self.resumed = unpacked(self.resumed), ""
@@ -244,7 +244,7 @@ class CarriedVariables(PointListener):
 
 
 def packed(texts: dict[str, str]) -> str:
-    """Return the fingerprints as text of `SAVED` characters, without the last ones if that is too long."""
+    """Return fingerprints as a text of `SAVED` characters; if it is too long, later ones are dropped."""
     while True:
         text = base64.b64encode(json.dumps(texts).encode()).decode()
         if len(text) <= SAVED:
@@ -253,7 +253,7 @@ def packed(texts: dict[str, str]) -> str:
 
 
 def unpacked(text: str) -> dict[str, str]:
-    """Return the fingerprints in a result of `packed`; an empty dictionary for any other text."""
+    """Return the fingerprints in a text that `packed` returned; an empty dictionary for any other text."""
     try:
         texts = json.loads(base64.b64decode(text.strip()))
         return {str(name): str(one) for name, one in texts.items()}
@@ -262,7 +262,7 @@ def unpacked(text: str) -> dict[str, str]:
 
 
 def named(changes: Sequence[Change]) -> str:
-    """Return the names of variables with their lines, for messages."""
+    """Return a text with the names of changed variables and the lines that assign them, for messages."""
     return ", ".join(one.shown for one in changes[:_NAMED]) + _more(changes)
 
 
@@ -271,7 +271,7 @@ def _more(changes: Sequence[Change]) -> str:
 
 
 def _hint(changes: Sequence[Change]) -> str:
-    """Return hints that keep the variables of `changes`, whose `before` becomes the initial value."""
+    """Return hints for a message on how to save changed variables, with `before` as their first values."""
     hints = []
     plain = [one for one in changes if one.kind in ("value", "data")]
     if plain:
@@ -287,18 +287,18 @@ def _hint(changes: Sequence[Change]) -> str:
 
 
 def _word(name: str) -> str:
-    """Return the last part of a dotted name that can name a variable, as `sigma` of `dataset.sigma`."""
+    """Return the last part of a dotted name that is an identifier, as `sigma` of `dataset.sigma`."""
     words = [word for word in name.split(".") if word.isidentifier() and not word.startswith("__")]
     return words[-1] if words else "value"
 
 
 def _initial(text: str) -> str:
-    """Return the fingerprint of a value as Python code, or dots where the fingerprint is no code."""
+    """Return a fingerprint as Python code for a hint, or `…` if it is too long or of an array."""
     return text if len(text) <= 12 and not text.startswith(("tensor", "array")) else "…"
 
 
 class _Frames:
-    """Numbers of the frames around the current loops; unlike ids, no two frames have equal numbers."""
+    """Numbers of the script's running frames; unlike an `id`, a number is never used for a second frame."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -306,24 +306,24 @@ class _Frames:
         self._next = itertools.count(1)
 
     def hold(self, key: Hashable, frame: FrameType) -> None:
-        """Number the script's frames from `frame` outwards, which stay alive until `release(key)`."""
+        """Number the script's frames from `frame` outwards, and keep the numbers until `release(key)`."""
         self._held[key] = {id(one) for one in variables.script_frames(frame)}
         alive = set().union(*self._held.values())
         self._numbers = {one: self._numbers.get(one) or next(self._next) for one in alive}
 
     def release(self, key: Hashable) -> None:
-        """Forget the numbers of frames that may have ended."""
+        """Drop the numbers kept by `hold(key)`, except for frames that another key still holds."""
         if self._held.pop(key, None):
             alive = set().union(*self._held.values())
             self._numbers = {one: number for one, number in self._numbers.items() if one in alive}
 
     def number(self, frame: FrameType) -> int:
-        """Return the number of a frame; a new number each time for a frame without one."""
+        """Return the number that `hold` gave a frame; for any other frame, a new number in each call."""
         return self._numbers.get(id(frame)) or next(self._next)
 
 
 class _OwnObjects:
-    """Models, optimizers, schedulers and registered objects of a run, which its state contains."""
+    """Models, optimizers, schedulers and objects of `run.register`, which the run itself saves."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -333,7 +333,7 @@ class _OwnObjects:
         self._initial: list[dict[str, Any]] = []  # plain attributes of `_parts` at first
 
     def ids(self) -> frozenset[int]:
-        """Return the ids of all objects whose state the run saves, with modules and tensors in them."""
+        """Return the ids of all objects whose state the run saves, and of modules and tensors in them."""
         state, registered = self._state, self._state.registered
         own = [*state.optimizers, *state.schedulers, *registered.values()]
         if len(own) + len(state.models) != self._count:
@@ -353,7 +353,7 @@ class _OwnObjects:
         return self._ids.union(map(id, values))
 
     def hooks(self) -> dict[str, Any]:
-        """Return the hooks that run after optimizers' steps, by name: variables may not refer to them."""
+        """Return the hooks on optimizers' steps by name: script objects may be reachable only there."""
         return {
             f"hook {number} of {type(one).__name__}": hook
             for one in self._state.optimizers
@@ -361,9 +361,9 @@ class _OwnObjects:
         }
 
     def attributes(self, *, changed: bool) -> dict[Place, Value]:
-        """Return fingerprints of modules' attributes that a `state_dict` leaves out, as `Dropout.p`.
+        """Return fingerprints of modules' attributes that a `state_dict` leaves out, such as `Dropout.p`.
 
-        With `changed` leave out modules whose numbers and texts are as they were when the run got them.
+        `changed`: without modules whose attributes are still those that they had when the run got them.
         """
         found: dict[Place, Value] = {}
         for number, (name, one) in enumerate(self._parts):

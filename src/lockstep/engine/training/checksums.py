@@ -1,7 +1,7 @@
 """Checksums of a run's state, which ranks compare before they save the state.
 
-A restart gives all ranks the state of one rank. Ranks that differed before would then continue with a
-result that no layout has.
+A restart gives all ranks the state of one rank. If the ranks' states were different before, the result
+would be one that no run without a restart has.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Checksums:
     """Checksums of the state of one rank.
 
     Attributes:
-        whole: checksums by name of the tensors and numbers that all ranks have.
-        cut: checksums by name of the tensors that are cut over ranks.
-        part: position of this rank's parts of these tensors.
+        whole: checksums by name of tensors and numbers of which all ranks have all.
+        cut: checksums by name of tensors of which each rank has a part.
+        part: where this rank's parts are in the tensors of `cut`.
     """
 
     whole: dict[str, str]
@@ -38,7 +38,7 @@ class Checksums:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Checksums:
-        """Return the checksums of a result of `State.capture`, without a call to other ranks."""
+        """Return the checksums of this rank's `state` from `State.capture`, without communication."""
         _, tensors = state_codec.flatten({name: state[name] for name in _COMPARED})
         numbers, _ = state_codec.flatten({"registered": state["registered"]})
         cuts = {name for name, tensor in tensors.items() if cut_of(tensor) is not None}
@@ -49,11 +49,11 @@ class Checksums:
         return Checksums(whole, {name: sums[name] for name in cuts}, ",".join(part))
 
     def brief(self) -> str:
-        """Return a short text that is equal for two ranks with equal checksums and the same part."""
+        """Return a short text of the checksums, equal on ranks whose checksums and parts are equal."""
         return f"{_short(self.whole)} {_short(self.cut)} {self.part}"
 
     def differing(self, other: Checksums) -> list[str]:
-        """Return the names of tensors that differ; of cut tensors if both ranks have the same part."""
+        """Return names of tensors that differ; compare those cut over ranks only if the parts match."""
         names = {**self.whole, **other.whole}
         found = [name for name in names if self.whole.get(name) != other.whole.get(name)]
         if self.part == other.part:
@@ -62,7 +62,7 @@ class Checksums:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return by name the type, the shape and a hash of this rank's part of each tensor."""
+    """Return for each tensor, by name, a text with its type, its shape and a hash of this rank's part."""
     hashes = read([bits(tensor) for tensor in tensors.values()])
     return {
         name: f"{tensor.dtype} {tuple(tensor.shape)} {first:x} {second:x}"

@@ -1,7 +1,7 @@
 """Collective check: in every collective call of a run, ranks first compare which call each of them makes.
 
-The comparison costs one small message per call. Backward passes send no message; the watchdog compares
-them, and calls that take too long, with the same function.
+The comparison costs one small message per call. No message is sent in backward passes: the watchdog
+compares these, and calls that take too long, by the function `mismatch`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODELS_HINT = (
 
 
 class CollectiveCheck:
-    """Compares, at the beginning of a collective call, the calls that the ranks make."""
+    """At each collective call of a run, compares with the other ranks which call each of them makes."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CollectiveCheck:
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Return a context for the collective call `kind`; raise an error if another rank makes another."""
+        """Return a context for the collective call `kind`; raise if another rank makes another call."""
         if self._group is None:
             yield
             return
@@ -83,7 +83,7 @@ class CollectiveCheck:
 
 
 class RankOrder:
-    """Implementation of `run.main_process_first`: a body runs on the main rank before the other ranks."""
+    """Implementation of `run.main_process_first`: a `with` body runs on rank 0 before the other ranks."""
 
     def __init__(self, world: World, store: dist.Store, heartbeat: Heartbeat) -> None:
         self._world, self._store, self._heartbeat = world, store, heartbeat
@@ -91,7 +91,7 @@ class RankOrder:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Return a context; its body runs on the main rank, then on one rank per node, then on the rest."""
+        """Return a context whose body runs on rank 0 first, then on one rank per node, then on the rest."""
         world = self._world
         self._taken += 1
         prefix = f"first/{self._taken}"
@@ -111,7 +111,7 @@ class RankOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRank:
-    """A rank that waits in a collective call, for a comparison with other ranks."""
+    """Record of a rank that waits in a collective call; other ranks compare their own calls with it."""
 
     rank: int
     looks: int  # number of consecutive readings at which the watchdog found the rank in this call
@@ -120,12 +120,12 @@ class WaitingRank:
 
     @staticmethod
     def of_call(rank: int, text: bytes) -> WaitingRank:
-        """Parse a message: the name of the call, a line feed, and the line of the script."""
+        """Return the record in a message: the call's name, a line feed, and the line of the script."""
         kind, _, place = text.decode(errors="ignore").partition("\n")
         return WaitingRank(rank=rank, looks=0, place=place, recent=(Call(0, kind, ()),))
 
     def dump(self) -> str:
-        """Return this record of a waiting rank as JSON, for the store."""
+        """Return this record of a waiting rank as JSON, for the key-value store that ranks share."""
         return json.dumps([self.rank, self.looks, self.place, self.recent])
 
     @staticmethod
@@ -146,10 +146,10 @@ class WaitingRank:
 
 
 def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
-    """Return an error if two ranks wait in different collective calls; `None` if they may continue.
+    """Return an error if two ranks wait in different collective calls; `None` if they may wait on.
 
-    Calls are compared by number. Let n be the number of the slower rank's current call. If call n of the
-    ranks differs, neither rank can continue. If it agrees, the faster rank waits for a third rank.
+    Each rank numbers its calls. Let n be the number of the current call of the rank that is behind. If
+    the two ranks' calls number n differ, neither can continue. Otherwise the rank ahead waits for a third.
     """
     number = min(own.now.number, other.now.number)
     mine, theirs = own.at(number), other.at(number)

@@ -1,4 +1,4 @@
-"""`Columns`: sums that are kept per replica, so that their totals have the same bits on every layout."""
+"""`Columns`: sums kept for each replica, so that totals have the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _Shape = tuple[int, ...] | None
 
 
 class Columns:
-    """Named sums, each a list with one value per replica, in float64 or exact for integers.
+    """Named sums that are kept for each replica by itself, in float64, or exact for integers.
 
-    A rank adds only values of the replicas in its `block`.
+    A rank adds values only for the replicas that it computes, `block`.
     """
 
     def __init__(self, replicas: int, block: range, group: dist.ProcessGroup | None) -> None:
@@ -31,7 +31,7 @@ class Columns:
         self._columns: dict[str, list[Addend | None]] = {}
 
     def add(self, name: str, replica: int, value: Addend) -> None:
-        """Add a number or tensor to the sum `name` of a replica; raise `StepError` if shapes differ."""
+        """Add a value to a replica's sum called `name`; raise `StepError` if its shape is not the sum's."""
         if isinstance(value, torch.Tensor):
             kind = torch.float64 if value.is_floating_point() else torch.int64
             # A copy, since the script may reuse its tensor.
@@ -43,7 +43,7 @@ class Columns:
         column[replica] = value if there is None else there + value
 
     def complete(self) -> dict[str, list[Addend | None]]:
-        """Gather the sums of all replicas, a collective call; raise `StepError` if shapes differ."""
+        """Gather the sums of all ranks' replicas, a collective call; raise `StepError` if shapes differ."""
         merged: dict[str, list[Addend | None]] = {}
         for columns in of_all(self._columns, self._group):
             for name, column in columns.items():
@@ -55,14 +55,14 @@ class Columns:
         return merged
 
     def totals(self) -> dict[str, Any]:
-        """Return each sum over all replicas, added in tree order; a collective call."""
+        """Return each sum over all replicas, added in the order of one fixed tree; a collective call."""
         return {
             name: total([0 if v is None else v for v in column], operator.add)
             for name, column in self.complete().items()
         }
 
     def resume(self, columns: Mapping[str, list[Addend | None]]) -> None:
-        """Set the sums of this rank's replicas to those that `complete` returned before a restart."""
+        """Set the sums of this rank's replicas to `columns`, which `complete` returned before a restart."""
         for name, column in columns.items():
             own = [column[r] if r in self._block else None for r in range(self._replicas)]
             self._columns[name] = own
@@ -82,7 +82,7 @@ def _check_shapes(name: str, shapes: list[_Shape]) -> None:
 
 
 def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
-    """Gather a value of every rank, in rank order: tensors, numbers and text in lists and mappings.
+    """Gather a value of every rank, in rank order: tensors, numbers and text, also in lists and mappings.
 
     `all_gather_object` is not used, since it would unpickle any object.
     """

@@ -1,4 +1,4 @@
-"""`Context`: ranks, process groups, device, settings and record of a run, constant until its end."""
+"""`Context`: what a run's parts share (ranks, process groups, device, settings), constant until its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _before: tuple[int, Path] | None = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Objects and settings of a run that all of its parts share."""
+    """What all parts of a run share: settings, ranks, process groups, device, record and watchdog."""
 
     settings: Settings
     rendezvous: RankRendezvous
@@ -89,14 +89,14 @@ class Context:
         return self.groups.everyone
 
     def exactness(self, *of_models: str) -> str:
-        """Return the worst class of exactness of strategy, exchange, servers and `of_models`."""
+        """Return the worst class of exactness among strategy, exchange, servers and `of_models`."""
         asked = self.settings
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
         of_sums = exactness_of(self.exchange, self.dims.forest)
         return worst([self.strategy.exactness, of_sums, servers, *of_models])
 
     def of_model(self, number: int, servers: object = None) -> ModelContext:
-        """Return the `ModelContext` with which a strategy wraps the run's model number `number`."""
+        """Return what a strategy needs to wrap the run's model number `number`, as a `ModelContext`."""
         return ModelContext(
             number=number,
             device=self.device,
@@ -195,7 +195,7 @@ def _run_dir(settings: Settings, number: int) -> Path | None:
 
 
 def _default_threads(rendezvous: RankRendezvous, replicas: int) -> int:
-    """Return the default number of threads, the same on all ranks even if their numbers of cores differ."""
+    """Return the default number of threads: equal on all ranks, also where numbers of cores differ."""
     # A launcher that binds its ranks to cores sets the variable `CORES`.
     alone = rendezvous.world.size == 1 or CORES in os.environ
     cores = None if alone else shared_cores(rendezvous)

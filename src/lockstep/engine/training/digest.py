@@ -28,7 +28,7 @@ _SEPARATORS, _QUOTES = "/:\0", ("'", '"', "(")
 
 
 def digest(states: Iterable[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of names, types, shapes and bits; raise `ModelError` for an unknown type."""
+    """Return the SHA-256 of states: names, types, shapes, bits; raise `ModelError` for an unknown type."""
     hasher = hashlib.sha256()
     for state in states:
         _hash_items(hasher, "", state)
@@ -85,7 +85,7 @@ def _digest_of(path: str, value: Any) -> bytes:
 
 
 def _part(key: Any) -> str:
-    """Return a text for a key as one part of a path; different keys have different texts."""
+    """Return the text of a mapping's key in a path; different keys have different texts."""
     if not isinstance(key, str):
         return f"({_digest_of('', key).hex()})"
     is_plain = key and not key.startswith(_QUOTES) and not any(c in key for c in _SEPARATORS)

@@ -1,4 +1,4 @@
-"""Comparisons over ranks: of each loader's data in its first loop, of states before saving, of results.
+"""Comparisons between ranks: of each loader's data in its first loop, of states before saving, of results.
 
 A script that draws a split or an order before its run, without a seed, gives each rank different data. Each
 rank compares its data with rank 0's; rank 0 does not wait for the other ranks.
@@ -46,14 +46,14 @@ _OWN_GENERATOR = (
 
 @dataclass(frozen=True, slots=True)
 class SameData:
-    """Comparison of the data of this rank's loaders with the data of rank 0."""
+    """Compares the data of this rank's loaders with the data of rank 0, in each loader's first loop."""
 
     rendezvous: RankRendezvous
     exact: bool  # whether values of samples are compared, and not only indices and their order
     audits: bool  # whether samples that are fetched again must have the same values
 
     def compare(self, loader: int, own: dict[str, str]) -> None:
-        """Compare the checksums `own` of this rank's data with those of rank 0, which does not wait.
+        """Compare checksums `own` of this rank's data in a loader with rank 0's; rank 0 does not wait.
 
         Raises:
             DivergenceError: if they differ, or if samples differ when they are fetched again.
@@ -94,7 +94,7 @@ class SameData:
 def differing(
     own: Mapping[str, str], theirs: Mapping[str, str], *, values: bool = True
 ) -> str | None:
-    """Return the name of the first checksum that differs; without `values`, skip those of sample values."""
+    """Return the name of the first checksum that differs; without `values`, leave out those of samples."""
     names = [name for name in _WORDS if values or name not in ("values", "samples")]
     return next((name for name in names if own.get(name) != theirs.get(name)), None)
 
@@ -102,9 +102,9 @@ def differing(
 def check_same(
     rendezvous: RankRendezvous, own: str, parts: Callable[[], dict[str, str]], *, exact: bool
 ) -> None:
-    """Wait until all ranks have ended, and compare their digests.
+    """Wait until all ranks have ended their run, and compare the ranks' digests of the final state.
 
-    If they differ, the digests of single models and registered objects, from `parts`, find the difference.
+    If these differ, digests of single models and other objects, from `parts`, show where.
 
     Raises:
         DivergenceError: if `exact`, and the digest of a rank differs.
@@ -132,7 +132,7 @@ def _first_other(digests: list[str]) -> str:
 def _exchanged(
     rendezvous: RankRendezvous, own: Any, ranks: tuple[int, int], what: str
 ) -> list[Any]:
-    """Exchange a value through the store, a collective call; return the values of two ranks."""
+    """Write `own` to the key-value store; return what the two ranks `ranks` wrote. A collective call."""
     keys = [f"parts/{rank}" for rank in ranks]
     rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
     rendezvous.wait(keys, what)
@@ -146,7 +146,7 @@ def check_states(
     steps: int,
     models: list[str],
 ) -> None:
-    """Compare the states of all ranks before they are saved, a collective call.
+    """Compare the states of all ranks before they are saved; a collective call.
 
     `steps`, the number of updates, and `models`, the class names of the run's models, are for the message.
 
@@ -174,7 +174,7 @@ def check_states(
 
 
 def _shown(name: str, models: list[str]) -> str:
-    """Return a readable name for the key `name` of a part of the state."""
+    """Return a readable form of `name`, a key of a part of the state; `models` are the models' classes."""
     kind, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
     if kind == "models":

@@ -1,4 +1,4 @@
-"""The generator behind `run.epochs`: it yields the epochs that a new or resumed run still has to run."""
+"""The generator behind `run.epochs`: it yields the epochs that are left in a new or resumed run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.engine.training.loop import Loop
 def epochs_left(loop: Loop, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
     """Yield the epochs that are still to be run of one call of `run.epochs` with `count` epochs.
 
-    `epoch_ends` is called with the number of each epoch that was not run before a restart, at its end.
+    At the end of each epoch, unless it was finished before a restart, `epoch_ends` gets its number.
     """
     return observed(_epochs(loop, count, epoch_ends), loop)
 

@@ -24,7 +24,7 @@ _BIT = 1 << 16
 
 @dataclass
 class Faults(PointListener):
-    """Faults that this rank injects into itself, until its process ends."""
+    """Faults that this rank injects into itself for tests: it kills or signals itself, or flips a bit."""
 
     kill: int = 0  # step in whose backward pass the process kills itself; 0 for none
     term: frozenset[int] = frozenset()  # steps after which it sends itself SIGTERM
@@ -34,7 +34,7 @@ class Faults(PointListener):
 
     @staticmethod
     def of(environ: Mapping[str, str], world: World) -> Faults | None:
-        """Return the faults of this rank from `LOCKSTEP_FAULTS`; `None` without any.
+        """Return the faults that `LOCKSTEP_FAULTS` sets for this rank; `None` if it sets none.
 
         `kill` happens on the last rank: the first one before any restart, the second one after the first
         restart, and so on. `term` happens on rank 0 and `flip` on the last rank, after a restart, too.
@@ -53,7 +53,10 @@ class Faults(PointListener):
         return faults if faults.kill or faults.term or faults.flip else None
 
     def damage(self, module: nn.Module) -> None:
-        """Register a hook that flips a bit of the first matrix product of `module` from step `flip` on."""
+        """Register a hook that, from step `flip` on, flips a bit in the output of the module's first layer.
+
+        Only linear and 2-d convolution layers count.
+        """
         products = (part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d))
         first = next(products, None)
         if not self.flip or first is None:
@@ -69,11 +72,11 @@ class Faults(PointListener):
         first.register_forward_hook(flip)
 
     def resume(self, step: int) -> None:
-        """Continue after step number `step` without repeating the faults up to it."""
+        """Continue after step number `step`; faults of the steps up to there are not injected again."""
         self.step = self._sent = step
 
     def before_backward(self) -> None:
-        """Kill this process if the current step is `kill`."""
+        """Kill this process if `kill` is the number of the current step."""
         if self.step + 1 == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -82,7 +85,7 @@ class Faults(PointListener):
         self.step = step
 
     def at_point(self) -> None:
-        """Send SIGTERM to this process if one of the steps since the last call is in `term`."""
+        """Send SIGTERM to this process if `term` has one of the steps since the previous call."""
         sent, self._sent = self._sent, self.step
         if any(sent < term <= self.step for term in self.term):
             os.kill(os.getpid(), signal.SIGTERM)

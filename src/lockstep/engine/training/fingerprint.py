@@ -1,4 +1,4 @@
-"""Identity of a run, with the script and all settings that its result depends on, and title of a run."""
+"""Identity of a run (its script, and all settings that the result depends on), and a run's title line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.version import __version__
 
 
 def describe(settings: Settings, *, replicas: int, threads: int, device: str) -> Identity:
-    """Return the identity of a run with so many intra-op threads per process on a kind of device."""
+    """Return the identity of a run: what its result depends on, such as script, settings and versions."""
     script, arguments = script_and_arguments()
     return Identity(
         name=settings.name,
@@ -27,14 +27,14 @@ def describe(settings: Settings, *, replicas: int, threads: int, device: str) ->
 
 
 def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, str]:
-    """Return the strategy, with `auto` replaced by the chosen one, and the chosen exchange."""
+    """Return the names of the strategy, with `auto` replaced by the one it stands for, and the exchange."""
     auto = "single" if alone else "ddp"
     strategy = auto if settings.strategy == "auto" else settings.strategy
     return {"strategy": strategy, "exchange": exchange}
 
 
 def _method(settings: Settings) -> str:
-    """Return the settings that change the result, as text; `exact` if the layout changes no bit."""
+    """Return the settings that change the result, as text; `exact` if all layouts give the same bits."""
     if settings.exact:  # with a staleness the bits are the same everywhere, but others
         return f"exact, staleness={settings.staleness}" if settings.staleness else "exact"
     named = {one.name: getattr(settings, one.name) for one in TABLE.values() if one.changes_result}
@@ -42,13 +42,13 @@ def _method(settings: Settings) -> str:
 
 
 def title(name: str, exactness: str, replicas: int, ranks: int) -> str:
-    """Return the title of a run: its name, class of exactness, numbers of replicas and ranks."""
+    """Return a run's title line: its name, class of exactness, and numbers of replicas and ranks."""
     hosted = f"{_counted(replicas, 'replica')} on {_counted(ranks, 'rank')}"
     return f"lockstep: {name}: {exactness}, {hosted}"
 
 
 def unset(name: str, replicas: int) -> str:
-    """Return a note that `replicas` is not set, so that the result depends on the number of ranks."""
+    """Return a note that `replicas` was not set, and that the result depends on the number of ranks."""
     return (
         f"lockstep: {name}: replicas is not set, so that {replicas} ranks mean {replicas} replicas, and "
         f"another number of ranks is another run; replicas={replicas} gives the same result on 1 to "

@@ -1,4 +1,4 @@
-"""`FirstError`: the first error of a run, which ends the run even if the script catches it."""
+"""`FirstError`: the first error of a run, raised again by later calls even if the script catches it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lockstep.errors import LockstepError, StepError
 
 
 class FirstError:
-    """The first error in a loop or a call that every rank makes; every later call raises it again.
+    """The first error of a run, in a loop or a call that all ranks make; every later call raises it again.
 
     The run cannot continue, since other ranks may not have the error.
     """
@@ -17,14 +17,14 @@ class FirstError:
         self._error: LockstepError | Preempted | None = None
 
     def check(self) -> None:
-        """Raise the run's first error, if there is one."""
+        """Raise the recorded first error of the run again, if there is one."""
         if self._error is not None:
             raise self._error
 
     def keep(self, error: BaseException) -> None:
-        """Record an error that a loop or a call of the run raises in the script, if it is the first.
+        """Record `error`, raised by a loop or a method of the run, unless an earlier one is recorded.
 
-        With several replicas an error of the script's data is recorded, too, as other replicas may lack it.
+        Errors from the script's code are recorded only with several replicas: other replicas may lack them.
         """
         if self._error is not None:
             return

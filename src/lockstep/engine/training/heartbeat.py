@@ -1,4 +1,4 @@
-"""`Heartbeat`: a count of this rank's events and a log of its collective calls, for launcher and watchdog.
+"""`Heartbeat`: counts events and logs collective calls of this rank, for its launcher and its watchdog.
 
 An event costs less than a microsecond, and a step has a handful of events.
 """
@@ -24,7 +24,7 @@ _RECENT = 16
 
 
 class Call(NamedTuple):
-    """A collective call: its number on its rank, its name, and further numbers that identify it."""
+    """A collective call: its number among the calls of its rank, its name, and numbers that identify it."""
 
     number: int
     kind: str
@@ -32,12 +32,12 @@ class Call(NamedTuple):
 
 
 class Heartbeat(Listener):
-    """Counts events of this rank and logs its collective calls; writes both to the launcher's `slot`.
+    """Counts events of this rank and logs its collective calls, in the launcher's memory `slot`, too.
 
     Attributes:
         beat: number of events so far.
         recent: the latest collective calls.
-        waits: whether the rank is inside of the last one in `recent`.
+        waits: whether the rank is still in the last call of `recent`.
     """
 
     def __init__(self, slot: Slot | None = None) -> None:
@@ -58,18 +58,18 @@ class Heartbeat(Listener):
         return heartbeat
 
     def closes(self, *, left: bool = False) -> None:
-        """Record the end of the run, and, unless the script `left` by `sys.exit`, that it continues."""
+        """Record the run's end; unless `sys.exit` ended it (`left`), record that the script continues."""
         self.moves()
         if not left:
             self._slot.waiting = AFTER_RUN
 
     def moves(self) -> None:
-        """Count an event of this rank, a sign of its progress."""
+        """Count one more event, which shows the launcher that this rank makes progress."""
         self.beat += 1
         self._slot.beat = self.beat + self._elsewhere
 
     def others_move(self) -> None:
-        """Count an event of another rank, so that the launcher does not take this rank for hung."""
+        """Count an event of another rank, so that the launcher does not take this waiting rank for hung."""
         self._elsewhere += 1
         self._slot.beat = self.beat + self._elsewhere
 
@@ -85,17 +85,17 @@ class Heartbeat(Listener):
         self.moves()
 
     def leave(self) -> None:
-        """Record that this rank leaves the current collective call."""
+        """Record that this rank has finished the current collective call."""
         self.waits = False
         self._slot.waiting = 0
         self.moves()
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Return a context whose body is the collective call `kind`.
+        """Return a context whose body makes the collective call `kind`.
 
-        Inside another collective call, such as a backward pass with layers that all-reduce, the outer call
-        is entered again after the body.
+        If that happens inside of another call, such as a backward pass with layers that all-reduce, the
+        outer call is recorded as entered again after the body.
         """
         around = self.recent[-1] if self.waits else None
         self.enter(kind)
@@ -110,7 +110,7 @@ class Heartbeat(Listener):
     # --- callbacks of the loop --------------------------------------------------------------------
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Write the number of the step to the launcher's memory; count an event."""
+        """Write the number of the finished step to the launcher's memory, and count it as an event."""
         self._slot.step = step
         self.moves()
 

@@ -1,4 +1,4 @@
-"""Callbacks on steps, batches, loops and epochs, which parts of a run register with its `Loop`."""
+"""Callbacks on steps, batches, loops and epochs of a run: parts of the run override and register them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.engine.data.microbatch import Microbatch
 
 
 class Listener(Protocol):
-    """Callbacks on steps, batches and loops; a method that is not overridden does nothing."""
+    """Base class with callbacks on steps, microbatches and loops, which do nothing unless overridden."""
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Called after step number `step` (counted from 1) has updated the parameters."""
@@ -24,12 +24,12 @@ class Listener(Protocol):
         return
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Called when a loop over a loader has ended in its global batch `step`, `early` by `break`."""
+        """Called when a loop over a loader ends in global batch `step`; `early` says whether by `break`."""
         return
 
 
 class PointListener(Listener):
-    """Callbacks also on epochs and on points: between two batches, where the run's state is complete."""
+    """Base class with callbacks also on epochs, and between batches where the run's state is complete."""
 
     def epoch_begins(self) -> None:
         """Called when an epoch begins."""
@@ -40,7 +40,7 @@ class PointListener(Listener):
         return
 
     def arrived(self) -> None:
-        """Called when a resumed run has reached its saved position and has loaded the state."""
+        """Called when a resumed run has reached its saved position in the script and loaded the state."""
         return
 
 

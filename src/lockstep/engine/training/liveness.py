@@ -1,9 +1,10 @@
 """Liveness of variables: which of them a running frame reads before it assigns them, from its source.
 
-A loop *carries* a variable if an iteration reads the value that an earlier iteration has assigned. Neither
-does the script make that value anew, nor do states that the run saves contain it. The analysis follows the
-syntax tree from the frame's position. It assumes that the body of a `for` runs at least once, and that an
-exception comes from the end of its `try`; otherwise a loop would carry each name that is used after it.
+A loop *carries* a variable if an iteration reads the value that an earlier iteration has assigned. After a
+restart such a value is lost: the script does not compute it again, and states that the run saves do not
+contain it. The analysis follows the syntax tree from the frame's position. It assumes that the body of a
+`for` runs at least once, and that an exception comes from the end of its `try`; otherwise a loop would
+carry each name that is used after it.
 
 A variable *matters* unless all values computed from it are only shown: printed, logged, in a progress bar.
 """
@@ -45,14 +46,14 @@ _CHANGES = re.compile(
 
 
 class Variable(NamedTuple):
-    """Name of a local variable of a frame, or of a global variable of its module."""
+    """A variable's name, and whether it is a global of the frame's module or a local of the frame."""
 
     name: str
     is_global: bool
 
 
 class Use(NamedTuple):
-    """The use of a variable by a loop, with the line that assigns the variable, or else reads it."""
+    """A variable that a loop uses: `line` assigns it or, if no line of the loop assigns it, reads it."""
 
     line: int
     matters: bool = True
@@ -63,25 +64,25 @@ Uses = Mapping[Variable, Use]
 
 
 def carried(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that the loop of `frame` reads, if it goes on, before it assigns them.
+    """Return the variables that the next iteration of a frame's loop would read before it assigns them.
 
-    `returns` says whether the return value of the frame's function matters.
+    `returns` says whether the return value of the frame's function has effects besides output.
     """
     return _uses(frame, "next", returns)
 
 
 def carried_around(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that the outer loop, around the frame's innermost loop, carries."""
+    """Return the variables carried between iterations of the loop around the frame's innermost loop."""
     return _uses(frame, "around", returns)
 
 
 def read_after(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that code after the `for` loop of `frame` reads before it assigns them."""
+    """Return the variables that the code after a frame's `for` loop reads before that code assigns them."""
     return _uses(frame, "after", returns)
 
 
 def result_matters(frame: FrameType, *, returns: bool) -> bool:
-    """Whether the result of the call in progress in `frame` has other effects than output."""
+    """Whether the value of the call in progress in `frame` has effects besides output such as `print`."""
     way = way_of(frame.f_code, frame.f_lasti)
     now = way[-1].now if way else None
     if isinstance(now, ast.Assign | ast.AugAssign | ast.AnnAssign):
@@ -96,14 +97,14 @@ def is_at_for(frame: FrameType) -> bool:
 
 
 def is_module(frame: FrameType) -> bool:
-    """Whether `frame` runs the code of a module, whose variables are global."""
+    """Whether `frame` runs a module's top-level code, whose variables are global."""
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
     return not is_function and frame.f_locals is frame.f_globals
 
 
 @functools.cache
 def globals_of(code: CodeType) -> Names:
-    """Return the global variables that a function, with functions defined in it, reads."""
+    """Return the names of global variables that a function reads, by itself or in functions inside it."""
     own = (op.argval for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL")
     inner = (globals_of(one) for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(own).union(*inner)
@@ -135,7 +136,7 @@ def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mappin
 
 
 class _Reads:
-    """Goes through statements and collects names, with lines of the script."""
+    """Collects names in statements: those read before they are assigned, and those assigned, with lines."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}  # that are read before they are assigned
@@ -144,7 +145,7 @@ class _Reads:
         self.watched = NONE  # items of the loop, which it assigns before its body
 
     def evaluate(self, nodes: Iterable[ast.AST], assigned: Names, line: int) -> Names:
-        """Evaluate parts of a statement; return `assigned` with the names that they assign."""
+        """Collect the names that the expressions `nodes` read; return `assigned` plus those they assign."""
         loads, stores = _names(nodes)
         self.found = dict.fromkeys(loads - assigned, line) | self.found
         self.items |= dict.fromkeys(loads & self.watched, line)
@@ -152,7 +153,10 @@ class _Reads:
         return assigned | stores
 
     def block(self, statements: Block, assigned: Names | None) -> Names | None:
-        """Go through a block; return the names assigned on all paths to its end, `None` without a path."""
+        """Collect the names in a list of statements; return those that are assigned for certain at its end.
+
+        `assigned` are those assigned before; `None` marks code that is not reached, as after `return`.
+        """
         for statement in statements:
             if assigned is None:
                 break
@@ -160,7 +164,7 @@ class _Reads:
         return assigned
 
     def statement(self, one: ast.stmt, assigned: Names) -> Names | None:
-        """Go through a statement; return the names assigned on all paths to its end, as `block` does."""
+        """Collect the names in a statement; return those assigned for certain after it, as `block` does."""
         assigned = self.evaluate(heads(one), assigned, one.lineno)
         if isinstance(one, ast.Break | ast.Continue | ast.Return | ast.Raise):
             return None
@@ -177,9 +181,10 @@ class _Reads:
 
 
 def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool) -> None:
-    """Collect in `reads` the names of the loop's next iteration and of the code after the loop.
+    """Collect in `reads` the variables that the script reads from its current position `way` on.
 
-    `question` is `next`, `around` to begin with the outer loop, or `after` to leave the inner loop out.
+    `question` is `next` (with the next iteration of the innermost loop), `around` (with that of the loop
+    around it) or `after` (only the code behind the innermost loop). `at_for`: a `for` takes its next item.
     """
     stands, assigned = list(way), NONE
     here: Any = stands[-1].now
@@ -210,7 +215,7 @@ def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool)
 
 
 class _Flow(NamedTuple):
-    """Flow of values through a statement, from the variables that it reads to those that it assigns."""
+    """Variables that a statement reads, and those it assigns or changes, from the values that it reads."""
 
     reads: Names
     writes: Names
@@ -221,9 +226,9 @@ class _Flow(NamedTuple):
 
 @functools.cache
 def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
-    """Return the variables that only loops assign, as `epoch`, and the variables that matter.
+    """Return the variables that only `for` statements assign, as `epoch`, and those that matter.
 
-    A script that starts again assigns the former, so no loop carries them.
+    A restarted script assigns the former again. The latter have values with effects besides output.
     """
     flows = list(_flows(scope(code).body, NONE, returns))
     items = NONE.union(*(one.writes for one in flows if one.is_item))
@@ -237,7 +242,10 @@ def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
 
 
 def _flows(block: Block, control: Names, returns: bool) -> Iterator[_Flow]:
-    """Return the flows of statements whose execution depends on the variables `control`."""
+    """Yield for each statement, also inside of others, the variables that it reads and those it assigns.
+
+    `control` are the variables in conditions around the statements, which count as read by each of them.
+    """
     for one in block:
         evaluated = heads(one)
         loads, stores = _names(evaluated)
@@ -262,7 +270,7 @@ def _names(nodes: Iterable[ast.AST]) -> tuple[Names, Names]:
 
 
 def _changed(statement: Any) -> Iterator[str]:
-    """Return variables whose objects a statement changes: by `a += …`, `a[0] += …` or `a.append(…)`."""
+    """Yield variables whose objects a statement changes in place: `a += …`, `a[0] += …`, `a.append(…)`."""
     if isinstance(statement, ast.AugAssign):
         yield _base(statement.target)
     elif isinstance(statement, ast.Expr):
@@ -271,14 +279,14 @@ def _changed(statement: Any) -> Iterator[str]:
 
 
 def _base(node: Any) -> str:
-    """Return the variable at the beginning of an expression, `a` of `a.b[0].c()`; or an empty text."""
+    """Return the variable that an expression begins with, as `a` of `a.b[0].c()`, or an empty text."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _acts(node: ast.AST) -> Names:
-    """Return the variables that are given to calls of unknown functions, or to `yield` and the like."""
+    """Return the variables in arguments of calls that may have effects, or in `yield`, `assert` etc."""
     if isinstance(node, SCOPES):
         return NONE
     found = NONE.union(*map(_acts, ast.iter_child_nodes(node)))
@@ -306,7 +314,7 @@ def _called(call: ast.Call) -> str:
 
 
 class Stand(NamedTuple):
-    """Position of a frame in a block of statements, which is a part of the statement `owner`."""
+    """Position of a running frame in a list of statements, `block`, that is part of statement `owner`."""
 
     owner: ast.AST
     block: Block
@@ -314,7 +322,7 @@ class Stand(NamedTuple):
 
     @property
     def now(self) -> ast.stmt:
-        """The statement of the block at the frame's position."""
+        """The statement in `block` that the frame is executing."""
         return self.block[self.place]
 
 
@@ -339,13 +347,16 @@ def scope(code: CodeType) -> Any:
 
 
 def is_for(code: CodeType, offset: int) -> bool:
-    """Whether the instruction at `offset` takes the next item of a `for` loop's iterator."""
+    """Whether the instruction at bytecode `offset` takes the next item of a `for` loop's iterator."""
     return offset >= 0 and dis.opname[code.co_code[offset]] == "FOR_ITER"
 
 
 @functools.cache
 def way_of(code: CodeType, offset: int) -> tuple[Stand, ...]:
-    """Return the positions of the instruction at `offset` in nested blocks, the innermost last."""
+    """Return where the instruction at bytecode `offset` is in each list of statements around it.
+
+    The outermost list comes first.
+    """
     positions = itertools.islice(code.co_positions(), offset // 2, None)
     line, _, column, _ = next(positions, (0, 0, 0, 0))
     place = (line or 0, column or 0)
@@ -365,7 +376,10 @@ def _is_in(node: ast.stmt, place: tuple[int, int]) -> bool:
 
 
 def parts(node: Any) -> tuple[Block, list[Block], Block]:
-    """Return the blocks of a statement: one that runs first, alternatives of which one runs, a last one."""
+    """Return a compound statement's lists of statements: the first, alternatives (one runs), the last.
+
+    Of a `try` they are its body, the handlers and `else`, and `finally`; an `if` has only alternatives.
+    """
     if isinstance(node, ast.If):
         return (), [node.body, node.orelse], ()
     if isinstance(node, ast.While):
@@ -379,13 +393,13 @@ def parts(node: Any) -> tuple[Block, list[Block], Block]:
 
 
 def blocks(node: ast.AST) -> list[Block]:
-    """Return the blocks of a statement, a function or a module; an empty list for a simple statement."""
+    """Return the lists of statements in a statement, function or module; none for a simple statement."""
     first, choice, last = parts(node)
     return [one for one in (first, *choice, last) if one]
 
 
 def heads(statement: ast.stmt) -> list[ast.AST]:
-    """Return the parts of a statement outside of its blocks; a statement without blocks as a whole."""
+    """Return what a statement itself evaluates, such as the test of an `if`, without inner statements."""
     if isinstance(statement, SCOPES) or not blocks(statement):
         return [statement]
     children = [*ast.iter_child_nodes(statement)]
@@ -397,7 +411,7 @@ def heads(statement: ast.stmt) -> list[ast.AST]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def names_of(node: ast.AST) -> tuple[Names, Names]:
-    """Return the variables of the enclosing scope that a syntax tree reads, and those that it assigns."""
+    """Return the variables of the scope around a syntax tree that the tree reads, and those it assigns."""
     inner = [names_of(child) for child in ast.iter_child_nodes(node)]
     loads, stores = (NONE.union(*(one[kind] for one in inner)) for kind in (0, 1))
     name = str(getattr(node, "asname", None) or getattr(node, "name", None) or "").partition(".")[0]

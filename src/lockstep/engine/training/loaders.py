@@ -38,7 +38,7 @@ class Loaders:
             loader.close()
 
     def make(self, data: Any, asked: dict[str, Any]) -> Loader:
-        """Return a loader of `data`, a dataset or a DataLoader; `asked` are the arguments of `Run.loader`.
+        """Return a loader of `data`, a dataset or a DataLoader; `asked` are the arguments of `run.loader`.
 
         Raises:
             LoaderError: if the data cannot be split over the replicas with these arguments.

@@ -1,4 +1,4 @@
-"""`Loop`: the state of a run's training loop, in epochs, loops over loaders, microbatches and steps."""
+"""`Loop`: position and progress of a run's training loop, in epochs, loops, microbatches and steps."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Loop:
         epoch: number of the current epoch.
         epochs: number of epochs of the current call of `run.epochs`; 0 outside of a call.
         phases: number of calls of `run.epochs` so far.
-        points: number of points so far: ends of batches and epochs at which the state was complete.
+        points: number of times, after batches and epochs, at which the state was complete so far.
         resumed: step after which a resumed run continues; 0 for a new run.
-        followed: modules that are not trained, such as averages of weights, whose buffers are replica 0's.
+        followed: modules that are not trained, such as averages of weights; their buffers are set to
+            replica 0's on all ranks.
     """
 
     def __init__(
@@ -77,16 +78,16 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Number of finished steps; during replay, the number at the same line before the restart."""
+        """Number of finished steps; while a resumed run repeats the script, as recorded earlier."""
         return self.progress.steps
 
     @property
     def updates(self) -> int:
-        """Number of updates of the parameters, including one in the current microbatch."""
+        """Number of updates of parameters so far, counting one in the current microbatch."""
         return self.progress.steps + self._updated
 
     def resume(self, saved: Saved, state: State) -> None:
-        """Begin the replay of the script up to the position of a saved state, which is loaded there."""
+        """Begin to repeat the script up to the position in `saved`, and load `state` at that position."""
         position = saved.position
         self.progress.begin_replay(position)
         self.points, self.resumed = position.points, position.steps
@@ -94,11 +95,11 @@ class Loop:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed run has not reached its saved position in the script yet."""
+        """Whether a resumed run has yet to reach its saved position: the script repeats earlier calls."""
         return self.progress.is_replaying
 
     def approach(self) -> None:
-        """Load the saved state into the existing objects, at the script's first loop, epoch or metric."""
+        """Load the saved state into objects that exist already, before the first loop, epoch or metric."""
         if self._saved is not None and not self._has_approached:
             self._has_approached = True
             saved, state = self._saved
@@ -107,7 +108,7 @@ class Loop:
             self.arrive()
 
     def arrive(self) -> None:
-        """Load the complete saved state and end replay, if the script has reached the saved position."""
+        """If the script has reached the saved position, load the whole state, and train on from there."""
         if not self.progress.has_arrived:
             return
         assert self._saved is not None, "replay has a target"
@@ -124,7 +125,7 @@ class Loop:
             listener.arrived()
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begin an epoch; call listeners unless it is replayed."""
+        """Begin an epoch; call listeners unless a resumed run only passes over this epoch."""
         self.epoch = epoch
         self.progress.epoch_begins(epoch)
         self.arrive()
@@ -134,7 +135,7 @@ class Loop:
 
     @property
     def iterations(self) -> dict[Any, int]:
-        """Numbers of the current epoch and of the current batch of each loop around the script's line."""
+        """Numbers of the current epoch, and of the current batch of each loop that the script is in."""
         numbers: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
         if self.progress.is_in_epoch:
             numbers["phase", self.phases] = self.epoch
@@ -146,9 +147,9 @@ class Loop:
         return bool(self._loops)
 
     def point(self) -> None:
-        """Call listeners at a point, where the state is complete: after a batch or epoch, or in `run.save`.
+        """Call listeners where the state is complete: after a batch or epoch, or in `run.save`.
 
-        Between two averages of local SGD the models of the ranks differ, and there is no point.
+        Between two averages of local SGD the ranks' models differ, and listeners are not called.
         """
         if self.progress.is_replaying:
             return
@@ -175,7 +176,7 @@ class Loop:
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The current microbatch of the innermost loop; `None` outside of a loop's body."""
+        """The microbatch that the body of the innermost loop computes; `None` outside of a body."""
         return self._active[-1] if self._active else None
 
     def require_microbatch(self, call: str) -> Microbatch:
@@ -192,8 +193,8 @@ class Loop:
     def require_common_point(self, call: str, *, of_models: bool = True) -> None:
         """Raise `StepError` if the collective call `call` is made in a microbatch, with several replicas.
 
-        A rank that computes several replicas would make the call more often than others. With `of_models`,
-        models that are trained by local SGD are averaged.
+        A rank that computes several replicas would make the call more often than others. Elsewhere, average
+        models trained by local SGD if `of_models`.
         """
         self.first_error.check()
         if self._active and self._replicas > 1:
@@ -208,7 +209,7 @@ class Loop:
             self.average_models()
 
     def finish_buffers(self) -> None:
-        """Broadcast replica 0's buffers if a `break` has prevented that; all ranks call it."""
+        """Broadcast replica 0's buffers if a `break` has skipped this so far; a collective call."""
         for module in self._buffered:
             module.finish_buffers()
 
@@ -217,7 +218,7 @@ class Loop:
         return [*self._models, *self.followed]
 
     def average_models(self, *, waits: bool = True) -> None:
-        """Average models of local SGD over the ranks; if `waits`, wait for updates from servers, too."""
+        """Average the ranks' models of local SGD; with `waits`, also wait for updates from servers."""
         if not self._active:
             self._has_averaged = False
             for model in self._models:
@@ -226,24 +227,24 @@ class Loop:
                     model.show_newest()
 
     def acts_now(self) -> bool:
-        """Return whether `step()` updates now: outside of loops, or in a batch's last microbatch."""
+        """Whether `step()` updates parameters now: outside of loops, or in a batch's last microbatch."""
         return not self._active or self._active[-1].last
 
     def step_is_read(self) -> None:
-        """Record that the script reads the number of the step or batch, by which it may leave a loop."""
+        """Record that the script reads `run.step` or `run.batch_index`, perhaps to leave a loop by it."""
         if self.audit is not None:
             self.audit.step_was_read = True
 
     def updated(self) -> None:
-        """Record that an optimizer is about to update its parameters."""
+        """Record that an optimizer updates its parameters now."""
         self._updated = True
 
     def stepped(self, model: WrappedModel) -> None:
-        """Record a step of a model of local SGD, and whether this step averaged it over the ranks."""
+        """Record a step of a model trained by local SGD, and whether the ranks averaged the model in it."""
         self._has_averaged |= model.is_synchronized
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over the loader number `loader`; return its numbers and its first batch.
+        """Begin a loop over loader number `loader`; return its identity and the batch that it begins with.
 
         Raises:
             StepError: inside a microbatch, with several replicas.
@@ -265,7 +266,7 @@ class Loop:
         return start
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
-        """Begin a global batch; seed the random generators if the script receives it as an object."""
+        """Begin a global batch; if the script gets it as an object (`shown`), seed random generators."""
         loop: LoopEvent = start.loop
         if shown:
             self.generators.start(keys.BETWEEN, *loop.key, step, -1)
@@ -275,7 +276,7 @@ class Loop:
             loop.events.clear()
 
     def audit_plan(self, start: Start) -> Audited:
-        """Return a function from a global batch's number to the replica to compute twice, or to `None`."""
+        """Return a function from a batch's number to the replica that an audit computes twice or `None`."""
         if self.audit is None:
             return no_audit
         loop: LoopEvent = start.loop
@@ -283,7 +284,7 @@ class Loop:
         return self.audit.plan(start, self.phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Return whether to yield a microbatch; one without samples serves only collective calls."""
+        """Whether to yield a microbatch; one without samples only if its pass needs all ranks."""
         audit = self.audit
         if microbatch.audit:
             return audit is not None and not self.is_replaying and audit.takes(microbatch)
@@ -293,12 +294,12 @@ class Loop:
 
     @property
     def is_audited(self) -> bool:
-        """Whether the loop's body computes the additional microbatch of an audit."""
+        """Whether the loop's body computes an audit's extra microbatch now, without effect on the run."""
         return bool(self._active) and self._active[0].audit
 
     @property
     def record(self) -> Record | None:
-        """The audit's record of the values that the current microbatch computes; `None` without one."""
+        """Values of the current microbatch, recorded for an audit; `None` if it is not audited."""
         return None if self.audit is None else self.audit.record
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -315,7 +316,7 @@ class Loop:
         self.generators.microbatch_begins(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch, which the script may have `left` by `break` or an exception."""
+        """End a microbatch; `left` says whether the script ended its body by `break` or an exception."""
         if self.closed:
             return  # an exception ended the run, and the generator of the loop is deleted only now
         if not left:
@@ -330,7 +331,7 @@ class Loop:
             self._count_update(microbatch)
 
     def batch_ends(self, start: Start) -> bool:
-        """End a global batch of a loop; return whether the loop must end, as after a replayed batch."""
+        """End a global batch; return whether the loop is over, as may be when a resume repeats a batch."""
         loop: LoopEvent = start.loop
         passed = self.generators.passed
         if self._updated and passed is not None and not self._active:
@@ -360,7 +361,7 @@ class Loop:
             call(progress.steps, microbatch)
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        """End the loop in global batch `step`, `early` by `break` or after the last batch."""
+        """End a loop over a loader after global batch `step`; `early` says whether by `break`."""
         if self.closed:
             return
         ended: LoopEvent = start.loop
@@ -384,7 +385,7 @@ class Loop:
             listener.loop_ends(*ended.key, step, early=early)
 
     def saw_loss(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Record a loss whose gradients were computed, so that the loop does not only evaluate."""
+        """Record the loss of a backward pass; the loop is known to train from then on."""
         if self.evaluations is not None:
             self.evaluations.learns()
         if self.audit is not None:

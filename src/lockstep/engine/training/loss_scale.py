@@ -35,9 +35,9 @@ _MOST = 2.0**100
 
 
 class Scaler(Listener):
-    """Multiplies losses by a scale, divides gradients by it, and skips steps with gradients not finite.
+    """Multiplies losses by a scale, divides gradients by it, and skips steps if gradients are not finite.
 
-    `group` is the process group over which ranks with parts of one model agree on a skipped step.
+    `group` is the process group in which ranks that hold one model together all skip a step, or none.
 
     Attributes:
         scale: current factor of the losses.
@@ -59,7 +59,7 @@ class Scaler(Listener):
     # --- a backward pass -------------------------------------------------------------------------
 
     def before_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Multiply gradients of earlier backward passes by the scale: the next ones are added to them."""
+        """Multiply gradients left by earlier backward passes by the scale, like those to be added."""
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:
@@ -91,7 +91,7 @@ class Scaler(Listener):
     # --- a step ----------------------------------------------------------------------------------
 
     def skips(self, models: Iterable[WrappedModel]) -> bool:
-        """Return whether gradients of `models` overflow; raise an error if the scale is the smallest."""
+        """Whether to skip a step, as gradients overflow; raise an error if the scale is the smallest."""
         found = any(one.item() for model in models for one in self._found.get(id(model), ()))
         if found and self.scale <= LEAST:
             raise NonFiniteLossError(
@@ -103,7 +103,7 @@ class Scaler(Listener):
         return found
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Halve the scale if step number `step` was skipped; double it after `INTERVAL` other steps."""
+        """Halve the scale if step number `step` was skipped; double it after `INTERVAL` good steps."""
         before = self.scale
         if self._skipped:
             self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False
@@ -131,5 +131,5 @@ class Scaler(Listener):
 
 
 def gradients_of(model: WrappedModel) -> list[torch.Tensor]:
-    """Return the gradients of a model's parameters, of sharded ones this rank's part."""
+    """Return the gradients of a model's parameters; of parameters sharded over ranks, this rank's part."""
     return [local(p.grad) for p in model.parameters if p.grad is not None]

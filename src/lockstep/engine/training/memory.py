@@ -1,4 +1,4 @@
-"""`Memory`: the shared memory of this rank's launcher, with a status page, snapshots and losses."""
+"""`Memory`: memory that a rank shares with its launcher: a status page, snapshots of state, and losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOT_VARIABLE = "LOCKSTEP_SLOT"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The launcher's shared memory, which outlives the ranks, as opened by one rank."""
+    """The shared memory of this rank's launcher, which outlives the ranks, as this rank has opened it."""
 
     page: StatusPage  # status page, which all ranks of the launcher write
     slot: Slot  # this rank's part of the status page
@@ -39,9 +39,9 @@ class Memory:
     def find(
         environ: Mapping[str, str], rendezvous: RankRendezvous, identity: Identity, ahead: int
     ) -> Memory | None:
-        """Open the launcher's memory; return `None` if there is none, as under `torchrun`.
+        """Open the memory that the launcher shares; return `None` if there is none, as under `torchrun`.
 
-        `ahead` is the number of steps by which a rank may be ahead of rank 0.
+        `ahead` is the number of steps by which another rank may be ahead of rank 0.
         """
         world, run = rendezvous.world, rendezvous.number  # 0 for this process's first run
         if (found := _descriptors(environ, world)) is None:
@@ -68,13 +68,13 @@ class Memory:
 
 
 def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
-    """Return this rank's part of the launcher's status page; `None` without a launcher's memory."""
+    """Return this rank's part of the status page in the launcher's memory; `None` without such memory."""
     found = _descriptors(environ, world)
     return None if found is None else StatusPage(found[0].page).slot(found[1])
 
 
 def _descriptors(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
-    """Return the launcher's memory, this rank's index among its ranks, and their count, or `None`."""
+    """Return the launcher's memory, this rank's index in it, and its number of ranks; `None` without it."""
     descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
     text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")
     is_given = text.isdecimal() and number.isdecimal()

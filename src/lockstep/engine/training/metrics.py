@@ -1,7 +1,8 @@
 """`run.mean`, `run.sum`, `run.gather`, `run.all_gather`: metrics over the samples of all ranks.
 
-Each sample is counted once, and sums are taken in tree order, so that results have the same bits on every
-layout. Results, and partial sums of an unfinished call, are saved with the run's position in the script.
+Each sample is counted once, and sums over replicas are added in the order of one fixed binary tree, so that
+results have the same bits on any number of ranks. Results, and partial sums of a metric that is not
+finished, are saved with the run, so that a resumed run does not compute them again.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ Number = float | int
 
 
 class _Partial(Protocol):
-    """Interface of a metric that is being computed: a partial result over the microbatches so far."""
+    """Interface of a metric under way, such as `run.mean`: it has added up the microbatches so far."""
 
     def add(self, item: Any, microbatch: Microbatch) -> None:
-        """Add the metric's value on a microbatch."""
+        """Add the script's value `item` for a microbatch to the metric."""
 
     def partial(self) -> Any:
-        """Return the partial result over all ranks, a collective call."""
+        """Return the metric over the microbatches of all ranks so far, to be saved: a collective call."""
 
     def resume(self, partial: Any) -> None:
-        """Set the partial result to one that `partial` returned before a restart."""
+        """Continue from `partial`, which the method `partial` returned before a restart."""
 
     def result(self) -> Any:
-        """Return the metric's result over all ranks, a collective call."""
+        """Return the metric's final value over all ranks: a collective call."""
 
 
 class Metrics:
-    """Implementation of the metrics of a run: sums, means and rows of values per microbatch.
+    """Implementation of `run.mean`, `run.sum`, `run.gather` and `run.all_gather`.
 
-    `block` are the replicas of this rank. `collective` returns a context for a collective call by its name.
+    `block` are the replicas that this rank computes; `collective(name)` is a context for a collective call.
     """
 
     def __init__(
@@ -65,24 +66,24 @@ class Metrics:
         self._under_way: list[tuple[MetricEvent, _Partial]] = []
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the weighted mean over all samples; for mappings, the mean of each entry."""
+        """Return the weighted mean of `items` over all samples; of mappings, one mean for each key."""
         sums, weights = (Columns(self._replicas, self._block, self._group) for _ in range(2))
         return self._compute("run.mean", items, _Mean(sums, weights))
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
-        """Return the sum over all samples, or, without `per_sample`, the sum of items of any shape."""
+        """Return the sum of `items` over all samples; without `per_sample` each item is a sum already."""
         sums = Columns(self._replicas, self._block, self._group)
         return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))
 
     def gather(self, items: Iterable[torch.Tensor], pad: float | None = None) -> torch.Tensor:
-        """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`."""
+        """Return one row per sample, in dataset order, from `items`: tensors of shape `(samples, …)`."""
         gathered: torch.Tensor = self._compute("run.gather", items, self._rows(pad))
         return gathered
 
     def all_gather(
         self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
     ) -> torch.Tensor:
-        """Return `function`'s rows of all samples of a global batch, without gradients, on the CPU."""
+        """Return the rows of all samples of a global batch, as `function` computes them, on the CPU."""
         call = "run.all_gather"
         if not isinstance(batch, GlobalBatch):
             raise StepError(
@@ -110,7 +111,7 @@ class Metrics:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Return a context that records an exception of its body, for ranks that wait for this one."""
+        """Return a context that records an exception of its body as the run's first error."""
         try:
             yield
         except BaseException as error:
@@ -118,10 +119,10 @@ class Metrics:
             raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
-        """Return `compute()`; in the replay of a resumed run, return the recorded result instead.
+        """Return `compute()` and record it; a resumed run that repeats the script returns the record.
 
-        In microbatches before a rank's last one the record has another name, since only ranks with several
-        replicas make the call there.
+        In a microbatch before a rank's last one the text is recorded under another name, since only ranks
+        that compute several replicas make the call there.
         """
         loop = self._loop
         if loop.closed or loop.is_audited:
@@ -182,14 +183,14 @@ class Metrics:
                     seen.add(item, microbatch)
 
     def note_partial(self) -> None:
-        """Store the partial results of unfinished calls in the run's position, a collective call."""
+        """Record partial results of metrics under way, to be saved with the run: a collective call."""
         for event, seen in self._under_way:
             with self._collective(event.call):
                 event.value = seen.partial()
 
 
 class _Mean:
-    """Computation of `run.mean`: sums of values and of weights, for each entry of a mapping."""
+    """Computation of `run.mean`: sums of values and of weights, for mappings one pair per key."""
 
     def __init__(self, sums: Columns, weights: Columns) -> None:
         self._sums, self._weights = sums, weights
@@ -217,7 +218,7 @@ class _Mean:
 
 
 class _Sum:
-    """Computation of `run.sum`: a sum for each entry of a mapping."""
+    """Computation of `run.sum`: one sum, or for mappings one sum per key."""
 
     def __init__(self, sums: Columns, *, per_sample: bool) -> None:
         self._sums, self._per_sample = sums, per_sample
@@ -241,9 +242,9 @@ class _Sum:
 
 
 class _Rows:
-    """Computation of `run.gather`: a row per sample, with its dataset index and the time of its drawing.
+    """Computation of `run.gather`: one row per sample, with the sample's dataset index and its `turn`.
 
-    The time, `turn`, is a number that grows with the batch and the replica.
+    `turn`, which grows with batch and replica, orders the rows of a sample that is drawn repeatedly.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ def _joined(
 
 
 def _padded(rows: Sequence[torch.Tensor], value: float) -> tuple[torch.Tensor, ...]:
-    """Pad the dimensions after the first to the largest of each."""
+    """Pad tensors with `value` so that all have the largest one's size in each dimension but the first."""
     sizes = [max(dimension) for dimension in zip(*(own.shape[1:] for own in rows), strict=True)]
     return tuple(
         nn.functional.pad(
@@ -333,7 +334,10 @@ def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
 
 
 def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
-    """Return the sum of a value over the microbatch's samples; 0 if the microbatch has no samples."""
+    """Return the sum of a value over the microbatch's samples; 0 if the microbatch has no samples.
+
+    A plain number is taken for that sum or, with `mean`, for the mean, which is multiplied by their number.
+    """
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         _check_rows(value, microbatch)
         value = value[: microbatch.size].detach()
@@ -345,14 +349,14 @@ def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Numb
 
 
 def _whole(value: Any) -> Any:
-    """Convert an item to a number, or to a detached tensor on the CPU."""
+    """Convert a script's value for a microbatch to a number, or to a detached tensor on the CPU."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return torch.as_tensor(value).detach().cpu()
     return _number(value)
 
 
 def _zero(value: Value) -> Number:
-    """Return `0.0` or `0`, the zero of the type of `value`, which may itself be NaN."""
+    """Return a zero of the type of `value`, `0.0` or `0`, even where `value` is NaN."""
     return 0.0 if isinstance(_number(value), float) else 0
 
 
@@ -382,7 +386,7 @@ def _unwrap(values: dict[str, Any]) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a result of a metric, so that the script may change it."""
+    """Return a copy of a metric's result, so that the script cannot change the recorded one."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {n: _copy(own) for n, own in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""`Models`, behind `run.model`: checks a module, moves it to the device and wraps it for the strategy."""
+"""`Models`, behind `run.model`: checks a module, moves it to the device, wraps it for its strategy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lockstep.world import accelerator
 
 
 class Models:
-    """The models of a run: wraps modules for the strategy and adds them to the run's state."""
+    """The models of a run: wraps each module for the run's strategy, and adds it to the saved state."""
 
     def __init__(self, context: Context, state: State, faults: Faults | None = None) -> None:
         self._context, self._state, self._faults = context, state, faults
@@ -43,7 +43,7 @@ class Models:
         self._servers = Servers(context.rendezvous, asked.servers, directory, context.threads)
 
     def add(self, model: Any, keywords: Mapping[str, Any]) -> nn.Module:
-        """Check, move and wrap `model`, a module or a list of modules; return the module to be called.
+        """Check `model` (a module or a list), move and wrap it; return the module that the script calls.
 
         Raises:
             ModelError: if `model` is no module, belongs to the run already, or differs between ranks.
@@ -117,7 +117,7 @@ class Models:
         wrapped.load({**state, **weights})
 
     def find(self, model: nn.Module | None) -> WrappedModel:
-        """Return the wrapped model of the module `model`; for `None`, the run's only model.
+        """Return the wrapper of the module `model`; for `None`, that of the run's only model.
 
         Raises:
             ModelError: if `model` does not belong to the run, or is `None` and the run has several models.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Location of a variable, with a number of the frame (0 for a module's) that distinguishes calls."""
+    """Where a variable is; the number `frame` distinguishes calls of one function, and is 0 for globals."""
 
     frame: int
     file: str
@@ -21,13 +21,13 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the variable with its file and function: equal in every process of a run."""
+        """Name of the variable with its file and function, the same in every process of a run."""
         return f"{self.file.rpartition('/')[2]}:{self.function}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Fingerprint of a variable's value.
+    """Fingerprint (a short text that differs where values differ) of a variable's value, and its source.
 
     Attributes:
         text: the fingerprint.
@@ -46,7 +46,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A variable with its fingerprints before and after a change; `key` as `Place.key`."""
+    """A variable whose value has changed, with fingerprints before and after; `key` as in `Place.key`."""
 
     name: str
     file: str
@@ -58,7 +58,7 @@ class Change:
 
     @property
     def is_count(self) -> bool:
-        """Whether the variable has increased by one."""
+        """Whether the variable's value has increased by one, as a counter's does."""
         return self.before.isdecimal() and self.after == str(int(self.before) + 1)
 
     @property
@@ -70,12 +70,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Fingerprints of the script's variables at one time, by place."""
+    """Fingerprints of the script's variables, taken at one time, by the place of each variable."""
 
     values: Mapping[Place, Value] = field(default_factory=dict)
 
     def changes_since(self, earlier: Observation) -> list[Change]:
-        """Return the variables in both observations whose values differ."""
+        """Return the variables that are in both observations and whose values differ."""
         return [
             Change(place.name, place.file, now.line, before.text, now.text, now.kind, place.key)
             for place, now in self.values.items()
@@ -84,7 +84,7 @@ class Observation:
         ]
 
     def changes_since_saved(self, saved: Mapping[str, str]) -> list[Change]:
-        """Return the variables whose fingerprints differ from those in `saved`, a result of `texts`."""
+        """Return the variables whose fingerprints differ from those in `saved`, which `texts` returned."""
         old = {
             place: replace(now, text=saved[place.key])
             for place, now in self.values.items()
@@ -93,7 +93,7 @@ class Observation:
         return self.changes_since(Observation(old))
 
     def texts(self, limit: int) -> dict[str, str]:
-        """Return fingerprints by `Place.key`, of at most `limit` characters together."""
+        """Return fingerprints by name (`Place.key`), as many as fit into `limit` characters."""
         texts: dict[str, str] = {}
         # Last come names of classes, which seldom change.
         for place, value in sorted(self.values.items(), key=lambda one: one[1].kind == "object"):

@@ -29,9 +29,9 @@ Scheduler = TypeVar("Scheduler")
 
 
 class _StepRandomness:
-    """Random generators of an optimizer's or scheduler's `step()`, with the same numbers on all ranks.
+    """Sets the random generators to equal keys on all ranks during `step()` of an optimizer or scheduler.
 
-    The code around the step draws the same random numbers as if the step drew none.
+    Afterwards they are set back, so that the code around the step draws the numbers it would without it.
     """
 
     def __init__(self, loop: Loop, purpose: str, index: int) -> None:
@@ -39,7 +39,7 @@ class _StepRandomness:
         self._step, self._calls = -1, 0
 
     def during(self, act: Callable[[], Any]) -> Any:
-        """Return `act()`, called with the generators set to a key of the current step."""
+        """Return `act()`, called with the random generators set to a key that is equal on all ranks."""
         step = self._loop.updates
         self._calls = self._calls + 1 if self._step == step else 0
         self._step = step
@@ -50,7 +50,7 @@ class _StepRandomness:
 
 
 class _Gate:
-    """Checks of an optimizer's `step()` in every microbatch, and its update once per global batch.
+    """Replaces an optimizer's `step()`: checks each call, and updates parameters once per global batch.
 
     Attributes:
         own: the models that the optimizer's parameters belong to.
@@ -89,7 +89,7 @@ class _Gate:
             model.optimized |= self.ids
 
     def check(self) -> None:
-        """Raise `StepError` if a call of `step()` has not the same effect on every layout."""
+        """Raise `StepError` if this call of `step()` would act otherwise on another number of ranks."""
         microbatch, asked = self._loop.microbatch, self._asked
         if (record := self._loop.record) is not None:
             record.step(self._index, self._optimizer.param_groups)
@@ -111,7 +111,7 @@ class _Gate:
             self._check_settings(microbatch)
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Update the parameters by `act`, the optimizer's original `step`."""
+        """Update the parameters by calling `act`, the optimizer's original `step`."""
         if not self._is_torchs or _has_hooks(self._optimizer):
             act = functools.partial(self._randomness.during, act)
         update = functools.partial(self.own[0].update, act) if len(self.own) == 1 else act
@@ -126,7 +126,10 @@ class _Gate:
         return result
 
     def _check_every_microbatch(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
-        """Raise an error if `step()` was called in only some microbatches, as to accumulate gradients."""
+        """Raise an error if `step()` is not called in every microbatch, as to accumulate gradients.
+
+        `asked` is the microbatch of the previous call.
+        """
         if microbatch.first:
             is_missed, replica = asked is not None and not asked.last, -1
         else:
@@ -144,7 +147,7 @@ class _Gate:
             )
 
     def _check_settings(self, microbatch: Microbatch) -> None:
-        """Raise an error if settings of parameter groups change between microbatches of one batch."""
+        """Raise an error if settings in parameter groups change between microbatches of a global batch."""
         groups = self._optimizer.param_groups
         if microbatch.first:
             self._settings = parameter_groups.settings_of(groups)
@@ -158,7 +161,7 @@ class _Gate:
 
 
 def _is_torchs(value: object) -> bool:
-    """Return whether an optimizer or scheduler is of a class of torch, which draws no random numbers."""
+    """Whether an optimizer or scheduler is of a class of torch, whose `step()` draws no random numbers."""
     return type(value).__module__.startswith("torch.optim.")
 
 
@@ -172,7 +175,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 class _NoScaler:
-    """Attribute of an optimizer that raises an error when `torch.amp.GradScaler` reads it."""
+    """Attribute of an optimizer that raises an error if `torch.amp.GradScaler` reads it."""
 
     def __bool__(self) -> bool:
         raise StepError(
@@ -247,7 +250,7 @@ def _check_state(optimizer: Optimizer, index: int) -> None:
 
 
 def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
-    """Raise an error if an optimizer has several models of which one needs an optimizer of its own."""
+    """Raise an error if an optimizer has several models, one of which must have an optimizer for itself."""
     mixed = all(model.mixes for model in own)
     alone = [model for model in own if (model.is_split and not mixed) or model.steps_locally]
     if alone and len(own) > 1:
@@ -259,7 +262,7 @@ def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) 
 
 
 def _check_removed(optimizer: Optimizer, index: int) -> None:
-    """Raise an error if an optimizer has state of removed parameters, which `state_dict` cannot save."""
+    """Raise an error if an optimizer keeps state of parameters that are in none of its groups any more."""
     own = {p for group in optimizer.param_groups for p in group["params"]}
     removed = sum(isinstance(p, torch.Tensor) and p not in own for p in optimizer.state)
     if removed:
@@ -290,7 +293,7 @@ def _models_of(
 
 
 def gate_scheduler(scheduler: Scheduler, loop: Loop, index: int) -> Scheduler:
-    """Make `scheduler.step()`, of the run's scheduler `index`, act once per global batch in a loop.
+    """Make `step()` of the run's scheduler number `index` act once per global batch in a loop.
 
     Outside of loops every call acts. The object's class is replaced by a subclass, since a new attribute
     would become part of its `state_dict()`.
@@ -342,7 +345,7 @@ def clip(
     """Scale gradients so that their total norm is at most `max_norm`; return the norm before scaling.
 
     Raises:
-        ModelError: if the parameters belong to several models of which one is distributed over ranks.
+        ModelError: if the parameters belong to several models, one of which is distributed over ranks.
     """
     if not any(model.is_split for model in models):
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -364,7 +367,7 @@ def clip(
 def clip_values(
     parameters: Sequence[torch.Tensor], value: float, models: Sequence[WrappedModel]
 ) -> None:
-    """Clamp each element of the gradients of `parameters` to `-value` to `value`."""
+    """Clamp each element of the gradients of `parameters` to between `-value` and `value`."""
     for model in models:
         own = {id(p) for p in model.parameters}
         model.clip_values([p for p in parameters if id(p) in own], value)

@@ -1,6 +1,6 @@
 """`ParallelDims`, `Groups`: this rank's position in the mesh of ranks, and its process groups.
 
-In the mesh, the ranks of a row have one model together, and the ranks of a column have the same part of it.
+In the mesh, the ranks of a row hold one model together, and those of a column hold the same part of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = ("data", "model")
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Position of this rank in the mesh, and the replicas that it computes."""
+    """Position of this rank in the mesh of ranks, and the replicas that it computes."""
 
     mesh: Mesh
     row: int  # number of the model of which this rank has a part
@@ -41,20 +41,20 @@ class ParallelDims:
 
     @staticmethod
     def of(mesh: Mesh, rank: int, replicas: int) -> ParallelDims:
-        """Return the position of `rank` in `mesh`; raise `UsageError` for fewer replicas than rows."""
+        """Return the position of `rank` in `mesh`; raise `UsageError` if some ranks had no replica."""
         row, column = mesh.place(rank)
         own = block(replicas, mesh.data, row)
         return ParallelDims(mesh, row, column, replicas, own, Forest.of(replicas, mesh.data, row))
 
     @property
     def ranks_of_row(self) -> range:
-        """The ranks of this rank's row, which have one model together."""
+        """The ranks that hold one model together with this rank (a row of the mesh), this rank included."""
         return range(self.row * self.mesh.model, (self.row + 1) * self.mesh.model)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of this rank."""
+    """Process groups of this rank: that of all ranks, and that of ranks with the same part of a model."""
 
     everyone: dist.ProcessGroup | None  # all ranks; `None` for a rank without a group
     data: dist.ProcessGroup | None  # the ranks in this rank's column
@@ -64,7 +64,7 @@ class Groups:
     def of(
         everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
     ) -> Groups:
-        """Make the process groups of the mesh, a collective call."""
+        """Make this rank's process groups in the mesh of ranks; a collective call."""
         if everyone is None or not STRATEGIES.find(strategy).meshed:
             return Groups(everyone, everyone, None)
         settings: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class Groups:
 
 
 def choose_mesh(settings: Settings, world: World) -> Mesh:
-    """Return the mesh of a run's ranks, after checks of the settings for strategy, exchange and servers.
+    """Check the settings for strategy, exchange and servers; return the mesh that arranges the run's ranks.
 
     Raises:
         UsageError: if strategy, mesh, number of ranks and of servers do not fit together, or a setting
@@ -106,7 +106,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 
 
 def _check_servers(settings: Settings, world: World) -> None:
-    """Raise `UsageError` if the strategy cannot work with the number of servers or the staleness."""
+    """Raise `UsageError` if the strategy does not work with the number of servers or the staleness."""
     strategy, late = settings.strategy, settings.staleness
     if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)
@@ -126,7 +126,7 @@ def _check_servers(settings: Settings, world: World) -> None:
 
 
 def _check_exchange(strategy: StrategyEntry, name: str) -> None:
-    """Raise `UsageError` if the strategy cannot use the exchange `name`."""
+    """Raise `UsageError` if the strategy does not work with the exchange (sum of gradients) `name`."""
     exchange = EXCHANGES.find(name)
     if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Comparison of the settings in an optimizer's parameter groups between microbatches of a global batch."""
+"""Compares settings in an optimizer's parameter groups between the microbatches of a global batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _kept(value: Any) -> Any:
 
 
 def changed(before: Sequence[Group], groups: Sequence[Group]) -> tuple[str, Any, Any] | None:
-    """Return the first setting of the parameter groups that has changed, with its old and new value."""
+    """Return the first changed setting of parameter groups, with its old and new value, or `None`."""
     if len(before) != len(groups):
         return "the number of parameter groups", len(before), len(groups)
     for number, (old, group) in enumerate(zip(before, groups, strict=True)):

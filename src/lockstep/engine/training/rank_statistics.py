@@ -1,7 +1,7 @@
 """`RankStatistics`: warns of variables that a loop without training computes from one rank's samples.
 
 A loop over a loader yields the samples of this rank's replicas. `run.mean`, `run.sum` and `run.gather`
-combine the samples of all ranks; a sum that the loop's body computes differs between layouts.
+combine the samples of all ranks; a sum that the loop's body computes itself depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOPS = 8
 
 
 class _Begun(NamedTuple):
-    """Record of a loop's beginning: its frame, its variables' values, the number of backward passes."""
+    """A loop at its beginning: its frame, fingerprints of its variables, and the backward passes so far."""
 
     key: tuple[int, int, int]
     frame: int
@@ -37,8 +37,8 @@ class _Begun(NamedTuple):
 class RankStatistics(Listener):
     """Warns of variables that a loop without a backward pass has computed from this rank's samples.
 
-    Only rank 0 warns, before any restart. `observe` returns the values of a frame's variables, `passes` the
-    number of backward passes so far.
+    Only rank 0 warns, and not after a restart. `observe` returns fingerprints of a frame's variables,
+    `passes` the number of backward passes so far.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RankStatistics(Listener):
         self._begun: _Begun | None = None
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Record the values of the script's variables before a loop outside of metrics and batches."""
+        """Record fingerprints of the script's variables before an outermost loop other than a metric's."""
         loop = self._loop
         is_outermost = loop.microbatch is None and not loop.progress.open_metrics
         if not self._looks or not is_outermost or loop.is_replaying:
@@ -67,7 +67,7 @@ class RankStatistics(Listener):
             self._begun = _Begun((loader, epoch, round_), id(frame), seen, self._passes())
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Warn of the variables that the loop has changed, if it had no backward pass."""
+        """Warn of the variables that the loop has changed, if it ran no backward pass."""
         begun = self._begun
         if begun is None or begun.key != (loader, epoch, round_):
             return
@@ -93,7 +93,7 @@ class RankStatistics(Listener):
         return self._look(frame, look=_read, innermost=True)
 
     def _changes(self, frame: FrameType, before: Observation) -> list[Change]:
-        """Return the variables that the loop has changed or made and that the script reads later."""
+        """Return the variables that the loop has changed or created and that the script reads later."""
         code = frame.f_code
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         later = {*given, *(one.name for one in liveness.read_after(frame))}
@@ -111,13 +111,13 @@ class RankStatistics(Listener):
 
 
 def _read(frame: FrameType, *, returns: bool) -> liveness.Uses:
-    """Return the variables that a frame reads after its loop, even if it only prints them."""
+    """Return the variables that a frame reads from here on, counting those that it only prints."""
     uses = {**liveness.carried(frame), **liveness.read_after(frame, returns=returns)}
     return {one: use._replace(matters=True, is_item=False) for one, use in uses.items()}
 
 
 def _of_loop(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the script's loop; `None` if the loop is in a library, such as `update_bn`."""
+    """Return the script's frame that runs the loop; `None` if a library does, as torch's `update_bn`."""
     while frame is not None:
         file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
         if stacks.is_users(file):

@@ -1,4 +1,4 @@
-"""`RunMetrics`, a base class of `lockstep.Run`: metrics over all samples, and barriers of its ranks."""
+"""`RunMetrics`, a base class of `lockstep.Run`: metrics over the samples of all ranks, and barriers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.engine.training.run_properties import RunProperties
 
 
 class RunMetrics(RunProperties):
-    """Base class of `lockstep.Run` with its metrics over all samples and its barriers."""
+    """Base class of `lockstep.Run` with its metrics over the samples of all ranks, and its barriers."""
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
         """Return the mean of `items` over all samples of all ranks.
@@ -72,7 +72,7 @@ class RunMetrics(RunProperties):
         return self._session.metrics.all_gather(function, batch).to(self.device)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context; its body runs on the main rank, then on one rank per node, then on the rest."""
+        """Return a context whose body runs on rank 0 first, then on one rank per node, then on the rest."""
         self._loop.require_common_point("run.main_process_first", of_models=False)
         return self._session.rank_order.first()
 

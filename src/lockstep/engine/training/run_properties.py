@@ -32,7 +32,7 @@ class RunProperties:
         self._is_begun = True
 
     def _require_open(self, call: str) -> None:
-        """Raise an error if `call`, the name of a method, is made after the end of the run."""
+        """Raise an error if the run has ended; `call` is the method of the run that the script calls."""
         if self._session.loop.closed:
             raise StepError(
                 f"{call} was called after the end of the run {self._name}; "
@@ -41,7 +41,7 @@ class RunProperties:
             )
 
     def _count(self, call: str) -> int:
-        """Return how often the run's method `call` has been called so far, this call included."""
+        """Return how often the script has called the run's method `call`, this call included."""
         self._require_open(call)
         return self._session.call_sites.count(call)
 
@@ -84,7 +84,7 @@ class RunProperties:
 
     @property
     def replicas(self) -> int:
-        """Number of logical data-parallel workers of the run."""
+        """Number of replicas: logical data-parallel workers, which may be more than there are ranks."""
         return self._session.context.replicas
 
     @property
@@ -110,9 +110,9 @@ class RunProperties:
 
     @property
     def batch_index(self) -> int:
-        """Number of the current global batch in this loop, from 0: the same on every layout.
+        """Number of the current global batch in this loop, from 0; equal on any number of ranks.
 
-        In place of `enumerate(loader)`, which counts microbatches. A loop that resumes continues to count.
+        Use it instead of `enumerate(loader)`, which counts microbatches. A resumed loop counts on.
 
         Raises:
             StepError: outside of a loop over a loader.
@@ -133,7 +133,7 @@ class RunProperties:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether gradients are those of the whole global batch here, so that an optimizer's step acts.
+        """Whether `optimizer.step()` acts here, as gradients are summed over the whole global batch.
 
         True in this rank's last microbatch of a global batch, and outside of loops.
         """
@@ -141,7 +141,7 @@ class RunProperties:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the script repeats what it did before the run was resumed; its results are known."""
+        """Whether a resumed run has yet to reach its saved position: the script repeats earlier calls."""
         return self._loop.is_replaying
 
     @property
@@ -173,7 +173,7 @@ class RunProperties:
 
     @property
     def exactness(self) -> str:
-        """Class of exactness: `exact`, `close` (another layout rounds differently) or `approximate`."""
+        """Class of exactness: `exact`, `close` (only roundings depend on the layout) or `approximate`."""
         return self._session.models.exactness
 
     @property

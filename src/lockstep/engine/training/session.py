@@ -57,7 +57,7 @@ _MEMORY_HINT = (
 
 
 class Session:
-    """A run in this process, from the rendezvous of the ranks to its end; its attributes are its parts."""
+    """A run in this process, from the rendezvous of the ranks to the run's end, with all of its parts."""
 
     #: Whether a signal asked the process's previous run to end too late, so that it ends the next run.
     _stops: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class Session:
         set_key(keys.derive(settings.seed, keys.INIT))
 
     def _begin(self) -> None:
-        """Make the run's parts, then begin the run or resume it from its newest state."""
+        """Create the run's loop, models, metrics and so on; begin the run or resume its newest state."""
         context, record, settings = self.context, self.context.record, self.context.settings
         self.state = state = State()
         faults = Faults.of(os.environ, context.world)
@@ -126,7 +126,7 @@ class Session:
         loop.listen(listener for listener in listeners if listener is not None)
 
     def _resume(self) -> Catalog:
-        """Resume from the newest state that any rank finds in memory or on disk, or begin the run.
+        """Resume from the newest state in any rank's memory or on disk; without one, begin a new run.
 
         Returns:
             The checkpoints in the run's directory.
@@ -180,12 +180,12 @@ class Session:
     # --- what the run asks for -------------------------------------------------------------------
 
     def register(self, name: str, value: Any) -> None:
-        """Add `value` to the state that is saved with the run."""
+        """Add `value` under `name` to the state that is saved and restored with the run."""
         self.state.register(name, value)
         self._averages.add(value)
 
     def save(self, best: float | None) -> None:
-        """Write a checkpoint: inside a loop over a loader after the current batch, else now."""
+        """Request a checkpoint, written after the current batch of a loop over a loader, else at once."""
         loop = self.loop
         if loop.is_in_loop:
             # Once per batch: a condition on run.step may differ between a rank's microbatches.
@@ -200,13 +200,13 @@ class Session:
             loop.point()
 
     def digest(self) -> str:
-        """Return the digest of all models and registered objects."""
+        """Return one digest of all models and all objects passed to `run.register`."""
         self.loop.average_models()
         self._finish_buffers()
         return digest(self.state.parts().values())
 
     def digests(self) -> dict[str, str]:
-        """Return a digest for each model and registered object, by name."""
+        """Return digests by name, one for each model and each object passed to `run.register`."""
         self._finish_buffers()
         return {name: digest([part]) for name, part in self.state.parts().items()}
 
@@ -224,7 +224,7 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> str:
-        """End the run: write requested checkpoints, compare the digests of all ranks, return the digest.
+        """End the run: write requested checkpoints, compare the ranks' digests, and return the digest.
 
         Raises:
             CheckpointError: if a checkpoint cannot be written, or the script never reached the position
@@ -308,7 +308,7 @@ class Session:
 
 
 def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError | None:
-    """Return a clearer error for an error of torch whose cause is known; `None` for other errors."""
+    """Return a clearer error for an error of torch whose cause is known here; `None` for others."""
     if not isinstance(error, RuntimeError):
         return None
     if "nested_tensorlist[0].empty()" in str(error) and any(m.several_replicas for m in models):
@@ -327,7 +327,7 @@ def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError 
 
 
 def show_plainly() -> None:
-    """Install an exception hook that prints Lockstep's errors as one message without a traceback."""
+    """Set `sys.excepthook` so that Lockstep's errors are printed as one message without a traceback."""
     if sys.excepthook is not sys.__excepthook__:
         return
 

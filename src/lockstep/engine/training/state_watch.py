@@ -1,4 +1,4 @@
-"""`StateWatch`: checks that only steps of optimizers change parameters while a loop's body runs."""
+"""`StateWatch`: checks that nothing but optimizers' steps changes parameters while a loop's body runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.state.checkpoint import state_codec
 
 
 class StateWatch:
-    """Compares parameters of the run's models and registered modules before and after a microbatch."""
+    """Compares parameters of the run's models and its other modules before and after each microbatch."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -25,16 +25,16 @@ class StateWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether a microbatch is being checked."""
+        """Whether the changes in a microbatch are being checked now."""
         return self._before is not None
 
     def begins(self, *, with_buffers: bool = False) -> None:
-        """Begin to check a microbatch; with buffers, where forward passes must not change them either."""
+        """Begin to check a microbatch for changed parameters, and for changed buffers if `with_buffers`."""
         self._with_buffers = with_buffers
         self._before = self._now()
 
     def step(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, a step of an optimizer, which may change parameters; return its result.
+        """Call `act`, an optimizer's step, whose changes of parameters are allowed; return its result.
 
         Raises:
             AuditError: if parameters have changed before the step.
@@ -48,7 +48,7 @@ class StateWatch:
         """End the check of a microbatch.
 
         Raises:
-            AuditError: if parameters have changed otherwise than by a step.
+            AuditError: if anything but an optimizer's step has changed parameters.
         """
         self._check()
         self.drop()
@@ -69,7 +69,7 @@ class StateWatch:
             raise changed(different)
 
     def _now(self) -> dict[str, Bits]:
-        """Return hashes of all parameters (and buffers) by name, as `weight of Linear (model 1)`."""
+        """Return hashes of parameters (and of buffers) by names such as `weight of Linear (model 1)`."""
         models = self._state.models
         owned: list[tuple[str, nn.Module, Mapping[str, torch.Tensor]]] = []
         for number, model in enumerate(models):
@@ -95,7 +95,7 @@ class StateWatch:
 
 
 def texts(state: State) -> dict[str, str]:
-    """Return a text of the state of each registered object that is no module, by its name."""
+    """Return, by name, a text of the state of each object passed to `run.register` that is no module."""
     found = {}
     for name, one in state.registered.items():
         if not isinstance(one, nn.Module):

@@ -1,4 +1,4 @@
-"""Hashes of the bits of tensors, computed on their device and read together."""
+"""Hashes of the bits of tensors, computed on each tensor's device and read from there all at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Bits = tuple[int, int] | torch.Tensor
 def bits(tensor: torch.Tensor) -> Bits:
     """Return a hash of a tensor, or of this rank's part of a tensor that is cut over ranks.
 
-    Words of eight bytes are read as integers and laid out in rows. The sums of all rows and of all columns
-    are weighted by constants and added, modulo 2^64: a single bit that changes always changes both.
+    Words of eight bytes are read as integers and arranged in a matrix. The hash is a weighted sum of row
+    sums, and one of column sums, modulo 2^64: a single bit that changes always changes both.
     """
     data = _bytes(local(tensor).detach())
     if data.device.type == "cpu" and len(data) <= _SMALL:
@@ -42,7 +42,7 @@ def bits(tensor: torch.Tensor) -> Bits:
 
 
 def _bytes(own: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements in their order, of shape `(bytes,)`."""
+    """Return the bytes of a tensor's elements, in the elements' order, as a tensor of one dimension."""
     if own.layout is not torch.strided:
         own = own.to_dense()
     own = own.resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -52,7 +52,7 @@ def _bytes(own: torch.Tensor) -> torch.Tensor:
 
 
 def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
-    """Return results of `bits` as pairs of numbers, with one wait for each device."""
+    """Return hashes that `bits` computed as pairs of numbers; wait only once for each device."""
     pending = {place: one for place, one in enumerate(hashes) if isinstance(one, torch.Tensor)}
     numbers: dict[int, list[int]] = {}
     for device in {one.device for one in pending.values()}:
@@ -64,7 +64,7 @@ def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=16)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Return constant odd random numbers, of shape `(count,)`."""
+    """Return `count` odd numbers, random but always the same: the factors of rows and columns in `bits`."""
     generator = torch.Generator().manual_seed(0x10C45)
     drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, dtype=torch.int64)
     return (drawn | 1).to(device)

@@ -1,4 +1,4 @@
-"""Parts of the script's objects: attributes and variables of functions, found without running its code."""
+"""Parts of the script's objects: attributes, and variables of functions, found without running any code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DATA = (Dataset, Sampler)
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the parts of an object by name; of an object of a library those that a run computes with."""
+    """Yield name and value of an object's parts; of a library's object, only parts that affect training."""
     kind = type(value)
     if is_data(kind):
         # Containers that grow are a cache, but for numbers.
@@ -57,20 +57,20 @@ def is_data(kind: type) -> bool:
 
 
 def _may_grow(value: Any) -> bool:
-    """Whether a dataset's attribute may be a cache: `None`, or a container but for a list of numbers."""
+    """Whether a dataset's attribute may be a cache: `None`, or a container other than a list of numbers."""
     is_list = type(value) is list and bool(value) and type(value[0]) in (int, float)
     return value is None or (issubclass(type(value), (list, dict, set, deque)) and not is_list)
 
 
 def name_of(value: Any) -> str:
-    """Return the name of an object's class in brackets; of a class or a function its own name."""
+    """Return the name of an object's class in brackets; of a class or function, return its own name."""
     kind: Any = type(value)
     own = value if kind in (type, types.FunctionType, types.BuiltinFunctionType) else kind
     return f"<{own.__qualname__}>"
 
 
 def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the variables of a module or a class by name, without functions, classes and modules."""
+    """Yield name and value of a module's or class's variables, without functions, classes and modules."""
     code = (types.ModuleType, type, types.FunctionType, property, staticmethod, classmethod)
     yield from (
         one
@@ -80,7 +80,7 @@ def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def functions(value: Any) -> list[types.FunctionType]:
-    """Return the value if it is a function in the user's files, or such methods of the object's class."""
+    """Return `value` if it is a function in the user's files; otherwise methods of it in these files."""
     kind = value if type(value) is type else type(value)
     own = [value] if type(value) is types.FunctionType else []
     if type(value) is not types.FunctionType and is_of_script(kind):
@@ -89,7 +89,7 @@ def functions(value: Any) -> list[types.FunctionType]:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes in an object's `__dict__` and slots by name, without properties."""
+    """Yield name and value of attributes in an object's `__dict__` and slots; properties are left out."""
     with contextlib.suppress(AttributeError):
         own = object.__getattribute__(value, "__dict__")
         hidden = _OF_MODULES if issubclass(type(value), nn.Module) else ()
@@ -105,7 +105,7 @@ _of_script: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def is_of_script(kind: type) -> bool:
-    """Whether a class is defined in the script or in another file of the user's."""
+    """Whether a class is defined in the user's script or in another of the user's files."""
     if kind not in _of_script:
         module = sys.modules.get(str(vars(kind).get("__module__")))
         file = getattr(module, "__file__", None)

@@ -116,7 +116,10 @@ def observe(
 
 
 def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple[FrameType, bool]]:
-    """Return the script's frames from `frame` outwards, each with whether its return value matters."""
+    """Return the script's frames from `frame` outwards, each with whether its return value has an effect.
+
+    Printing the value is no effect here. With `innermost` only the first frame is returned.
+    """
     frames: list[FrameType] = []
     for one in itertools.islice(script_frames(frame), 1 if innermost else None):
         frames.append(one)
@@ -133,7 +136,7 @@ def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple
 
 
 def of_object(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
-    """Return fingerprints of an object's attributes, by places whose names begin with `name`."""
+    """Return fingerprints of an object's attributes, by places with names such as `{name}.attribute`."""
     walk = _Walk(skip, BUDGET)
     walk.looks_into(Place(0, "", "", name), value, 0, 1)
     walk.goes_on()
@@ -141,7 +144,7 @@ def of_object(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value
 
 
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Return the frames of the user's files from `frame` outwards."""
+    """Return the frames that run code in the user's files, from `frame` outwards."""
     while frame is not None:
         if stacks.is_users(frame.f_code.co_filename):
             yield frame
@@ -149,7 +152,7 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _locals(frame: FrameType, names: list[str]) -> dict[str, Any]:
-    """Return the local variables `names` of a frame, without a copy that keeps their values alive."""
+    """Return local variables of a frame, without leaving a copy in the frame that keeps tensors alive."""
     if not names:
         return {}
     own = frame.f_locals
@@ -162,7 +165,7 @@ def _locals(frame: FrameType, names: list[str]) -> dict[str, Any]:
 
 
 class _Walk:
-    """Takes fingerprints of variables and of their parts, nearest first, of `budget` values at most."""
+    """Takes fingerprints of variables, then of parts of their objects, until `budget` values are read."""
 
     def __init__(self, skip: Collection[int], budget: int) -> None:
         self._skip, self._left = skip, budget
@@ -190,9 +193,9 @@ class _Walk:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Take the fingerprint of a variable, or queue an object without one, whose parts are read later.
+        """Take a variable's fingerprint; queue an object that has none, so that its parts are read later.
 
-        With `goes_on` the variable gets a new version, and so counts as changed in each observation.
+        With `goes_on` the variable counts as changed in each observation, whatever its fingerprint is.
         """
         is_known = place in self.values or id(value) in self._skip
         if is_known or self._left < 0 or "cache" in place.name:
@@ -212,12 +215,12 @@ class _Walk:
             self._open.append((place, value, line, depth))
 
     def goes_on(self) -> None:
-        """Read the parts of the queued objects."""
+        """Take fingerprints of the parts of all queued objects, until the budget is used up."""
         while self._open and self._left >= 0:
             self.looks_into(*self._open.popleft())
 
     def looks_into(self, place: Place, value: Any, line: int, depth: int) -> None:
-        """Take fingerprints of an object's parts, and of closures' and globals that its functions read."""
+        """Take fingerprints of an object's parts, and of closure variables and globals in its functions."""
         for function in functions(value):
             code, file = function.__code__, function.__code__.co_filename
             first = code.co_firstlineno
@@ -234,7 +237,7 @@ class _Walk:
             self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1, kind)
 
     def text_of(self, value: Any) -> str | None:
-        """Return the fingerprint of a value, of at most `_LENGTH` characters, as `text`."""
+        """Return a value's fingerprint, as `text` does, but shortened to `_LENGTH` characters."""
         text = self._safe_text(value)
         return None if text is None else _cut(text)
 
@@ -244,7 +247,7 @@ class _Walk:
         return None
 
     def text(self, value: Any, depth: int = _DEPTH) -> str | None:
-        """Return the fingerprint of a value, of any length; `None` for a class without fingerprints."""
+        """Return the fingerprint of a value, of any length; `None` if nothing but its class is known."""
         self._left -= 1
         if self._left < 0 or depth < 0 or id(value) in self._skip:
             return None
@@ -278,7 +281,7 @@ class _Walk:
         return f"{shape} {zlib.crc32(some.tobytes()):08x}"
 
     def _module(self, value: nn.Module) -> str | None:
-        """Return a fingerprint of the parameters and buffers; `None` if the run has all of them."""
+        """Return a fingerprint of a module's parameters and buffers; `None` if all belong to the run."""
         own = (*nn.Module.parameters(value), *nn.Module.buffers(value))
         tensors = [one for one in own if id(one) not in self._skip]
         checksum = zlib.crc32(" ".join(str(self.text(one)) for one in tensors).encode())
@@ -300,7 +303,7 @@ class _Walk:
         return None
 
     def _element(self, value: Any, depth: int) -> str:
-        """Return the fingerprint of a container's element; of a script's object, with its attributes."""
+        """Return a fingerprint of a container's element; of a script's object, from its attributes."""
         text = self._safe_text(value, depth)
         if text is None and depth > 0 and is_of_script(type(value)):
             own = [f"{name}={self._element(one, depth - 1)}" for name, one in attributes(value)]
@@ -309,7 +312,7 @@ class _Walk:
 
 
 def _plain(value: Any) -> str:
-    """Return the text of a number or string by the method of Python's own class, not of a subclass."""
+    """Return the text of a number or string without running a subclass's `__repr__` from the script."""
     if type(value) is bool or value is None:
         return repr(value)
     kind: Any = next(kind for kind in (*_NUMBERS, str, bytes) if issubclass(type(value), kind))
@@ -326,7 +329,7 @@ def _random(generator: Any) -> str:
 
 
 def _is_time(value: float) -> bool:
-    """Whether a number is a reading of a clock in this process, which no restart could bring back."""
+    """Whether a number looks like a reading of this process's clocks, which a restart need not restore."""
     age = time.monotonic() - _BEGUN
     return any(now() - age <= value <= now() for now in (time.time, time.monotonic))
 

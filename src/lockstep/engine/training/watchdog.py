@@ -1,4 +1,4 @@
-"""`Watchdog`: ends a rank that waits in a collective call for a rank that has ended or is elsewhere.
+"""`Watchdog`: ends a rank that waits in a collective call which another rank will never make.
 
 A rank that leaves a loop early, ends, fails or waits for long writes this to the key-value store. A thread
 of every rank reads the store while the main thread makes no progress, since inside of a collective call the
@@ -44,7 +44,7 @@ _LONGEST_LOOK = 2 * EVERY
 
 
 class Watchdog(Listener):
-    """Thread that compares the loops and calls in which ranks wait, and ends this rank if they differ.
+    """Thread that compares where ranks wait, in which loops and calls, and ends this rank if they differ.
 
     Before it ends the process it calls `fail` with the error and the line of the script, by default to
     report both to the launcher. It calls the functions in `also` twice as often as it reads the store.
@@ -99,7 +99,7 @@ class Watchdog(Listener):
         self._leave_backward()
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
-        """Record the beginning of a backward pass, a collective call in a rank's last microbatch."""
+        """Record the beginning of a backward pass; in a rank's last microbatch it is a collective call."""
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
             self._heartbeat.enter("run.backward", (*batch, microbatch.turn, *models))
@@ -112,7 +112,7 @@ class Watchdog(Listener):
             self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """Record that this rank is in no backward pass, also after an exception in one."""
+        """Record that this rank is not in a backward pass any more, even if an exception ended the pass."""
         if self._in_backward:
             self._heartbeat.leave()
             self._in_backward = False
@@ -127,13 +127,13 @@ class Watchdog(Listener):
             self._row = before
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Write to the store in which batch this rank has ended a loop over a loader."""
+        """Write to the key-value store after which batch this rank has ended a loop over a loader."""
         self._leave_backward()
         self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._collectives} {early:d}")
         self._loop, self._collectives = self._outer.pop()
 
     def run_ends(self) -> None:
-        """Write to the store that this rank begins no further loop."""
+        """Write to the key-value store that this rank has ended its run and begins no further loop."""
         self._store.set(f"end/{self._rank}", f"{self._loops} 0 1")
 
     # --- the thread ------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Watchdog(Listener):
             self._compare_calls()
 
     def _compare_loops(self, others: Sequence[int]) -> None:
-        """End this waiting rank with an error if one of `others` has left the loop or ended its run."""
+        """End this waiting rank with an error if a rank in `others` has ended its loop or its run."""
         for other in others:
             left = self._read(f"{self._loop}/{other}")
             ended = self._read(f"end/{other}")
@@ -265,7 +265,7 @@ class Watchdog(Listener):
             error_report.write(report, Path(path))
 
     def close(self) -> None:
-        """Stop the thread; a read of the store that is in progress has no further effect."""
+        """Stop the thread; if it is just reading the key-value store, what it reads is ignored."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
 
@@ -274,7 +274,7 @@ class Liveness:
     """Heartbeats between ranks that were not started by `lockstep run`, through the key-value store.
 
     Each rank periodically writes a number and reads the number of the next rank, so that the cost does not
-    grow with the number of ranks. A rank that finds no heartbeat fails, and with it the whole run.
+    grow with the number of ranks. If that number stays the same for too long, the reading rank fails.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -284,7 +284,7 @@ class Liveness:
         self._looked = time.monotonic()
 
     def beat(self) -> None:
-        """Write this rank's number and read the next rank's, if `EVERY` seconds have passed."""
+        """Write this rank's number to the store and read the next rank's, at most every `EVERY` seconds."""
         now = time.monotonic()
         passed = now - self._looked
         if passed < EVERY:
@@ -297,7 +297,7 @@ class Liveness:
         self._latest = latest
 
     def lost(self) -> PeerError | None:
-        """Return an error if the next rank has sent no heartbeat for `SILENCE` seconds, else `None`."""
+        """Return an error if the next rank's number has not changed for `SILENCE` seconds, else `None`."""
         if self._silent < SILENCE:
             return None
         return PeerError(
@@ -308,7 +308,7 @@ class Liveness:
 
 
 def _after(rank: int, ranks: range) -> list[int]:
-    """Return up to `_COMPARED` ranks that follow `rank` in `ranks`, cyclically."""
+    """Return up to `_COMPARED` ranks that follow `rank` in `ranks`, where the first follows the last."""
     index, size = ranks.index(rank), len(ranks)
     return [ranks[(index + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
 
