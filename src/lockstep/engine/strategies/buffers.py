@@ -1,7 +1,8 @@
-"""Synchronization of buffers, such as BatchNorm's running statistics: all ranks take those of replica 0.
+"""Synchronization of buffers, such as BatchNorm's running statistics: all ranks take the first replica's.
 
-Every replica starts a step from equal buffers, as with DistributedDataParallel's `broadcast_buffers`.
-Here the buffers of all ranks are equal after the step, too, so that evaluation uses the same statistics.
+A replica is one of the data-parallel workers that a run computes, one or several on each rank. Every
+replica starts a step from equal buffers, as with DistributedDataParallel's `broadcast_buffers`. Here the
+buffers of all ranks are equal after the step, too, so that evaluation uses the same statistics.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from lockstep.errors import ModelError
 
 
 class Buffers:
-    """Synchronizes the buffers of one model over the replicas of a rank, and over the ranks.
+    """Synchronizes the buffers of one model over all replicas (data-parallel workers) of the run.
 
-    `modes`: module whose `training` flags say whether forward passes change buffers; default `module`.
+    `block`: the replicas that this rank computes. `modes`: module whose `training` flags say whether
+    forward passes change buffers; by default `module`.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Buffers:
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """Find the submodules with buffers, if the number of buffers has changed, as pruning does."""
+        """Find the submodules with buffers again, if the number of buffers has changed (by pruning)."""
         count = sum(map(len, self._owners))
         if count != self._count:
             self._count = count
@@ -63,7 +65,7 @@ class Buffers:
 
     @property
     def are_trained(self) -> bool:
-        """Whether a submodule that changes buffers, or needs all ranks, is in training mode."""
+        """Whether any submodule in training mode changes buffers or communicates in forward passes."""
         return any(part.training for part in self._buffered)
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -77,16 +79,16 @@ class Buffers:
     # --- a batch ---------------------------------------------------------------------------------
 
     def record_shapes(self) -> None:
-        """Record the shapes of all buffers, when a batch begins: the batch must not change them."""
+        """Record the shapes of all buffers when a batch begins: a batch must not change shapes."""
         self._find_parts()
         self._shapes = [buffer.shape for buffer in self._list()]
 
     def end_batch(self) -> None:
-        """Forget the recorded shapes: between batches a script may change its buffers."""
+        """Forget the recorded shapes: between batches a script may change the shapes of buffers."""
         self._shapes = None
 
     def batch_begins(self) -> None:
-        """Save a copy of the buffers, from which all replicas of this rank start."""
+        """Save a copy of the buffers, from which each replica of this rank starts the batch."""
         if (self._several or self.restores) and self._start is None:
             self._start = [tensor.clone() for tensor in self._tensors()]
 
@@ -97,7 +99,11 @@ class Buffers:
             self.dirty = True
 
     def next_replica(self) -> None:
-        """Reset the buffers for the next replica of this rank; save a copy of replica 0's buffers."""
+        """Reset the buffers for this rank's next replica; after the first, keep a copy of its buffers.
+
+        The copy is kept only on the rank of the run's replica 0, whose buffers all ranks take at the end of
+        a batch.
+        """
         self._check_shapes()
         if not self.dirty or self._start is None:
             return
@@ -106,14 +112,14 @@ class Buffers:
         _copy(self._start, self._tensors())
 
     def discard(self) -> None:
-        """Restore the buffers from before a microbatch whose results are discarded (an audit)."""
+        """Undo changes of buffers by a microbatch that was computed only to compare bits (an audit)."""
         self._check_shapes()
         if self.dirty and self._start is not None:
             _copy(self._start, self._tensors())
         self._start, self.dirty = None, False
 
     def finish(self) -> None:
-        """End the global batch: broadcast replica 0's buffers to all ranks."""
+        """End the global batch: copy the buffers of the first replica to all ranks."""
         self._check_shapes()
         if not self.dirty:
             self._start = None
@@ -145,7 +151,7 @@ class Buffers:
         )
 
     def before_evaluation(self) -> None:
-        """Record the versions of all buffers, before a forward pass in evaluation mode."""
+        """Record the id and version of each buffer, before a forward pass in evaluation mode."""
         self._versions = None if self.are_trained or not self._count else self._identities()
 
     def after_evaluation(self) -> None:
@@ -165,7 +171,7 @@ class Buffers:
         )
 
     def _identities(self) -> list[tuple[int, int]]:
-        """Return the id and version of each buffer: one changes when the buffer is modified or replaced."""
+        """Return `(id, _version)` of each buffer, to detect buffers that are modified or replaced."""
         return [(id(b), 0 if b.is_inference() else b._version) for b in self._list()]
 
 

@@ -49,14 +49,14 @@ def check(
     strategy: StrategyEntry,
     context: ModelContext,
 ) -> dict[str, Any]:
-    """Check a model and the keywords of `run.model`; return the keywords for the strategy's `wrap`.
+    """Check a model and the keywords of `run.model`; return the keywords that the strategy's `wrap` takes.
 
     `asked`: the strategy that the run was configured with; its checks apply on any number of ranks.
     `strategy`: the strategy that wraps trained models in this run, such as `single` on one rank.
 
     Raises:
         ModelError: for a model that replicas cannot train identically, or an unknown keyword.
-        ExactnessError: for a keyword that makes results depend on the layout, where the run is exact.
+        ExactnessError: for a keyword that makes results depend on the number of ranks, if the run is exact.
     """
     refuse_unconverted(module)
     if context.replicas > 1:
@@ -72,11 +72,12 @@ def check(
 def taken_by(
     strategy: StrategyEntry, settings: Mapping[str, Any], *, exact: bool, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Return the keywords that the strategy's `check` gets, from keywords for any strategy.
+    """Return those of the keywords of `run.model` that the strategy's function `check` gets.
 
-    Keywords of other strategies are left out, so that one script runs with all of them. If the strategy
-    spreads a model over ranks, its own keywords are left out, too: the remaining ones are DDP's.
-    A DDP keyword with an effect is never left out, so that `check` can raise an error for it.
+    `settings`: keywords for any strategy. Those of other strategies are left out, so that one script runs
+    with all strategies. If ranks hold parts of a model, the strategy's own keywords are left out, too:
+    `check` gets those of DDP. A DDP keyword with an effect is never left out, so that `check` can raise an
+    error for it.
 
     Raises:
         ExactnessError: with `exact`, for `mp_policy`, which changes results of the strategy `fsdp` alone.
@@ -114,7 +115,7 @@ def taken_by(
 def check_settings(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Check a model and its keywords for DistributedDataParallel, on a single rank, too.
+    """Check a model and its keywords for DistributedDataParallel, also in a run with a single rank.
 
     Raises:
         ExactnessError: with `exact`, for a keyword under which the buffers of ranks would differ.
@@ -135,7 +136,7 @@ def check_settings(
 
 
 def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[str] = ()) -> None:
-    """Raise a `ModelError` for keywords that are no parameters of `wrapper` and not in `others`."""
+    """Raise a `ModelError` for keywords that neither the class `wrapper` takes nor `others` contains."""
     known = [name for name in inspect.signature(wrapper).parameters if name != "module"]
     unknown = [name for name in settings if name not in (*known, *others)]
     if unknown:
@@ -146,7 +147,7 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[s
 
 
 def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a keyword belongs to an exchange, or to DDP and needs no check."""
+    """Whether a keyword needs no check: it is about summing gradients, or one of DDP's that may be used."""
     if name in EXCHANGES.keywords():
         return True
     known = inspect.signature(DistributedDataParallel).parameters
@@ -154,13 +155,13 @@ def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_default(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a keyword has DDP's default value; compared by identity, since the value may be a tensor."""
+    """Whether a keyword has DDP's default value, compared by `is`: the value may be a tensor."""
     value = settings.get(name)
     return value is None or value is (name in INEXACT)
 
 
 def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
-    """Raise a `ModelError` for `device_ids` other than the rank's GPU, and for any on a CPU rank."""
+    """Raise a `ModelError` for `device_ids` other than the rank's GPU; on the CPU for any `device_ids`."""
     ids = [index_of(one) for one in settings.get("device_ids") or ()]
     if device.type == "cpu":
         given = [
@@ -180,17 +181,17 @@ def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
 
 
 def index_of(device: int | str | torch.device) -> int | None:
-    """Return the index of a device that is given as an index, a name such as "cuda:1", or a device."""
+    """Return the index of a device; `device`: an index, a name such as "cuda:1", or a `torch.device`."""
     return device if isinstance(device, int) else torch.device(device).index
 
 
 def shares_buffers(settings: Mapping[str, Any]) -> bool:
-    """Whether all ranks take replica 0's buffers: yes, unless `broadcast_buffers=False` is given."""
+    """Whether buffers are synchronized over ranks: yes, unless `broadcast_buffers=False` is given."""
     return named_buffers_of_own(settings) is None
 
 
 def named_buffers_of_own(settings: Mapping[str, Any]) -> str | None:
-    """Return the name of the DDP keyword that switches buffer synchronization off; `None` if none does."""
+    """Return the DDP keyword in `settings` that switches synchronization of buffers off, or `None`."""
     # As in DDP, the older name has no effect if the newer name is given.
     newer = "forward_sync_buffers"
     name = "broadcast_buffers" if settings.get(newer) is None else newer
@@ -201,7 +202,7 @@ def named_buffers_of_own(settings: Mapping[str, Any]) -> str | None:
 
 
 def refuse_sparse(module: nn.Module) -> None:
-    """Raise a `ModelError` if an embedding has sparse gradients: no exchange sums them in a fixed order."""
+    """Raise a `ModelError` if an embedding has sparse gradients: their order of sums is not fixed."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ModelError(
@@ -212,7 +213,7 @@ def refuse_sparse(module: nn.Module) -> None:
 
 
 def refuse_unconverted(module: nn.Module) -> None:
-    """Raise a `ModelError` if a layer is PyTorch's SyncBatchNorm, which needs GPUs."""
+    """Raise a `ModelError` if a layer is PyTorch's SyncBatchNorm; `run.sync_batchnorm` would replace it."""
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ModelError(
@@ -223,7 +224,7 @@ def refuse_unconverted(module: nn.Module) -> None:
 
 
 def refuse_changing(module: nn.Module) -> None:
-    """Raise a `ModelError` for the first layer whose forward pass changes or creates parameters."""
+    """Raise a `ModelError` if a layer's forward pass changes or creates parameters."""
     for name, part in module.named_modules():
         what = f"the layer {name or '(the model itself)'}, a {type(part).__name__},"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
@@ -243,7 +244,7 @@ def refuse_changing(module: nn.Module) -> None:
 def check_same_models(
     module: nn.Module, name: str, store: dist.Store, rank: int, size: int
 ) -> None:
-    """Raise a `ModelError` if the names, shapes or types of parameters differ from those of rank 0.
+    """Raise a `ModelError` if the names, shapes or types of this rank's parameters differ from rank 0's.
 
     `name`: key of this model in the store. With different models DDP would hang.
     """
@@ -277,13 +278,13 @@ def is_trainable(module: nn.Module) -> bool:
 
 
 def spans_devices(module: nn.Module) -> bool:
-    """Return whether the tensors of a module are on several GPUs: DDP takes no `device_ids` for it then."""
+    """Return whether the tensors of a module are on several GPUs; then DDP takes no `device_ids`."""
     places = {t.device for t in (*module.parameters(), *module.buffers())}
     return len({place for place in places if place.type != "cpu"}) > 1
 
 
 def as_module(model: Any) -> nn.Module:
-    """Return a list of modules as an `nn.Sequential`; raise a `ModelError` for other types than modules."""
+    """Return `model`, or an `nn.Sequential` of a list of modules; other types raise a `ModelError`."""
     if isinstance(model, nn.Module):
         return model
     if not isinstance(model, list | tuple) or not model:

@@ -1,4 +1,4 @@
-"""Strategy `ddp`: DistributedDataParallel buckets the gradients, an exchange sums each bucket.
+"""Strategy `ddp`: DistributedDataParallel (DDP) fills buckets with gradients, which the run sums itself.
 
 The script calls its own module, not DDP's wrapper: only DDP's buckets and autograd hooks are used.
 """
@@ -32,7 +32,7 @@ _PLACE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """A bucket of gradients that is summed after the backward pass, since the loss uses several models."""
+    """A bucket of gradients, summed only after the backward pass, since the loss uses several models."""
 
     parameters: list[torch.Tensor]
     gradients: torch.Tensor
@@ -40,7 +40,7 @@ class _Late:
 
 
 class ReplicatedModel(WrappedModel):
-    """A model of which every rank has a copy; gradients are summed while a backward pass computes them."""
+    """A model of which each rank has a copy; gradients are summed over ranks during the backward pass."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ReplicatedModel(WrappedModel):
         self._reducer.begin_backward()
 
     def _check_order(self) -> None:
-        """Raise a `ModelError` if a parameter's strides have changed since DDP made its buckets."""
+        """Raise a `ModelError` if the strides of a parameter have changed since DDP made its buckets."""
         now = [p.stride() for p in self.parameters]
         if now == self._strides:
             return
@@ -134,7 +134,7 @@ class ReplicatedModel(WrappedModel):
         self._reducer.rebuild_buckets()
 
     def _complete_buckets(self) -> None:
-        """Create gradients of parameters that the loss did not use: DDP's buckets wait for them."""
+        """Give parameters that the loss did not use gradients of zeros, for which DDP's buckets wait."""
         self._unused = {i for i, p in enumerate(self.parameters) if p.grad is None}
         if not self._unused:
             return
@@ -148,7 +148,7 @@ class ReplicatedModel(WrappedModel):
         torch.autograd.backward(rest, [missing_like(p) for p in rest])
 
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
-        """DDP's communication hook: start to sum a bucket, or store it until the backward pass ends."""
+        """DDP's communication hook: start to sum a bucket, or store it until after the backward pass."""
         parameters, buffer, last = bucket.parameters(), bucket.buffer(), bucket.is_last()
         if self._late is None:
             return self._sum(parameters, buffer, last=last)
@@ -156,7 +156,11 @@ class ReplicatedModel(WrappedModel):
         return done(buffer)
 
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
-        """Start to sum the flat `gradients` of `parameters`; with `last`, append `_notes` elements."""
+        """Start to sum the `gradients` of one bucket over all ranks.
+
+        With the `last` bucket, `_notes` more elements are sent: the batch's number, and which parameters
+        are used.
+        """
         size = gradients.numel()
         if self._stateful is not None:
             self._stateful.announce(parameters)
@@ -174,7 +178,11 @@ class ReplicatedModel(WrappedModel):
 
     @property
     def _notes(self) -> int:
-        """Number of elements after the last bucket: the batch's number, and a flag per parameter in use."""
+        """Number of elements sent after the last bucket of gradients.
+
+        These are the batch's number, to compare it between ranks, and for each parameter whether the loss
+        used it.
+        """
         return self._place_bytes + (len(self.parameters) if self._finds_unused else 0)
 
     def _write_notes(self, tails: list[torch.Tensor]) -> None:
@@ -206,9 +214,9 @@ class ReplicatedModel(WrappedModel):
     def _fill(
         self, slots: list[torch.Tensor], parameters: list[torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        """Write this rank's tree nodes (sums over replicas) to `slots`, one each.
+        """Write this rank's sums of gradients to `slots`, each a sum over neighbouring replicas.
 
-        `buffer`: the gradients of the last replica.
+        `parameters`: those of one bucket. `buffer`: the gradients of the last replica.
         """
         nodes = self.accumulation.nodes
         kept = len(nodes) - self.accumulation.pending_merges
@@ -224,19 +232,19 @@ class ReplicatedModel(WrappedModel):
             slots[kept].copy_(buffer)
 
     def _parts_of(self, parameters: list[torch.Tensor]) -> Parts:
-        """Return the offsets of the gradients of `parameters` in their bucket."""
+        """Return the positions of the gradients of `parameters` in their bucket, for slicing it."""
         places = tuple([self._places[id(p)] for p in parameters])
         if places not in self._parts:
             self._parts[places] = Parts(self._forms[place] for place in places)
         return self._parts[places]
 
     def extras(self) -> dict[str, Any]:
-        """Return the state of the strategy and of its exchange, such as PowerSGD's error feedback."""
+        """Return what a checkpoint needs beyond `state_dict`s, such as PowerSGD's error feedback."""
         exchange, extras = self._stateful, super().extras()
         return extras if exchange is None else {**extras, exchange.name: exchange.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load the state of strategy and exchange that `extras` returned."""
+        """Load the state that `extras` returned, such as PowerSGD's error feedback."""
         super().load_extras(extras)
         # A run may be resumed with another exchange.
         exchange = self._stateful
@@ -244,16 +252,16 @@ class ReplicatedModel(WrappedModel):
             exchange.load(extras[exchange.name])
 
     def ends(self) -> dict[str, int]:
-        """Return the number of bytes that this rank has sent, if the exchange counts them."""
+        """Return how many bytes of gradients this rank has "sent"; empty if they were not counted."""
         return {} if self._exchange.sent is None else {"sent": self._exchange.sent}
 
     def close(self) -> None:
-        """Close the exchange, which sums the gradients."""
+        """Release the shared memory and connections by which gradients are summed."""
         self._exchange.close()
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ReplicatedModel:
-    """Wrap `module`, of which every rank has a copy, with the exchange of the run."""
+    """Wrap `module`, a copy on each rank, with the run's exchange, which sums gradients over ranks."""
     assert context.group is not None
     exchange = make(
         context.exchange,

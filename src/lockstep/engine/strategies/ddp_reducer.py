@@ -21,7 +21,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 class DDPReducer:
-    """Calls a communication hook with each bucket of gradients during `run.backward`, as DDP does."""
+    """Calls a communication hook with each bucket of gradients during `run.backward`, as DDP would."""
 
     def __init__(
         self,
@@ -47,21 +47,21 @@ class DDPReducer:
         self._ddp.register_comm_hook(None, lambda _state, bucket: hook(bucket))
 
     def begin_backward(self) -> None:
-        """Prepare DDP's reducer for the backward pass whose gradients are summed.
+        """Prepare DDP's reducer for the next backward pass, whose gradients are to be summed over ranks.
 
-        DDP's forward pass would do so, too, and would then sum the gradients of any next backward pass,
-        even if the output of that forward pass was detached, as a generator's is in a GAN.
+        DDP itself does so in each forward pass, even if the output is detached (a generator's output in a
+        GAN). Then gradients of another backward pass would be summed.
         """
         self._ddp.reducer.prepare_for_backward([])
 
     def end_backward(self) -> None:
-        """Call the communication hooks of a static graph's first backward pass, which DDP delays."""
+        """With `static_graph`, call the communication hooks that DDP delays in the first backward pass."""
         if self._is_first_static:
             self._is_first_static = False
             _Callback.run(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
 
     def rebuild_buckets(self) -> None:
-        """Rebuild the buckets in the order of the first backward pass; collective.
+        """Rebuild DDP's buckets in the order in which gradients were computed first; collective.
 
         DDP would do so in the next forward pass, where the watchdog would not report a missing rank.
         """
@@ -69,7 +69,7 @@ class DDPReducer:
 
 
 class _Callback(torch.autograd.Function):
-    """Autograd function whose backward pass queues a callback; DDP's reducer must be called in one."""
+    """Autograd function whose backward pass queues a callback; DDP's reducer works in callbacks only."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:

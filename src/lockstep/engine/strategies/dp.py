@@ -29,7 +29,7 @@ _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", 
 
 
 class DataParallelModel(SingleModel):
-    """A model inside `nn.DataParallel`, which computes every forward pass on all GPUs of the process."""
+    """A model inside `nn.DataParallel`, which computes each forward pass on all GPUs of the process."""
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         super().__init__(module, context)
@@ -39,17 +39,17 @@ class DataParallelModel(SingleModel):
 
     @property
     def wrapped(self) -> nn.Module:
-        """The `DataParallel` module that the script calls instead of its own."""
+        """The `nn.DataParallel` module, which the script calls in place of the module that it created."""
         return self._scattered
 
 
 def check_settings(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Check a model, its keywords and the number of GPUs for `nn.DataParallel`.
+    """Check a model, the keywords of `run.model` and the number of GPUs for `nn.DataParallel`.
 
     Raises:
-        DeviceError: for devices that the run does not compute on.
+        DeviceError: if a keyword names GPUs that are not visible, or not the run's GPU first.
         ExactnessError: with `exact`, for several GPUs.
         ModelError: for sparse gradients, or a keyword that DataParallel does not have.
     """
@@ -74,10 +74,10 @@ def check_settings(
 
 
 def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[int]:
-    """Return the indices of the GPUs to compute on: `asked`, or by default all, the run's own first.
+    """Return the indices of the GPUs to compute on: `asked`, or by default all, with `own` as the first.
 
-    `own`: the GPU on which the run keeps its models and batches. `count`: number of visible GPUs.
-    Invisible or repeated indices, or another first one than `own`, raise a `DeviceError`.
+    `own`: the GPU on which the run keeps its models and batches. `count`: number of visible GPUs. A
+    `DeviceError` is raised if `asked` has invisible or repeated indices, or does not begin with `own`.
     """
     if asked is None:
         return [own, *(k for k in range(count) if k != own)]
@@ -114,7 +114,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
 
 
 class Scattered(DataParallel[nn.Module]):
-    """`nn.DataParallel` with the attributes, parameter names and `state_dict` of the module inside.
+    """`nn.DataParallel` with the attributes, parameter names and `state_dict` of the wrapped module.
 
     So no key of a checkpoint begins with `module.`. Created by `scatter`.
     """
@@ -134,13 +134,13 @@ class Scattered(DataParallel[nn.Module]):
             super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the module inside alone, as `AveragedModel` needs it."""
+        """Return a copy of the wrapped module alone, which torch's `AveragedModel` needs."""
         copied: nn.Module = copy.deepcopy(self.module, memo)
         return copied
 
 
 def scatter(module: nn.Module, settings: dict[str, Any]) -> Scattered:
-    """Wrap `module` in a `Scattered`, and forward methods such as `state_dict` and `__len__` to it."""
+    """Wrap `module` in a `Scattered` whose methods, such as `state_dict`, call those of `module`."""
     names = [*_OWN, *(name for name in _SPECIAL if hasattr(type(module), name))]
     kind = type("Scattered", (Scattered,), {name: _forward(name) for name in names})
     wrapped: Scattered = kind(module, **settings)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts of `tensors`; tensors on `meta` have none."""
+    """Return how many bytes this rank's parts of `tensors` have; tensors on the device `meta` have none."""
     own = map(local, tensors)
     return sum(part.numel() * part.element_size() for part in own if not part.is_meta)
 
@@ -32,10 +32,10 @@ def cut_dimension(like: DTensor) -> int:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return this rank's part of `value`, cut as the `DTensor` `like`.
+    """Return this rank's part of `value`, cut over ranks as the `DTensor` `like` is.
 
     `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values, and
-    tensors of another shape than `like`, are returned unchanged.
+    tensors of another shape than `like`, are returned uncut.
     """
     if not isinstance(value, torch.Tensor | Stored):
         return value
@@ -51,7 +51,7 @@ def part_of(value: Any, like: Any) -> Any:
 
 
 def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a `DTensor` with the shape and placements of `like` and `own` as this rank's part."""
+    """Return a `DTensor` of which `own` is this rank's part; shape and placements are those of `like`."""
     from torch.distributed.tensor import DTensor
 
     made: DTensor = DTensor.from_local(
@@ -66,7 +66,7 @@ def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
 
 
 class CutState:
-    """Mixin of a `WrappedModel` whose tensors are `DTensor`s: saves and loads without communication."""
+    """Mixin of a `WrappedModel` whose tensors are `DTensor`s: saves and loads this rank's parts alone."""
 
     is_split = is_cut = True
     module: nn.Module
@@ -80,12 +80,12 @@ class CutState:
         )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a whole model's `state_dict`."""
+        """Load this rank's part of each tensor in `state`, the `state_dict` of the whole model."""
         own = self.module.state_dict(keep_vars=True)
         self.module.load_state_dict({n: part_of(v, own.get(n)) for n, v in state.items()})
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of `state`, the `state_dict` of an optimizer of the whole model."""
+        """Load this rank's parts of tensors in `state`, an optimizer's whole `state_dict`."""
         owner = optimizer_state.numbered(optimizer, state)
         cut = {
             number: {name: part_of(value, owner.get(number)) for name, value in own.items()}

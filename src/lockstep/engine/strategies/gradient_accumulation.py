@@ -1,6 +1,7 @@
-"""Accumulation of gradients over the replicas of this rank, in the order of the reduction tree.
+"""Sums of gradients over the replicas (data-parallel workers) of a rank, in the order of a fixed tree.
 
-The results are maximal tree nodes: sums over the largest intervals of replicas that this rank hosts.
+The tree's leaves are all replicas of the run. A rank has one sum for each largest subtree of which it
+computes all replicas.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def add(left: Gradients, right: Gradients) -> Gradients:
 
 
 def missing_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient of `parameter` filled with `NO_GRADIENT`, which stands for a missing one."""
+    """Return a tensor of `NO_GRADIENT` (-0.0), which replaces a missing gradient of `parameter` in sums."""
     value = complex(NO_GRADIENT, NO_GRADIENT) if parameter.is_complex() else NO_GRADIENT
     return torch.full_like(parameter, value)
 
@@ -48,7 +49,7 @@ def write(
     gradients: Sequence[torch.Tensor | None],
     parts: Parts,
 ) -> None:
-    """Copy each gradient to its part of the bucket `flat`; fill parts without one with `NO_GRADIENT`."""
+    """Copy each gradient to its part of the bucket `flat`; in place of `None` write `NO_GRADIENT`."""
     for part, gradient in zip(parts.of(flat), gradients, strict=True):
         if gradient is None:
             part.fill_(NO_GRADIENT)
@@ -57,7 +58,7 @@ def write(
 
 
 class GradientAccumulation:
-    """Sums the gradients of a rank's replicas in tree order, with few gradients in memory at a time."""
+    """Sums the gradients of a rank's replicas (data-parallel workers) in a fixed order, as they arrive."""
 
     def __init__(self, block: range, replicas: int) -> None:
         self._merges, _ = merges(leaves(block), replicas)
@@ -66,16 +67,16 @@ class GradientAccumulation:
 
     @property
     def pending_merges(self) -> int:
-        """Number of earlier sums (tree nodes) to which the next replica's gradients are added."""
+        """Number of the latest partial sums that `push` merges with the next replica's gradients."""
         return self._merges[self._collected]
 
     @property
     def missing(self) -> int:
-        """Number of this rank's replicas whose gradients were not pushed yet."""
+        """Number of this rank's replicas whose gradients were not passed to `push` yet."""
         return len(self._merges) - self._collected
 
     def push(self, gradients: Gradients) -> None:
-        """Add the gradients of this rank's next replica to the sums."""
+        """Add the gradients of this rank's next replica (data-parallel worker) to the sums."""
         self.nodes.append(gradients)
         for _ in range(self.pending_merges):
             right = self.nodes.pop()
@@ -83,7 +84,7 @@ class GradientAccumulation:
         self._collected += 1
 
     def take(self) -> list[Gradients]:
-        """Return the tree nodes (sums of gradients over replicas), and reset for the next batch."""
+        """Return the sums of gradients over this rank's replicas, and clear them for the next batch."""
         nodes, self.nodes = self.nodes, []
         self._collected = 0
         return nodes

@@ -1,7 +1,8 @@
 """Total norm of gradients: first the norm of each gradient, then the norm of these norms.
 
-torch's `get_total_norm` groups the norms by type and device before it adds them, in the order of a hash.
-So with several types its bits would depend on the devices; here norms are in the order of parameters.
+torch's `get_total_norm` groups the norms by type and device before adding them, in an order that depends on
+hashes. With several types its result could so depend on the devices. Here norms are added in the order of
+parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def each_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch
 
 @torch.no_grad()
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the total norm of all gradients from the norm of each, in the order of parameters."""
+    """Return the total norm of all gradients, computed from each one's norm in the order of parameters."""
     if not norms:
         return torch.tensor(0.0)
     together = torch.stack([norm.to(norms[0].device) for norm in norms])

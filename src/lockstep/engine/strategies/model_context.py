@@ -18,14 +18,14 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class Heartbeat(Protocol):
-    """Writes to the launcher's status page in which collective call this rank waits."""
+    """Reports to the launcher, for its status page, in which collective call this rank waits."""
 
     def collective(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager for a collective call of this kind, such as "optimizer.step"."""
+        """Return a context manager for one collective call; `kind`: its name, such as "optimizer.step"."""
 
 
 class Watchdog(Protocol):
-    """Ends the run with the names of missing ranks if a forward or backward pass waits too long."""
+    """Ends the run, and names missing ranks, if a forward or backward pass waits too long for ranks."""
 
     def passing(self, row: range) -> AbstractContextManager[None]:
         """Return a context manager for a forward or backward pass in which the ranks `row` communicate."""
@@ -37,21 +37,22 @@ class ModelContext:
 
     Attributes:
         number: index of the model among the models of the run, from 0.
-        block: the replicas that this rank hosts.
+        block: the replicas (data-parallel workers of the run) that this rank computes.
         replicas: number of replicas on all ranks.
-        forest: the tree nodes (sums over replicas) of each rank in `group`, and the order of their sums.
+        forest: which sums over replicas each rank in `group` has, and the order in which these are added.
         group: the ranks that hold the same part of the model; `None` for a single rank.
         mesh: torch's DeviceMesh of all ranks, with dimensions `data` and `model`; `None` where each rank
             holds a whole model.
-        exchange: name of the exchange.
-        sync_every: steps between two averages of `local-sgd` and `diloco`; `None` for the default.
-        exact: whether a setting that makes the result depend on the layout raises an error.
+        exchange: name of the way in which gradients are summed over ranks, such as "tree".
+        sync_every: optimizer steps between two averages of parameters (strategies `local-sgd`, `diloco`);
+            `None` for the default.
+        exact: whether settings that make the result depend on the number of ranks raise an error.
         say: prints a line on the main rank, unless progress is off.
         warn: prints a line on the main rank.
         staleness: number of latest updates that parameters lack in passes with gradients; `None`: off.
         servers: the run's parameter servers (`lockstep.engine.parameter_server.servers.Servers`).
         exchanging: context manager that measures how long a backward pass waits for sums of gradients.
-        watchdog: `None` on a single rank.
+        watchdog: limits waits for other ranks; `None` on a single rank.
         ranks: all ranks of the run.
         ranks_of_row: the ranks that hold this rank's model together.
     """
@@ -78,23 +79,38 @@ class ModelContext:
     ranks_of_row: range = range(1)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager in which an optimizer's step may wait for other ranks."""
+        """Return a context manager for an optimizer's step.
+
+        While a rank waits for others in it, the launcher's status page says so.
+        """
         return self._collective("optimizer.step")
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a rank may wait for other ranks' buffers."""
+        """Return a context manager for synchronizing buffers.
+
+        While a rank waits for others in it, the launcher's status page says so.
+        """
         return self._collective("the exchange of buffers")
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a rank gathers parameters, except in a backward pass."""
+        """Return a context manager for gathering parameters outside of backward passes.
+
+        While a rank waits for others in it, the launcher's status page says so.
+        """
         return self._collective("the gathering of parameters")
 
     def gathering_in_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a rank gathers parameters during `run.backward`."""
+        """Return a context manager for gathering parameters in `run.backward`.
+
+        If a rank waits too long for others in it, the watchdog ends the run.
+        """
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks)
 
     def passing(self) -> AbstractContextManager[None]:
-        """Return a context manager for a pass in which the ranks that hold one model communicate."""
+        """Return a context manager for a forward or backward pass of a model that several ranks hold.
+
+        If the pass waits too long for these ranks, the watchdog ends the run.
+        """
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks_of_row)
 
     def _collective(self, kind: str) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
-"""Base class and gradient sums of models that are spread over a row of ranks (pipeline, tensor).
+"""Base class and sums of gradients for models that several ranks hold together (pipeline, tensor).
 
-The ranks of a column hold the same part of the model; gradients of a part are summed over its column.
+The ranks form a mesh: those of a row hold one model together, those of a column the same part of the model.
+Gradients of a part are summed over its column.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _BUCKET_BYTES = 25 << 20
 
 
 class SpreadModel(WrappedModel):
-    """A model that the ranks of a row of the mesh hold together.
+    """A model of which each rank of a row of the mesh holds a part (strategies `pipeline` and `tensor`).
 
-    `reducer`: sums gradients of this rank's part over its column; `None` if the mesh has one row.
+    `reducer`: sums gradients over the ranks that hold the same part; `None` if only one rank does.
     """
 
     is_split = True
@@ -35,7 +36,7 @@ class SpreadModel(WrappedModel):
         self._reducer, self._warn = reducer, context.warn
 
     def _accumulate(self, gradients: Gradients, microbatch: Microbatch) -> Gradients | None:
-        """Add a replica's gradients; after the rank's last replica, return the sum over all replicas."""
+        """Add a replica's gradients; after the rank's last one return the sum over ranks, else `None`."""
         self.accumulation.push(gradients)
         if not microbatch.last:
             return None
@@ -43,20 +44,20 @@ class SpreadModel(WrappedModel):
         return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
 
     def _warn_of_draws(self, where: str) -> None:
-        """Warn once that the random numbers of the model depend on its division over ranks."""
+        """Warn once that the model's random numbers depend on its division over ranks."""
         if self.exactness != "approximate":
             self.exactness = "approximate"
             name = type(self.module).__name__
             self._warn(f"lockstep: {name} draws, {where}: the run is approximate")
 
     def close(self) -> None:
-        """Close the exchange, which sums the gradients."""
+        """Release the shared memory and connections by which gradients are summed."""
         if self._reducer is not None:
             self._reducer.close()
 
 
 class Reducer:
-    """Sums gradients over the ranks of a column, bucket by bucket."""
+    """Sums gradients over the ranks that hold the same part of a model, bucket by bucket."""
 
     def __init__(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
         self._exchange = exchange
@@ -69,8 +70,8 @@ class Reducer:
         """Return the sum of gradients over all replicas; `None` for parameters that no replica has used.
 
         Args:
-            nodes: this rank's tree nodes (sums over its replicas), one gradient per parameter each.
-            place: number of the batch; the exchange compares it between ranks.
+            nodes: this rank's partial sums over its replicas; each has one gradient per parameter.
+            place: number of the batch, which must be equal on all ranks.
         """
         sums = []
         for number, (bucket, parts) in enumerate(zip(self._buckets, self._parts, strict=True)):
@@ -110,16 +111,16 @@ class Reducer:
         return result
 
     def close(self) -> None:
-        """Close the exchange, which sums the gradients."""
+        """Release the shared memory and connections by which gradients are summed."""
         self._exchange.close()
 
 
 def make_reducer(
     parameters: Sequence[torch.Tensor], context: ModelContext, column: int
 ) -> Reducer | None:
-    """Return the reducer of gradients over the ranks of one column; `None` if the mesh has one row.
+    """Return the `Reducer` of gradients of one part of the model; `None` if only one rank holds the part.
 
-    `column`: index of the part of the model that the ranks hold.
+    `column`: index of the part.
     """
     assert context.group is not None
     if context.forest.size == 1 or not parameters:
@@ -136,7 +137,7 @@ def make_reducer(
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return buckets as lists of parameter indices: one type and device each, about 25 MiB."""
+    """Divide parameters into buckets of one type and device, of about 25 MiB; return lists of indices."""
     buckets: list[list[int]] = []
     order = sorted(range(len(parameters)), key=lambda p: str(parameters[p].dtype))
     for _, places in groupby(order, key=lambda p: (parameters[p].dtype, parameters[p].device)):

@@ -1,4 +1,4 @@
-"""State of an optimizer that its `state_dict` lacks: values of its attributes, and optimizers inside it.
+"""State that an optimizer's `state_dict` lacks: the optimizer's attributes, and optimizers inside it.
 
 A subclass may count steps in an attribute; SAM and Lookahead have another optimizer as attribute.
 Parameters are identified by their positions, as in a `state_dict`.
@@ -25,7 +25,7 @@ _FROM_OTHERS = ("step", "zero_grad", "_step_count", "_opt_called", "_step_suppor
 
 
 def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any]:
-    """Return the attributes and inner optimizers of an optimizer for `load`; empty if it has none.
+    """Return what an optimizer has in attributes and inner optimizers, for `load`; empty if nothing.
 
     `others`: ids of optimizers that the run saves separately.
     """
@@ -57,7 +57,7 @@ def capture(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any
 
 
 def load(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
-    """Restore the attributes and inner optimizers that `capture` returned."""
+    """Restore the optimizer's attributes and inner optimizers from what `capture` returned."""
     for name, one in _inner(optimizer):
         if name in extras.get("inner", {}):
             saved = extras["inner"][name]
@@ -74,12 +74,12 @@ def load(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _of_torch() -> frozenset[str]:
-    """Return the names of attributes that every `torch.optim.Optimizer` has."""
+    """Return the names of attributes that every optimizer gets from torch, its schedulers or the run."""
     return frozenset((*vars(Optimizer([nn.Parameter(torch.zeros(()))], {})), *_FROM_OTHERS))
 
 
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield names and values of attributes that are optimizers, also in lists and dictionaries."""
+    """Yield name and value of each attribute that is an optimizer, or an entry of a list or dictionary."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield name, value
@@ -93,7 +93,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
-    """Return the values that can be saved and share no memory with a parameter.
+    """Return those of `values` that can be saved, and that share no memory with a parameter.
 
     `aliases`: addresses of the parameters, which are saved with their models.
     """
@@ -110,7 +110,7 @@ def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
 
 
 def _into(now: Any, saved: Any, device: torch.device) -> Any:
-    """Return the value `saved`, written into the object `now` if both have the same type."""
+    """Return the saved value; the current value `now` is overwritten in place if it has the same type."""
     if isinstance(saved, torch.Tensor):
         if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
             with torch.no_grad():
@@ -128,7 +128,10 @@ def _into(now: Any, saved: Any, device: torch.device) -> Any:
 
 
 def _fill(now: Any, made: Any) -> Any:
-    """Replace the content of the container `now` by that of `made`; return `made` if the types differ."""
+    """Replace the content of the container `now` by that of `made`, and return `now`.
+
+    If the types differ, return `made`.
+    """
     if isinstance(now, dict) and isinstance(made, dict):
         now.clear()
         now.update(made)

@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 
 def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """Return the parameters of an optimizer, keyed by their numbers in its `state_dict` `state`."""
+    """Return the parameters of an optimizer, keyed by their numbers in `state`, its `state_dict`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     return dict(zip(numbers, parameters, strict=False))
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load `state` into `optimizer` with the saved types: torch 2.13 casts tensors to the parameters' type.
+    """Load a `state_dict`; tensors keep their saved types, which torch 2.13 casts to the parameters' type.
 
     `param_groups` and `state` remain the same objects, since two optimizers may share them.
     """

@@ -1,4 +1,4 @@
-"""Hooks on a module's forward passes, copies and `state_dict`; a check of its trainable parameters."""
+"""Hooks on a module's forward passes, copies and `state_dict`; a check for replaced parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Hook:
-    """A forward hook that does nothing in copies of its module, made by `copy.deepcopy` or pickle."""
+    """A forward hook that has no effect in copies of its module, made by `copy.deepcopy` or pickle."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -42,16 +42,17 @@ class RefusedCopy:
         self._problem, self._hint = problem, hint
 
     def __call__(self, _memo: object) -> NoReturn:
-        """Raise a `ModelError`, when the module is copied."""
+        """Raise a `ModelError`; `copy.deepcopy` calls this method as the module's `__deepcopy__`."""
         raise ModelError(
             f"copy.deepcopy of {self._problem}; a copy would be no model", hint=self._hint
         )
 
 
 def refuse_state_dict(part: str) -> Callable[[nn.Module, str, bool], None]:
-    """Return a `state_dict` hook that raises a `ModelError` unless `keep_vars` is set.
+    """Return a hook that raises a `ModelError` if a script calls `state_dict` of a model cut over ranks.
 
-    `part`: end of a sentence "this rank …" in the message, such as "has one stage of it".
+    The run itself calls `state_dict` with `keep_vars`, which raises no error. `part`: end of a sentence
+    "this rank …" in the message, such as "has one stage of it".
     """
 
     def refuse(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
@@ -73,7 +74,7 @@ def watch_forward(
     *,
     always: bool = False,
 ) -> Callable[[], None]:
-    """Call `before` and `after` around each forward pass of `module`; return a function to remove them.
+    """Call `before` and `after` around each forward pass of `module`; return a function that stops this.
 
     `always`: call `after` also if the forward pass raises an exception.
     """
@@ -118,7 +119,7 @@ class TrainableParameters:
             )
 
     def _changes(self, now: Collection[int]) -> str:
-        """Return a list of changed parameters as text; `now`: ids of the parameters trainable now."""
+        """Return the names of changed parameters as text; `now`: ids of the trainable parameters."""
         own = ((name, id(p)) for name, p in self._module.named_parameters())
         new = [name for name, one in own if one in now and one not in self._first]
         old = [name for one, name in self._first.items() if one not in now]

@@ -17,7 +17,7 @@ REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(name: str, device: torch.device) -> None:
-    """Raise a `DeviceError` if `device` cannot compute a matrix product and its gradient in a precision.
+    """Raise a `DeviceError` if `device` cannot compute matrix products and their gradients in a precision.
 
     `name`: the run's `precision`, such as "bf16".
     """
@@ -34,7 +34,7 @@ def check_precision(name: str, device: torch.device) -> None:
 
 
 def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why `device` cannot compute under autocast with `dtype`; `None` if it can."""
+    """Return the reason why `device` cannot compute under autocast with `dtype`; `None` if it can."""
     if not is_autocast_available(device.type):
         return "it has no autocast"
     with warnings.catch_warnings(record=True) as caught:
@@ -54,7 +54,7 @@ def _missing(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Register hooks that run each forward pass of `module` under autocast and cast outputs to fp32.
+    """Register hooks on `module`: forward passes run under autocast, and their outputs are cast to fp32.
 
     So the script computes its loss in fp32.
     """
@@ -75,7 +75,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
 
 class _Entered(threading.local):
-    """The autocast contexts that each thread has entered: DataParallel's threads run forward passes."""
+    """The autocast contexts entered by the current thread: `nn.DataParallel` has a thread for each GPU."""
 
     def __init__(self) -> None:
         self.contexts: list[torch.autocast] = []

@@ -1,6 +1,6 @@
-"""Detection of modules that draw random numbers, or compute statistics of a batch.
+"""Search for modules that draw random numbers or compute statistics of a batch.
 
-Their results depend on how a model or a batch is divided.
+Results of such modules depend on how a model or a batch is divided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a submodule is a torch module that draws random numbers in training, such as dropout."""
+    """Whether a submodule is of a class of torch that draws random numbers in training, such as dropout."""
     return any(map(_draws, module.modules()))
 
 
@@ -41,7 +41,7 @@ def looks_at_batches(module: nn.Module) -> bool:
 
 
 def watch_draws(module: nn.Module, act: Callable[[], None]) -> None:
-    """Call `act` after the first forward pass of `module` that has drawn random numbers."""
+    """Call `act` once, after the first forward pass of `module` that has drawn random numbers."""
     before: Generators | None = None
 
     def begin() -> None:

@@ -1,4 +1,4 @@
-"""Strategy `single`: a model on the only rank, which hosts all replicas; and models without gradients."""
+"""Strategy `single`, for runs with one rank; also models without trainable parameters, in any run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 
 
 class SingleModel(WrappedModel):
-    """A model whose gradients are summed over the replicas of this rank alone."""
+    """A model in a run with one rank: gradients are summed over the replicas that this rank computes."""
 
     def __init__(self, module: nn.Module, context: ModelContext) -> None:
         super().__init__(module, context, shares_buffers=False)
@@ -30,12 +30,12 @@ class SingleModel(WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, _settings: dict[str, Any]) -> SingleModel:
-    """Wrap a model on the only rank; keywords of DistributedDataParallel have no effect there."""
+    """Wrap a model in a run with a single rank; the keywords of DistributedDataParallel have no effect."""
     return SingleModel(module, context)
 
 
 class FrozenModel(WrappedModel):
-    """A model without trainable parameters, of which each rank has a copy with replica 0's buffers."""
+    """A model without trainable parameters; each rank has a copy, and takes its buffers from rank 0."""
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         shares = context.group is None or shares_buffers(settings)

@@ -1,4 +1,4 @@
-"""Last versions of a model's parameters, for gradients with staleness.
+"""Older values ("versions") of a model's parameters, for gradients computed with those (staleness).
 
 With a staleness K, forward and backward passes use parameters that lack exactly the K latest updates:
 
@@ -25,12 +25,12 @@ from lockstep.errors import StepError
 
 @dataclass(slots=True)
 class _Versioned:
-    """The last versions of one parameter.
+    """The latest values ("versions") of one parameter.
 
     Attributes:
-        versions: values after each of the last updates, the oldest first.
-        shown: the version that was copied to the parameter last.
-        changes: `parameter._version` (autograd's count of in-place changes) after that copy.
+        versions: the values after each of the last updates, the oldest first.
+        shown: the version that was last copied into the parameter.
+        changes: `parameter._version` (autograd's count of in-place changes) just after that copy.
     """
 
     parameter: nn.Parameter
@@ -40,9 +40,10 @@ class _Versioned:
 
 
 class Versions:
-    """The last versions of a model's parameters: `staleness + 1` of each.
+    """Stores the values ("versions") of each parameter of a model after the latest `staleness` updates.
 
-    `made_here`: whether optimizers in this process update the parameters; else parameter servers do.
+    The version before these updates is stored, too: `staleness + 1` in all. `made_here`: whether optimizers
+    in this process update the parameters; else parameter servers do.
     """
 
     def __init__(self, module: nn.Module, staleness: int, *, made_here: bool = True) -> None:
@@ -51,7 +52,7 @@ class Versions:
         self._kept: dict[int, _Versioned] = {}
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Store the current values of `parameters` as their first version, where they have none yet."""
+        """Store the current values of those `parameters` of which no value is stored yet."""
         for parameter in parameters:
             if id(parameter) not in self._kept:
                 first = parameter.detach().clone()
@@ -59,7 +60,7 @@ class Versions:
                 self._kept[id(parameter)] = kept
 
     def check(self, parameters: Iterable[nn.Parameter], name: str) -> None:
-        """Raise a `StepError` if the script has changed parameters: the next version would overwrite them.
+        """Raise a `StepError` if the script has changed parameters itself, which an update would undo.
 
         `name`: name of their optimizer, for the message.
         """
@@ -74,9 +75,9 @@ class Versions:
 
     @contextlib.contextmanager
     def updating(self, among: Collection[int], name: str) -> Iterator[None]:
-        """Return a context manager for a step of the optimizer `name`: it stores the new version.
+        """Return a context manager for an optimizer's step, after which the new values are stored.
 
-        `among`: ids of the optimizer's parameters.
+        `among`: ids of the optimizer's parameters. `name`: name of the optimizer, for messages.
         """
         if not self._made_here:
             yield
@@ -100,9 +101,10 @@ class Versions:
             self._kept[id(parameter)].versions.append(value)
 
     def drop(self, parameters: Iterable[nn.Parameter], *, coming: int = 0) -> None:
-        """Drop versions of `parameters` that are older than the staleness needs.
+        """Drop the oldest stored values of `parameters`, as many as are too many for the staleness.
 
-        `coming`: number of newer versions that the servers have and this rank has not.
+        `coming`: number of newer values that were requested from parameter servers and not received yet.
+        With them, `staleness + 1` values of each parameter remain.
         """
         for parameter in parameters:
             versions = self._kept[id(parameter)].versions
@@ -110,7 +112,7 @@ class Versions:
                 versions.popleft()
 
     def count(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return how many versions are stored of each of `parameters`, which one optimizer updates."""
+        """Return how many versions of each parameter are stored; `parameters`: those of one optimizer."""
         kept = self._kept.get(id(parameters[0]))
         return 0 if kept is None else len(kept.versions)
 
@@ -119,17 +121,17 @@ class Versions:
         return [self._kept[id(parameter)].versions[-1] for parameter in parameters]
 
     def forget(self) -> None:
-        """Drop all versions, after the model's `state_dict` was loaded."""
+        """Drop all stored values of parameters; called after the model's `state_dict` was loaded."""
         self._kept.clear()
 
     # --- values of the parameters ------------------------------------------------------------------
 
     def show_oldest(self) -> None:
-        """Set all parameters to their oldest version, for passes with gradients."""
+        """Set all parameters to their oldest stored values, with which gradients are computed."""
         self._show(0)
 
     def show_newest(self) -> None:
-        """Set all parameters to their newest version, which has all updates."""
+        """Set all parameters to their newest values, which contain all updates."""
         self._show(-1)
 
     def _show(self, which: int) -> None:
@@ -162,7 +164,7 @@ class Versions:
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return all versions but the newest, by age and parameter name; the newest is in `state_dict`."""
+        """Return all older values of parameters, by age and parameter name; `state_dict` has the newest."""
         older: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             kept = self._kept.get(id(parameter))
@@ -173,7 +175,7 @@ class Versions:
         return {"older": older, "shows_newest": shows_newest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the versions that `state` returned, after the newest was loaded into the parameters."""
+        """Load what `state` returned; the newest version must already be in the parameters."""
         self.forget()
         if not state["older"]:
             return

@@ -28,9 +28,10 @@ _COARSE = (torch.float16, torch.bfloat16)
 
 
 class Ranks:
-    """The ranks whose statistics are merged.
+    """The ranks whose BatchNorm statistics are merged.
 
-    `counts`: returns whether this rank's samples count; those of a replica without samples do not.
+    `counts`: returns whether this rank's current samples enter the statistics. They do not if the rank's
+    share of the batch is empty: then it computes a repeated sample, with weight 0.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Ranks:
     def fold(
         self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """All-gather the tensors `own`, and return them merged in tree order: equal bits on every rank."""
+        """All-gather the tensor `own` of each rank; return these merged, with equal bits on all ranks."""
         gathered = own.new_empty(self.size * own.numel())
         self._wire.gather(own, gathered).wait()
         return fold(gathered.view(self.size, -1), merge)
@@ -65,9 +66,9 @@ class Ranks:
 def fold(
     rows: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return all `rows` merged in tree order, with one call of `merge` for each level of the tree.
+    """Merge all `rows` into one in the order of a binary tree, with one call of `merge` per level.
 
-    Adjacent rows are siblings; an odd last row moves to the next level unmerged, as in layout/tree.py.
+    Adjacent rows are siblings; an odd last row moves to the next level unmerged, as in `layout/tree.py`.
     """
     while len(rows) > 1:
         even = len(rows) // 2 * 2
@@ -77,7 +78,7 @@ def fold(
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics in training mode are those of all ranks' samples; made by `convert`."""
+    """BatchNorm that in training mode uses statistics of all ranks' samples; created by `convert`."""
 
     kind: type[_BatchNorm]
     ranks: Ranks
@@ -114,7 +115,10 @@ class SyncedBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, count: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor) -> None:
-        """Update the running statistics as BatchNorm does; the variance is the unbiased one."""
+        """Update the running mean and (unbiased) variance as BatchNorm does.
+
+        `count`, `mean`, `squares`: number of values, mean and sum of squared deviations of each channel.
+        """
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None, "the three buffers come together"
@@ -127,12 +131,13 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 class _Batch(NamedTuple):
-    """Statistics of the global batch, and settings, for `_Normalise`.
+    """An argument of `_Normalise`: statistics of the global batch, and settings of the layer.
 
     Attributes:
         var: the biased variance of each channel.
         number: how many values of the global batch a channel has.
-        counts: whether this rank's samples count.
+        counts: whether this rank's samples are part of the statistics; a repeated sample of weight 0 is
+            not.
     """
 
     mean: torch.Tensor
@@ -144,7 +149,7 @@ class _Batch(NamedTuple):
 
 
 class _Normalise(torch.autograd.Function):
-    """`(x - mean) / sqrt(var + eps) * weight + bias`, where mean and variance depend on all ranks' x."""
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, with mean and variance of `x` on all ranks."""
 
     @staticmethod
     def forward(
@@ -196,13 +201,16 @@ def _accumulated(x: torch.Tensor) -> torch.dtype:
 
 
 def _across(x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return a shape that broadcasts one value per channel to `x`, and all dimensions but the channels'."""
+    """Return the shape in which a vector over channels broadcasts to `x`, and `x`'s other dimensions."""
     others = [dim for dim in range(x.dim()) if dim != 1]
     return [1 if dim in others else -1 for dim in range(x.dim())], others
 
 
 def _statistics(x: torch.Tensor, *, counts: bool) -> torch.Tensor:
-    """Return one fp64 tensor of each channel's mean and sum of squared deviations, and their count."""
+    """Return one fp64 vector: each channel's mean and sum of squared deviations, and the number of values.
+
+    `counts`: whether the samples of `x` enter the statistics; if not, the vector is zero.
+    """
     channels = x.shape[1]
     if not counts:
         return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -219,7 +227,10 @@ def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _merge(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Merge the statistics of two sets of samples, row by row (Chan, Golub, LeVeque 1979, eq. 1.5)."""
+    """Return the statistics of the union of two sets of samples (Chan, Golub, LeVeque 1979, eq. 1.5).
+
+    Each row of `left` is merged with the same row of `right`.
+    """
     count, mean, squares = _unpack(left)
     more, other, spread = _unpack(right)
     merged = torch.empty_like(left)
@@ -238,10 +249,10 @@ def convert(
     name: str = "",
     seen: dict[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    """Return `module` with each BatchNorm and SyncBatchNorm layer replaced by a `SyncedBatchNorm`.
+    """Return `module` with a `SyncedBatchNorm` in place of each BatchNorm and SyncBatchNorm layer.
 
-    A new layer has all attributes of the one that it replaces: parameters, buffers and hooks.
-    `name`, `seen`: for recursive calls, the name of `module`, and modules that are converted already.
+    A new layer has the parameters, buffers, hooks and other attributes of the one that it replaces. `name`,
+    `seen`: for recursive calls, the name of `module`, and modules that are converted already.
 
     Raises:
         ModelError: for a layer without shapes yet, with its own forward pass, or with a process group.

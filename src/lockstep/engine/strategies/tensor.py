@@ -1,4 +1,4 @@
-"""Strategy `tensor`: tensor parallelism; each rank of a row has a part of the layers' matrices."""
+"""Strategy `tensor`: tensor parallelism; several ranks hold one model, each a part of its matrices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHERE = "torch.distributed.tensor.parallel"
 
 
 class TensorModel(CutState, SpreadModel):
-    """A model whose layers `parallelize_module` has cut over the ranks of a row of the mesh."""
+    """A model whose layers `parallelize_module` has cut over the ranks that hold the model together."""
 
     exactness = "close"
 
@@ -57,7 +57,7 @@ class TensorModel(CutState, SpreadModel):
         return super()._are_nonzero([whole(gradient) for gradient in gradients])
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
-        """Clamp this rank's parts of the gradients of `parameters` to `-value` to `value`."""
+        """Clamp this rank's parts of the gradients of `parameters` to the range `-value` to `value`."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = _placed(parameter.grad, parameter)
@@ -66,18 +66,21 @@ class TensorModel(CutState, SpreadModel):
     # --- norms of whole gradients ------------------------------------------------------------------
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the total norm of the gradients of `parameters`, with every rank's parts."""
+        """Return the total norm of the gradients of `parameters`, including the parts on other ranks."""
         placed = [_placed(p.grad, p) for p in parameters if p.grad is not None]
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in placed]
         return total_norm(norms, norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale gradients to a total norm of at most `max_norm`, one by one: only some are `DTensor`s."""
+        """Scale gradients, whose total norm is `norm`, one by one, so that the norm is at most `max_norm`.
+
+        torch cannot scale them together, since only some are `DTensor`s.
+        """
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> TensorModel:
-    """Parallelise `module` over the ranks of a row by the user's plan.
+    """Parallelise `module` over the ranks that hold one model together, by the user's plan.
 
     `settings`: `plan` has a `ParallelStyle` for each submodule to cut, as for `parallelize_module`.
 
@@ -131,7 +134,7 @@ def _check_plan(module: nn.Module, plan: Any) -> None:
 
 
 def _check_parts(module: nn.Module, size: int) -> None:
-    """Raise a `ModelError` if ranks have parts of different sizes, which torch 2.13 cannot multiply."""
+    """Raise a `ModelError` if a parameter is cut into unequal parts, which torch 2.13 cannot multiply."""
     for name, parameter in module.named_parameters():
         for placement in parameter.placements if isinstance(parameter, DTensor) else ():
             if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
@@ -149,7 +152,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with its parameter's placements: autograd leaves some as partial sums."""
+    """Return a gradient divided over ranks as its parameter is; autograd returns some as partial sums."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return placed

@@ -1,4 +1,4 @@
-"""Modules that the run does not train, such as averaged weights; all ranks take replica 0's buffers."""
+"""Modules that the run does not train, such as averaged weights; their buffers are synchronized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 class UntrainedModule:
-    """A module outside of `run.model` whose buffers are synchronized like those of a wrapped model."""
+    """A module that the run does not train, such as averaged weights; its buffers are synchronized."""
 
     is_split = False
 
@@ -24,7 +24,7 @@ class UntrainedModule:
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether a submodule that changes buffers in forward passes is in training mode."""
+        """Whether a submodule is in training mode that changes buffers in its forward passes."""
         return self._buffers.are_trained
 
     def _before_forward(self) -> None:
@@ -34,7 +34,7 @@ class UntrainedModule:
                 self._buffers.before_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Prepare the buffers for a microbatch, before the loop's body."""
+        """Prepare the buffers for a microbatch (one replica's share of a batch), before the loop's body."""
         self._watching = True
         if microbatch.first:
             self._buffers.finish()
@@ -42,7 +42,11 @@ class UntrainedModule:
             self._buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Synchronize buffers after a microbatch; if the body was `left` early, a later call does so."""
+        """Synchronize buffers after a microbatch, one replica's share of a batch.
+
+        `left`: whether `break` or an exception has ended the loop's body. Then `finish_buffers`
+        synchronizes them later.
+        """
         self._watching = False
         if microbatch.audit:
             self._buffers.discard()
@@ -54,5 +58,5 @@ class UntrainedModule:
             self._buffers.end_batch()
 
     def finish_buffers(self) -> None:
-        """Broadcast replica 0's buffers to all ranks, if forward passes have changed them."""
+        """Copy the first replica's buffers to all ranks, if forward passes have changed any buffers."""
         self._buffers.finish()

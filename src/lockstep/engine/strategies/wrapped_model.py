@@ -1,4 +1,4 @@
-"""`WrappedModel`: the base class of the models of all strategies."""
+"""`WrappedModel`: base class of models given to `run.model`, with one subclass per strategy (`ddp`, …)."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ ACCUMULATE = (
 class WrappedModel(abc.ABC):
     """A model given to `run.model`: checks its passes, and sums its gradients over all replicas.
 
+    A replica is one of the data-parallel workers that a run computes, one or several on each rank.
+
     Attributes:
         parameters: the trainable parameters.
         used: whether a forward pass with gradients has run since the last backward pass.
         optimized: ids of the parameters that optimizers of the run update.
         gradient_bytes: bytes of this rank's gradients; 0 before the first step.
         is_split: whether a rank holds only a part of the model.
-        is_cut: whether a rank holds a part of every tensor, and so captures its state without the others.
-        mixes: whether one optimizer, or one norm, may include several such models, though they are split.
+        is_cut: whether a rank holds a part of every tensor; then it saves its parts without communication.
+        mixes: whether one optimizer, or one gradient norm, may include parameters of several split models.
         steps_locally: whether each rank trains independently, with one optimizer for this model alone.
-        versions: the last versions of the parameters, if gradients have a staleness.
+        versions: earlier values of the parameters, if gradients are computed with those (staleness).
     """
 
     exactness = "exact"
@@ -86,23 +88,27 @@ class WrappedModel(abc.ABC):
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether a submodule that changes buffers, or needs all ranks, is in training mode."""
+        """Whether any submodule in training mode changes buffers or communicates in forward passes."""
         return self._buffers.are_trained
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module that `run.model` returns: the script's own, unless the strategy wraps it."""
+        """The module that `run.model` returns: the script's own module, or the strategy's wrapper of it."""
         return self.module
 
     def _prepare(self, microbatch: Microbatch) -> None:  # noqa: B027
-        """Prepare the strategy for the forward and backward pass of a microbatch."""
+        """Prepare the strategy for a microbatch, before its forward pass; by default nothing is needed."""
 
     @abc.abstractmethod
     def _sum_gradients(self, microbatch: Microbatch) -> None:
-        """Accumulate the gradients of a backward pass; after the rank's last replica, sum over ranks."""
+        """Add the gradients of a backward pass; after the rank's last replica, sum them over ranks."""
 
     def before_forward(self) -> None:
-        """Prepare buffers and versions of parameters for a forward pass."""
+        """Before a forward pass, save buffers that the pass may change.
+
+        With a staleness (gradients computed with older parameters), also set the parameters to the values
+        for this pass. Raises a `StepError` if an optimizer has updated the model in the same microbatch.
+        """
         if self.versions is not None:
             if self._watching and torch.is_grad_enabled():
                 self.versions.show_oldest()
@@ -133,7 +139,7 @@ class WrappedModel(abc.ABC):
             self._buffers.after_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Prepare gradients, buffers and checks for a microbatch, before the loop's body."""
+        """Prepare gradients, buffers and checks for a microbatch (a replica's share of a batch)."""
         self._watching = True
         self.used = self._is_summed = self._was_added_to = False
         self._is_last = microbatch.last
@@ -153,10 +159,11 @@ class WrappedModel(abc.ABC):
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Synchronize buffers after a microbatch, or raise a `StepError` if it had no backward pass.
+        """Synchronize buffers after a microbatch (a replica's share of a batch), and check its gradients.
 
-        `left`: whether `break` or an exception has ended the loop's body. Then buffers are broadcast by a
-        later call: after an exception the other ranks may not take part.
+        A `StepError` is raised if only some of the rank's replicas had a backward pass. `left`: whether
+        `break` or an exception has ended the loop's body. Then a later call broadcasts the buffers, since
+        other ranks may not take part in a broadcast now.
         """
         self._watching = False
         self._stepped = False
@@ -175,7 +182,10 @@ class WrappedModel(abc.ABC):
             self.check_between()
 
     def check_between(self) -> None:
-        """Raise a `StepError` if a loop or run ends when only some replicas of the batch have gradients."""
+        """Raise a `StepError` if the current batch has gradients of some of this rank's replicas only.
+
+        Called when a loop is left early, or the run ends.
+        """
         if 0 < self.accumulation.missing < len(self._block):
             raise StepError(
                 f"a loop was left between the replicas of a batch, with gradients of "
@@ -184,7 +194,11 @@ class WrappedModel(abc.ABC):
             )
 
     def _discard_audit(self, *, left: bool) -> None:
-        """Restore buffers and drop gradients after the audit's extra pass over a microbatch."""
+        """Discard gradients and buffers of an audit: a microbatch computed once more, to compare bits.
+
+        A `StepError` is raised if the loop was `left` (by `break` or an exception) after a pass of the
+        model.
+        """
         done = "backward" if self._is_summed else "forward" if self._buffers.dirty else ""
         self._buffers.discard()
         self.accumulation.take()
@@ -199,9 +213,10 @@ class WrappedModel(abc.ABC):
             )
 
     def _check_complete(self, *expected: int) -> None:
-        """Raise a `StepError` if replicas lack a backward pass; on other layouts ranks would wait forever.
+        """Raise a `StepError` if some of this rank's replicas had a backward pass and others had none.
 
-        `expected`: how many of this rank's replicas may be without gradients now.
+        Each replica could be on its own rank, and ranks that sum gradients would wait for the missing one.
+        `expected`: how many of this rank's replicas may have no gradients at this time.
         """
         if self.accumulation.missing not in expected:
             raise StepError(
@@ -213,9 +228,9 @@ class WrappedModel(abc.ABC):
             )
 
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
-        """Prepare for a backward pass; raise a `StepError` if its result would depend on the layout.
+        """Prepare for a backward pass, and check that its result does not depend on the number of ranks.
 
-        `alone`: whether the loss depends on no other model of the run.
+        A failed check raises a `StepError`. `alone`: whether the loss depends on no other model of the run.
         """
         name = type(self.module).__name__
         if self.several_replicas:
@@ -240,7 +255,7 @@ class WrappedModel(abc.ABC):
         self._interrupted = True  # until gradients have been summed
 
     def _drop_old_gradients(self) -> None:
-        """Drop gradients of an earlier batch; if they are nonzero, `check_gradients` raises an error."""
+        """Set an earlier batch's gradients to `None`; if nonzero, `check_gradients` raises an error."""
         old = [parameter for parameter in self.parameters if parameter.grad is not None]
         mixed = [p for p in old if id(p) in self.optimized]
         if mixed:  # zero_grad(set_to_none=False) leaves zeros
@@ -256,10 +271,10 @@ class WrappedModel(abc.ABC):
         return any(p.grad is not None and id(p) in among for p in self.parameters)
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
-        """Prepare the strategy for the backward pass of a microbatch."""
+        """Prepare the strategy for a backward pass; `alone`: whether the loss uses only this model."""
 
     def after_backward(self, microbatch: Microbatch) -> None:
-        """Sum the gradients of a backward pass over the replicas."""
+        """Add the gradients of the backward pass that has just ended to the sum over replicas."""
         self.used = False
         self._is_summed = True
         # The loop's body may read gradients: those of an audit remain until the microbatch ends.
@@ -272,7 +287,7 @@ class WrappedModel(abc.ABC):
         self._was_added_to |= self._is_summed and not self._interrupted
 
     def check_gradients(self, among: Collection[int]) -> None:
-        """Raise a `StepError` for gradients that were not summed over replicas, or are of several batches.
+        """Raise a `StepError` if gradients were not summed over replicas, or come from several batches.
 
         `among`: ids of the parameters that an optimizer is about to update.
         """
@@ -294,47 +309,50 @@ class WrappedModel(abc.ABC):
             )
 
     def stepped(self, among: Collection[int]) -> None:
-        """Check the gradients for an optimizer's step in a loop; `among`: ids of its parameters."""
+        """Check the gradients just before an optimizer's step, and record that the step happens.
+
+        `among`: ids of the optimizer's parameters.
+        """
         self.check_gradients(among)
         self._stepped = True
         if self._is_last and not self.gradient_bytes:
             self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
 
     def finish_buffers(self) -> None:
-        """Broadcast replica 0's buffers to all ranks, if forward passes have changed them."""
+        """Copy the first replica's buffers to all ranks, if forward passes have changed any buffers."""
         self._buffers.finish()
 
     def synchronize(self) -> None:  # noqa: B027 - only local SGD has ranks with different parameters
-        """Average the parameters of models that ranks have trained independently; collective."""
+        """Average parameters over ranks, where ranks train independently (local SGD); collective."""
 
     def show_newest(self) -> None:
-        """Set parameters to the version with all updates, if the run has a staleness."""
+        """Set the parameters to their newest values, if passes use older ones (staleness)."""
         if self.versions is not None:
             self.versions.show_newest()
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks that hold the same part of the model have equal parameters now."""
+        """Whether ranks that hold the same part of the model now have equal parameters."""
         return True
 
     def check_gathering(self) -> None:  # noqa: B027 - only FSDP gathers
-        """Check that all ranks call this before they gather the tensors of `state`; collective."""
+        """Raise an error unless all ranks are about to gather the tensors of `state`; collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the `state_dict` of the whole model; tensors that are cut over ranks are `DTensor`s."""
+        """Return the whole model's `state_dict`; tensors of which each rank holds a part are `DTensor`s."""
         newest = nullcontext() if self.versions is None else self.versions.with_newest()
         with newest:
             state: dict[str, Any] = self.module.state_dict()
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the `state_dict` of the whole model, of which a rank takes its part."""
+        """Load a `state_dict` of the whole model; a rank that holds a part of the model loads that part."""
         self.module.load_state_dict(state)
         if self.versions is not None:
             self.versions.forget()
 
     def extras(self) -> dict[str, Any]:
-        """Return state that neither model nor optimizer has, such as older versions of parameters."""
+        """Return what a checkpoint needs beyond `state_dict`s, such as older versions of parameters."""
         return {} if self.versions is None else {"versions": self.versions.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
@@ -343,14 +361,17 @@ class WrappedModel(abc.ABC):
             self.versions.load(extras["versions"])
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients that no step has used yet, by parameter name; only one replica may have them."""
+        """Return gradients that no optimizer step has used yet, by parameter name; for a single replica.
+
+        With several replicas no gradients remain at the time of a checkpoint: the result is empty.
+        """
         if self.several_replicas:
             return {}
         named = self.module.named_parameters()
         return {name: value.grad for name, value in named if value.grad is not None}
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Load the gradients that `gradients` returned, of which a rank takes its part."""
+        """Load `gradients` of the whole model; a rank that holds a part of the model loads that part."""
         parameters = dict(self.module.named_parameters())
         for name, value in gradients.items():
             if name in parameters:
@@ -358,18 +379,18 @@ class WrappedModel(abc.ABC):
                 own.grad = part_of(value, own).to(own.device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` of an optimizer as if this rank held the whole model."""
+        """Return an optimizer's `state_dict` for the whole model, also if ranks hold parts of the model."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's `state_dict` of the whole model, of which a rank takes its part."""
+        """Load an optimizer's `state_dict` for the whole model; a rank with a part loads its entries."""
         optimizer_state.load(optimizer, state)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - only some need it
         """Register an optimizer of the run that updates parameters of this model."""
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, the step of an optimizer of this model alone, and return its result."""
+        """Call `act`, which steps an optimizer of this model alone, and return the result of `act`."""
         return act()
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -392,8 +413,8 @@ class WrappedModel(abc.ABC):
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
     def ends(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent and received for the model, at the end of the script."""
+        """Return how many bytes this rank has "sent" and "received" for the model in the whole run."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - only some have an exchange
-        """Close the exchange and connections of the strategy."""
+        """Release the memory and connections by which the strategy communicates."""

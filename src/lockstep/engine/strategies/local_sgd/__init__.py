@@ -1,1 +1,1 @@
-"""Strategies `local-sgd` and `diloco`: ranks train independently between averages of their parameters."""
+"""Strategies `local-sgd` and `diloco`: ranks train independently, and average parameters now and then."""

@@ -1,4 +1,4 @@
-"""Averages of parameters and optimizer state over ranks, summed in tree order."""
+"""Averages of parameters and optimizer state over ranks, summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIGEST = 4
 
 
 class Averaging:
-    """Computes means of tensors, and gathers values, over the ranks of a process group."""
+    """Computes means of tensors over the ranks of a process group, and gathers numbers from the ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -58,7 +58,10 @@ class Averaging:
         return self._exchange.start([slot], last=True).wait()
 
     def gather(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
-        """All-gather some numbers and a JSON value; the value is sent only if it differs between ranks."""
+        """All-gather `numbers` and `value` (JSON data), which is sent only if it differs between ranks.
+
+        Returns the numbers and the value of each rank.
+        """
         text = json.dumps(value).encode()
         digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
         head = [*numbers, len(text), *digest.view(torch.int64).tolist()]
@@ -73,21 +76,22 @@ class Averaging:
         return [(row, json.loads(theirs)) for row, theirs in zip(given, texts, strict=True)]
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
-        """All-gather the tensor `row`; return one row per rank, on the CPU."""
+        """All-gather one vector from each rank; return a matrix with one row per rank, on the CPU."""
         own = row.to(self._device)
         rows = own.new_empty(self.size * own.numel())
         self._wire.gather(own, rows).wait()
         return rows.cpu().view(self.size, -1)
 
     def close(self) -> None:
-        """Close the exchange, which sums tensors over the ranks."""
+        """Release the memory and connections by which tensors are summed over ranks."""
         self._exchange.close()
 
 
 def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list[float]:
-    """Return the weight of each rank in a mean; the weights add up to 1.
+    """Return the weight of each rank in a mean over ranks; these weights add up to 1.
 
-    `weights`: number of samples of each rank. `has`: whether each rank has a value; by default all have.
+    `weights`: number of samples of each rank. `has`: for each rank, whether it has a value for the mean; by
+    default all have one.
     """
     has = [True] * len(weights) if has is None else has
     counted = [weight * there for weight, there in zip(weights, has, strict=True)]
@@ -99,9 +103,9 @@ def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list
 def describe_state(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, _Description]]:
-    """Return shapes, types and plain values of an optimizer's state, for each parameter, as JSON.
+    """Return shapes, types and plain values of an optimizer's state for each parameter, as JSON data.
 
-    A value that has no mean, and that JSON cannot represent, raises a `ModelError`.
+    A value raises a `ModelError` if it has no mean over ranks and JSON cannot represent it.
     """
     states = (optimizer.state.get(parameter, {}) for parameter in parameters)
     return [{key: _describe(key, value) for key, value in state.items()} for state in states]
@@ -146,7 +150,10 @@ def average_state(
 
 
 def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
-    """Merge the ranks' descriptions of one parameter's state; of several values the first rank's wins."""
+    """Merge the ranks' descriptions of one parameter's optimizer state.
+
+    If several ranks describe the same entry, the first rank's description is taken.
+    """
     merged: dict[str, _Description] = {}
     for rank in ranks:
         merged = {**rank, **merged}
@@ -154,7 +161,10 @@ def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
 
 
 def _describe(key: str, value: Any) -> _Description:
-    """Return shape and type of a floating-point tensor; of other values the value, too."""
+    """Return shape, type and value of an entry of an optimizer's state; of a float tensor no value.
+
+    `key`: name of the value. A value that cannot be described raises a `ModelError`.
+    """
     if isinstance(value, torch.Tensor):
         shape, kind = list(value.shape), str(value.dtype).removeprefix("torch.")
         if value.is_floating_point():
@@ -173,7 +183,7 @@ def _describe(key: str, value: Any) -> _Description:
 
 
 def _fits_json(value: Any) -> bool:
-    """Whether `value` remains equal, or a float such as NaN, when it is converted to JSON and back."""
+    """Whether `value` is a float, or is unchanged by a conversion to JSON and back."""
     try:
         return bool(json.loads(json.dumps(value)) == value) or isinstance(value, float)
     except (TypeError, ValueError):

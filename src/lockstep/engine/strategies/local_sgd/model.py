@@ -1,7 +1,8 @@
-"""`LocalModel`: independent steps on each rank, then one average of the parameters.
+"""`LocalModel`: each rank steps independently; after some steps the ranks average their parameters.
 
-For networks that are too slow to sum gradients in every step. Each rank steps on its own share of the
-global batch, so the result depends on the number of ranks. Equal layouts give equal bits.
+For connections that are too slow to sum gradients in every step. Each rank steps on its own share of the
+global batch, so the result depends on the number of ranks. With equally many ranks, results have equal
+bits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lockstep.registry import EXCHANGES
 
 
 class LocalModel(WrappedModel):
-    """A model that each rank trains independently between averages of the parameters.
+    """A model that each rank trains by itself, until ranks average their parameters.
 
     `every`: steps between two averages. `outer`: updates parameters by their mean change over all ranks.
     """
@@ -60,7 +61,7 @@ class LocalModel(WrappedModel):
     # --- local steps -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Prepare for a forward pass, and record whether it changes this rank's buffers."""
+        """Prepare for a forward pass; record whether this rank's buffers now differ from other ranks'."""
         super().before_forward()
         self._has_own_buffers |= self._buffers.dirty
 
@@ -83,7 +84,7 @@ class LocalModel(WrappedModel):
             torch._foreach_div_(there, self._weight)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Register the optimizer whose state is averaged; raise a `ModelError` for a second one."""
+        """Register the model's optimizer, to average its state; a second one raises a `ModelError`."""
         if self._optimizer is not None:
             raise ModelError(
                 f"{type(self.module).__name__} has two optimizers; expected one, whose steps are counted "
@@ -93,7 +94,7 @@ class LocalModel(WrappedModel):
         self._optimizer = optimizer
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, the optimizer's step; after every `sync_every` steps average the models."""
+        """Call `act`, the optimizer's step; after every `sync_every` steps average over ranks."""
         if not self._steps:
             self._outer.begin()
         result = act()
@@ -107,15 +108,15 @@ class LocalModel(WrappedModel):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have equal parameters and buffers, as just after an average."""
+        """Whether all ranks have equal parameters and buffers, which is so just after an average."""
         return not self._steps and not self._has_own_buffers
 
     def synchronize(self) -> None:
-        """Average parameters and optimizer state, and broadcast buffers, if they have changed; collective.
+        """Average changed parameters and optimizer state over ranks, and broadcast buffers; collective.
 
         Raises:
             MismatchError: if ranks have done different numbers of steps since the last average.
-            ModelError: if the state of an optimizer has no mean.
+            ModelError: if the optimizer's state has a value without a mean.
         """
         if self.is_synchronized:
             return
@@ -150,7 +151,7 @@ class LocalModel(WrappedModel):
     # --- state -----------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """Return the state of the outer optimizer, captured just after an average."""
+        """Return the outer optimizer's state; called just after ranks have averaged parameters."""
         return {"outer": self._outer.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
@@ -160,17 +161,17 @@ class LocalModel(WrappedModel):
             self._outer.load(extras["outer"])
 
     def close(self) -> None:
-        """Close the exchange, which averages the models."""
+        """Release the memory and connections by which parameters are averaged."""
         self._averaging.close()
 
 
 def wrap_local_sgd(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> LocalModel:
-    """Wrap a model for local SGD, which averages parameters every 16 steps by default.
+    """Wrap a model for local SGD, which averages parameters over ranks, by default every 16 steps.
 
-    16 is the largest number in Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020,
-    arXiv:1808.07217).
+    16 is the largest such number that Lin et al. try, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR
+    2020, arXiv:1808.07217).
     """
     return _wrap("local-sgd", module, context, settings, context.sync_every or 16, Mean)
 
@@ -178,7 +179,7 @@ def wrap_local_sgd(
 def wrap_diloco(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> LocalModel:
-    """Wrap a model for DiLoCo: the mean change of parameters is the gradient of an outer optimizer.
+    """Wrap a model for DiLoCo: the mean change of parameters over ranks is an outer optimizer's gradient.
 
     Ranks average every 50 steps by default, the smallest number that Douillard et al. compare (50 to 2000).
     """
@@ -193,7 +194,10 @@ def _wrap(
     every: int,
     outer: Callable[[list[nn.Parameter]], Outer],
 ) -> LocalModel:
-    """Wrap a model for the strategy `name`; raise a `ModelError` for `broadcast_buffers=False`."""
+    """Wrap a model for the strategy `name`; `broadcast_buffers=False` raises a `ModelError`.
+
+    `every`: steps between averages. `outer`: creates the object that updates parameters at an average.
+    """
     assert context.group is not None
     own_buffers = named_buffers_of_own(settings)
     if own_buffers is not None:

@@ -9,7 +9,7 @@ import torch
 
 
 class _Change:
-    """The change of this rank's parameters since the last average over ranks."""
+    """The change of this rank's parameters since ranks last averaged their parameters."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -17,7 +17,7 @@ class _Change:
         self._anchors = [parameter.detach().clone() for parameter in parameters]
 
     def begin(self) -> None:
-        """Save a copy of the parameters, before the first step after an average."""
+        """Save a copy of the parameters, before the first step after ranks have averaged them."""
         torch._foreach_copy_(self._anchors, self._now())
 
     def _now(self) -> list[torch.Tensor]:
@@ -25,7 +25,7 @@ class _Change:
         return [parameter.detach() for parameter in self._parameters]
 
     def outgoing(self) -> list[torch.Tensor]:
-        """Return the change of each parameter on this rank, with the sign of a gradient."""
+        """Return this rank's change of each parameter since the last average: old minus new value."""
         return list(torch._foreach_sub(self._anchors, self._now()))
 
 
@@ -36,7 +36,7 @@ class Mean(_Change):
     """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Apply the mean change over all ranks to the parameters."""
+        """Set parameters to their values after the last average minus `means`, the mean changes."""
         torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
 
     def state(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Nesterov(_Change):
         self._optimizer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Step the outer optimizer with the mean change over all ranks as gradient."""
+        """Step the outer optimizer, with the mean change over all ranks as gradient of each parameter."""
         for anchor, mean in zip(self._anchors, means, strict=True):
             anchor.grad = mean
         self._optimizer.step()
@@ -66,7 +66,7 @@ class Nesterov(_Change):
         torch._foreach_copy_(self._now(), self._anchors)
 
     def state(self) -> dict[str, Any]:
-        """Return the `state_dict` of the outer optimizer, with its momentum."""
+        """Return the `state_dict` of the outer optimizer, which contains its momentum."""
         return self._optimizer.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:

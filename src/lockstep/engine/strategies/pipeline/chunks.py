@@ -1,7 +1,7 @@
-"""Chunks (microbatches of a pipeline): split the tensors of a call, and merge the outputs.
+"""Chunks (microbatches of a pipeline): splits a call's tensors into chunks, and merges the outputs.
 
-Tensors with one row per sample are cut. The user names them, since another tensor may be as long as the
-batch by chance.
+Tensors with one row per sample are split. The user names them by `chunk_inputs`, since another tensor may
+have the length of the batch by chance.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from lockstep.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Division of a call's tensors into chunks.
+    """How the tensors of a call are divided into chunks.
 
     Attributes:
         sizes: number of samples of each chunk, at least 1.
-        cut: indices of the tensors that are cut along their first dimension; others are sent whole.
+        cut: indices of the tensors that are cut along their first dimension; each chunk has the others
+            whole.
     """
 
     sizes: list[int]
     cut: frozenset[int]
 
     def part(self, place: int, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return the part of a tensor for one chunk; `place`: index of the tensor in the call."""
+        """Return one chunk's part of a tensor; `place`: index of the tensor in the call."""
         if place not in self.cut:
             return tensor
         # Through `data` each chunk has its own `_version`: if a stage changes its input in place, autograd
@@ -39,9 +40,10 @@ class Split:
     def gradient(
         self, place: int, parts: Sequence[torch.Tensor | None], whole: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradient of a tensor of the call from the gradients of its chunks.
+        """Return the gradient of one tensor of the call, made of the gradients of its chunks.
 
-        `place`: index of the tensor. `parts`: gradient of each chunk. `whole`: the tensor.
+        `place`: index of the tensor. `parts`: gradient of each chunk. `whole`: the tensor. `None` if no
+        chunk has one.
         """
         found = [part for part in parts if part is not None]
         if not found:
@@ -63,7 +65,7 @@ def split(
     chunks: int,
     named: Collection[str] | None,
 ) -> Split:
-    """Return the division of a call's tensors into chunks.
+    """Return how the tensors of a call are to be divided into chunks.
 
     `arguments`: for each tensor, the argument of `forward` that contains it. `chunks`: number of chunks; a
     batch of fewer samples has one chunk per sample. `named`: arguments whose tensors have one row per

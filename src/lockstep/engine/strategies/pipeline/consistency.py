@@ -1,4 +1,4 @@
-"""Check that all ranks of a pipelined model make the same calls with the same inputs."""
+"""Check that all ranks that hold one pipelined model make the same calls with the same inputs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _HINT = (
 
 
 class CallCheck:
-    """Numbers the calls of one pipelined model, and compares them between the ranks of a row.
+    """Counts the calls of one pipelined model, and compares calls between the ranks that hold the model.
 
-    Without this check, stages would combine activations of different calls if only one rank makes a call.
+    Without this check, if only one rank made a call, stages would combine activations of different calls.
 
     Attributes:
         where: description of the batch that the script computes.
@@ -44,15 +44,15 @@ class CallCheck:
         self.where = OUTSIDE
 
     def next(self) -> int:
-        """Return the number of the next call."""
+        """Count one more call of the model, and return its number."""
         self._calls += 1
         return self._calls
 
     def check(self, kind: str, call: int, values: str = "") -> None:
-        """Raise a `MismatchError` if ranks of the row are in different passes or calls; collective.
+        """Raise a `MismatchError` if the model's ranks are in different passes or calls; collective.
 
-        `kind`: "forward pass" or "backward pass". `call`: number of the call. `values`: fingerprint of
-        its input.
+        `kind`: "forward pass" or "backward pass". `call`: number of the call. `values`: fingerprint of the
+        call's input.
         """
         own = [self._number, kind, call, self.where, values]
         calls = [_decode(text) for text in self._row.compare(_encode(own, _script_line()))]
@@ -84,7 +84,7 @@ def _describe(description: Sequence[Any]) -> str:
 
 
 def _encode(own: Sequence[Any], line: str) -> bytes:
-    """Encode a call and its line in the script as text; the line is last, since long texts are cut."""
+    """Return `own`, the description of a call, and then `line` as bytes; a long `line` may be cut off."""
     return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
 
 
@@ -94,7 +94,7 @@ def _decode(text: bytes) -> tuple[list[Any], str]:
 
 
 def _script_line() -> str:
-    """Return file name and line of the innermost call in the script's code."""
+    """Return file name and line of the user's script from which the current call comes."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
@@ -103,7 +103,7 @@ def _script_line() -> str:
 
 
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """Return a checksum of a call's input: structure, shapes, types, and values that are on the CPU."""
+    """Return a checksum of a call's input: structure, shapes, types, and first values of CPU tensors."""
     crc = zlib.crc32(json.dumps(parts).encode())
     for tensor in tensors:
         crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)

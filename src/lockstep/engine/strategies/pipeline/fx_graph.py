@@ -1,7 +1,7 @@
 """Tracing of a model's forward pass to a graph by torch.fx.
 
-The model's `forward` runs once on symbolic values (`fx.Proxy`). So its Python code, such as an `if`, runs
-once and not in each pass.
+The model's `forward` runs once on symbolic values (`fx.Proxy`). So Python code in `forward`, such as an
+`if`, runs once, not in each pass.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Traced:
 
     Attributes:
         constants: tensors that `forward` computes without its arguments, by their names in the graph.
-        opened: names of the submodules whose `forward` was traced, too.
-        fixed: arguments that have their default value in the graph.
+        opened: names of submodules that are not one node of the graph: their `forward` was traced, too.
+        fixed: for arguments that the graph has as constants, their default value.
         steps: nodes of the graph that compute something, in order.
         weights: for each step, bytes of the parameters that no earlier step uses.
     """
@@ -43,7 +43,7 @@ class Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Traces a model's `forward`, and those of the submodules `opened`; calls of others are one node."""
+    """Traces a model's `forward`, also inside the submodules `opened`; a call of others is one node."""
 
     proxy_buffer_attributes = True  # operations on buffers become nodes, computed in each pass
 
@@ -61,7 +61,7 @@ class _Tracer(fx.Tracer):
 
 
 def _mode() -> tuple[bool, ...]:
-    """Return the current grad, inference and autocast modes, which a graph does not record."""
+    """Return the current grad, inference and autocast modes, which torch.fx does not record in graphs."""
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", accelerator.kind() or "cpu")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -104,7 +104,10 @@ def _equal(one: Any, other: Any) -> bool:
 def _trace_in(
     training: bool, module: nn.Module, opened: frozenset[str], fixed: dict[str, Any]
 ) -> tuple[fx.Graph, dict[str, Any]]:
-    """Return the graph of a forward pass in training or evaluation mode, and its constants."""
+    """Return the graph of a forward pass in training or evaluation mode, and its constant tensors.
+
+    `opened`: submodules whose `forward` is traced, too. `fixed`: default values of arguments.
+    """
     name, modes = type(module).__name__, {part: part.training for part in module.modules()}
     before = Generators.now()
     with undisturbed(), _Attributes(module) as changed, torch.set_grad_enabled(training):
@@ -132,9 +135,10 @@ def _trace_in(
 
 
 def _refuse(name: str, tracer: _Tracer, changed: Sequence[str], *, has_drawn: bool) -> None:
-    """Raise a `ModelError` for side effects of `forward`, which a graph does not contain.
+    """Raise a `ModelError` if `forward` had side effects, which its graph would not repeat.
 
-    They are random numbers, grad or autocast modes, and assignments to attributes (`changed`).
+    Such are: drawing random numbers (`has_drawn`), grad or autocast modes, and assignments to attributes
+    (`changed`).
     """
     seen = ""
     if has_drawn:
@@ -162,12 +166,12 @@ class _Attributes:
         ]
 
     def is_new(self, name: str) -> bool:
-        """Whether the model itself got an attribute `name` inside the `with` block."""
+        """Whether the model itself (no submodule) got an attribute `name` in the `with` block."""
         _, now, before = self._spaces[0]
         return name in now and name not in before
 
     def names(self, constants: dict[str, Any]) -> list[str]:
-        """Return the names of changed attributes, except `constants` and those of a `cached_property`."""
+        """Return the names of changed attributes, without `constants` and each `cached_property`."""
         return [
             name
             for kind, now, before in self._spaces
@@ -191,7 +195,7 @@ class _Attributes:
 
 
 def _copy_constants(graph: fx.Graph, constants: dict[str, Any]) -> None:
-    """Insert a `clone` of each constant tensor into the graph, since `forward` may modify it in place."""
+    """Insert a `clone` of each constant tensor into the graph: `forward` may modify the tensor in place."""
     for name in (n for n, value in constants.items() if isinstance(value, torch.Tensor)):
         first, *others = [n for n in graph.nodes if n.op == "get_attr" and n.target == name]
         with graph.inserting_after(first):
@@ -203,7 +207,7 @@ def _copy_constants(graph: fx.Graph, constants: dict[str, Any]) -> None:
 
 
 def _remove_checks(graph: fx.Graph) -> None:
-    """Remove fx's assertions that arguments have their default values: `Program.bind` checks that."""
+    """Remove torch.fx's assertions that arguments have their defaults; `Program.bind` does this check."""
     for node in graph.nodes:
         is_check = getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
         checked = node.all_input_nodes[:1] if is_check else []
@@ -219,7 +223,7 @@ def _compares_an_argument(node: fx.Node) -> bool:
 
 
 def _parameters(module: nn.Module, node: fx.Node) -> list[nn.Parameter]:
-    """Return the parameters of the submodule that a step calls, and parameters among its arguments."""
+    """Return the parameters that a node of the graph uses: those of its submodule or its arguments."""
     found = []
     if node.op == "call_module":
         found = list(module.get_submodule(str(node.target)).parameters())

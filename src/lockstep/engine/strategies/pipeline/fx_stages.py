@@ -1,7 +1,8 @@
 """Stages of models that are not `nn.Sequential`: the graph of the forward pass (torch.fx) is split.
 
 The model's `forward` is traced; a call of a submodule is one node. The `forward` of a submodule is traced,
-too, if it has more parameters than a stage should have, or if the user wants to cut inside it.
+too, if the submodule has more parameters than a stage should have, or if the user wants to cut inside the
+submodule.
 
 `torch.fx.passes.split_module` splits graphs, too, but passes parameters from stage to stage as values.
 """
@@ -34,7 +35,7 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
     `split`: names of the submodules with which the second and each later stage begin.
 
     Raises:
-        UsageError: if the model has too few parts with parameters.
+        UsageError: if fewer parts of the model have parameters than there are stages.
         ModelError: if the model cannot be traced, or cannot be cut at `split`.
     """
     for name in split or ():
@@ -59,7 +60,11 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
 
 
 def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
-    """Trace `module`, and submodules if that makes the heaviest stage at least 10 % lighter."""
+    """Trace `module`; also trace into submodules, if the largest stage then has at least 10 % fewer bytes.
+
+    `split`: names of submodules at which the user cuts. If there are any, only the submodules that contain
+    them are traced into.
+    """
     opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
     traced = best = trace(module, opened)
     least = _heaviest(traced, count)
@@ -76,7 +81,10 @@ def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
 
 
 def _heaviest(traced: Traced, count: int) -> float:
-    """Return the bytes of the heaviest of `count` stages; infinite if the model has too few parts."""
+    """Return the parameter bytes of the largest of `count` balanced stages.
+
+    The result is infinite if the model has too few parts with parameters.
+    """
     weights = [weight for weight in traced.weights if weight]
     if len(weights) < count:
         return float("inf")
@@ -84,7 +92,10 @@ def _heaviest(traced: Traced, count: int) -> float:
 
 
 def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) -> str | None:
-    """Return the heaviest submodule to trace next, not in `closed`; `None` if none is too heavy."""
+    """Return the largest submodule that is traced as one node and has more bytes than a stage should.
+
+    `closed`: submodules that cannot be traced, which are left out. `None` if there is no such submodule.
+    """
     share = sum(traced.weights) / count
     few = sum(weight > 0 for weight in traced.weights) < count
     candidates = [
@@ -99,7 +110,7 @@ def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) 
 
 
 def _begin(name: str, traced: Traced) -> int:
-    """Return the index of the first step that calls the submodule `name`."""
+    """Return the index of the first step (node of the graph) that calls the submodule `name`."""
     for place, node in enumerate(traced.steps):
         if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
             return place
@@ -109,7 +120,10 @@ def _begin(name: str, traced: Traced) -> int:
 
 
 def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
-    """Return the first step of each stage, so that stages have similar bytes of parameters."""
+    """Return the index of each stage's first step, so that stages have similar bytes of parameters.
+
+    A step is a node of the graph.
+    """
     heavy = [place for place, weight in enumerate(traced.weights) if weight]
     if len(heavy) < count:
         raise UsageError(
@@ -127,7 +141,7 @@ def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
 
 
 def _alive(traced: Traced) -> list[list[fx.Node]]:
-    """Return, for each step, the results of earlier steps that this or a later step uses."""
+    """Return, for each step (node of the graph), earlier steps whose results this or a later step uses."""
     places = {node: place for place, node in enumerate(traced.steps)}
     end = len(traced.steps)
     last = {node: max((places.get(u, end) for u in node.users), default=-1) for node in places}
@@ -140,7 +154,7 @@ def _alive(traced: Traced) -> list[list[fx.Node]]:
 def _stage(
     module: nn.Module, traced: Traced, steps: Sequence[fx.Node], keeps: tuple[str, ...]
 ) -> Stage:
-    """Return the stage that computes the nodes `steps`; `keeps`: names of the values that it sends on."""
+    """Return the stage that computes the nodes `steps`; `keeps`: names of values for later stages."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = [n for n in traced.graph.nodes if n.op == "output" and steps[-1] is traced.steps[-1]]
     used = [n for node in (*steps, *outputs) for n in node.all_input_nodes]

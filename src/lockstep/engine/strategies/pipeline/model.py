@@ -1,4 +1,4 @@
-"""Strategy `pipeline`: each rank of a row has one stage of the model; rows are data-parallel."""
+"""Strategy `pipeline`: several ranks hold one model, one stage each; copies of it are data-parallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class PipelinedModel(SpreadModel):
 
     The script calls its own module, whose `forward` is replaced by a pass through the stages of all ranks.
     Parameters of other stages are on the device `meta`, with a shape and without memory. So the optimizer
-    of each rank has all parameters, and updates those of its stage, which alone have gradients.
+    of each rank has all parameters of the model, but updates only those of the rank's stage: others have no
+    gradients.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PipelinedModel(SpreadModel):
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The leaf tensor of autograd's graph that stands for the parameters of all stages."""
+        """The one leaf tensor of autograd's graph, in place of the parameters of all stages."""
         return [self._schedule.leaf]
 
     def _prepare(self, microbatch: Microbatch) -> None:
@@ -70,7 +71,7 @@ class PipelinedModel(SpreadModel):
         self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch, and record that the next calls of the model are outside of a loop."""
+        """End a microbatch; record that later calls of the model are outside of a loop."""
         super().microbatch_ends(microbatch, left=left)
         self._schedule.calls.where = OUTSIDE
 
@@ -86,7 +87,7 @@ class PipelinedModel(SpreadModel):
     # --- state of the whole model ------------------------------------------------------------------
 
     def _gathered(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """All-gather dictionaries over the row, and return their union; collective."""
+        """Gather `own` of all ranks that hold the model; return the union of these dictionaries."""
         return {key: value for part in self._row.gather(dict(own)) for key, value in part.items()}
 
     def state(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class PipelinedModel(SpreadModel):
         return {name: everything.get(name, value) for name, value in state.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's stage from a whole model's `state_dict`."""
+        """Load this rank's stage from `state`, the `state_dict` of the whole model."""
         known = self.module.state_dict(keep_vars=True)
         if known.keys() != state.keys():
             missing, strange = known.keys() - state.keys(), state.keys() - known.keys()
@@ -110,11 +111,11 @@ class PipelinedModel(SpreadModel):
         self.module.load_state_dict(own, strict=False)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gather the gradients of all stages that no step has used yet; collective."""
+        """Gather from all stages the gradients that no optimizer step has used yet; collective."""
         return self._gathered(super().gradients())
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Load the gradients of this rank's stage from those that `gradients` returned."""
+        """Load the gradients of this rank's stage; `gradients`: those of the whole model, by name."""
         here = {name for name, p in self.module.named_parameters() if not p.is_meta}
         super().load_gradients({n: v for n, v in gradients.items() if n in here})
 
@@ -124,17 +125,17 @@ class PipelinedModel(SpreadModel):
         return self._gathered({name: value for name, value in own.items() if _is_here(value)})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Gather an optimizer's state from all stages, and return its `state_dict`; collective."""
+        """Gather an optimizer's state from all stages, and return its `state_dict` for the whole model."""
         state = optimizer.state_dict()
         own = _of_stage(optimizer, state)  # Adagrad has state of parameters on `meta`, too
         return {**state, "state": dict(sorted(self._gathered(own).items()))}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's state of this rank's stage from the `state_dict` of the whole model."""
+        """Load an optimizer's state for this rank's stage; `state`: a `state_dict` for all stages."""
         super().load_optimizer(optimizer, {**state, "state": _of_stage(optimizer, state)})
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the total norm of the gradients of all stages, with the bits of a single process."""
+        """Return the norm of the gradients of all stages together, with the bits of a single process."""
         own = {
             place: each_norm([p.grad], norm_type)[0]
             for place, p in enumerate(parameters)
@@ -144,12 +145,12 @@ class PipelinedModel(SpreadModel):
         return total_norm([norms[place] for place in sorted(norms)], norm_type)
 
     def ends(self) -> dict[str, int]:
-        """Return the number of bytes sent to other stages, and received from them."""
+        """Return how many bytes this rank has "sent" to other stages and "received" from other stages."""
         return self._row.moved
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> PipelinedModel:
-    """Cut `module` into one stage per rank of a row, and wrap this rank's stage.
+    """Cut `module` into one stage for each rank that holds the model, and wrap this rank's stage.
 
     Raises:
         UsageError: if the model has too few parts for the ranks, or a keyword is invalid.
@@ -207,7 +208,7 @@ def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
 
 
 def _place(module: nn.Module, own_ids: set[int], device: torch.device) -> None:
-    """Move the tensors in `own_ids` to `device`, and all others of `module` to `meta`."""
+    """Move parameters and buffers of `module` whose ids are in `own_ids` to `device`, others to `meta`."""
     shapes: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for own in (part._parameters, part._buffers):
@@ -223,7 +224,7 @@ def _place(module: nn.Module, own_ids: set[int], device: torch.device) -> None:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor to `device` in place: an optimizer may have a reference to it."""
+    """Move a tensor to `device` in place, so that references to it, such as an optimizer's, stay valid."""
     moved = tensor.detach().to(device)
     if torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
@@ -248,7 +249,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _of_stage(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the entries of `state`, an optimizer's `state_dict`, for parameters of this rank's stage."""
+    """Return those entries of an optimizer's `state_dict` that are for parameters of this rank's stage."""
     here = {number for number, p in numbered(optimizer, state).items() if not p.is_meta}
     return {number: value for number, value in state["state"].items() if number in here}
 

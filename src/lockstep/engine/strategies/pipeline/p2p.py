@@ -1,8 +1,8 @@
-"""Messages between the ranks of a row (pipeline stages): tensors in tuples, lists and dictionaries.
+"""Messages between the ranks that hold one model (pipeline stages): tensors in tuples, lists and dicts.
 
-A message is a JSON header, with the structure, shapes and types, and then the tensors. So the receiver
-need not know shapes in advance, and batches may differ in length. The header is sent from CPU memory,
-tensors from their device.
+A message is a JSON header, with the structure, shapes and types, and then the tensors. So shapes need not
+be agreed in advance, and batches may differ in length. The header is sent from CPU memory, tensors from
+their device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALL = 1 << 14  # tensors of at most so many bytes are sent in one block toget
 
 
 def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the structure of `value` as JSON, with indices of its tensors, which are added to `tensors`.
+    """Return `value` as JSON data, with indices in place of tensors; append the tensors to `tensors`.
 
     Objects other than tensors, numbers, strings and containers raise a `ModelError`.
     """
@@ -52,7 +52,7 @@ def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def assemble(parts: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that `dismantle` has split into `parts` and `tensors`."""
+    """Return the value that `dismantle` has split into `parts` (JSON data) and `tensors`."""
     ((kind, content),) = parts.items()
     if kind == "tensor":
         return tensors[content]
@@ -75,7 +75,7 @@ class Message:
 
     @property
     def value(self) -> Any:
-        """The value, assembled from its structure and tensors."""
+        """The received value, assembled from its structure and tensors."""
         return assemble(self.parts, self.tensors)
 
 
@@ -83,7 +83,7 @@ class Row:
     """Communication between the ranks of a row of the mesh, which hold one model together.
 
     Attributes:
-        moved: number of bytes that this rank has sent and received, without those of `gather`.
+        moved: number of bytes that this rank has "sent" and "received", except by `gather`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -93,17 +93,17 @@ class Row:
         self.moved = {"sent": 0, "received": 0}
 
     def of_run(self, place: int) -> int:
-        """Return the global rank of the process that has rank `place` in the row."""
+        """Return the global rank of the process that has rank `place` among the ranks of this model."""
         return dist.get_global_rank(self._group, place)
 
     def compare(self, text: bytes) -> list[bytes]:
-        """All-gather the texts of the row's ranks, at most 512 bytes each; collective."""
+        """All-gather a text of at most 512 bytes from each of the model's ranks; collective."""
         return gather_texts(text, _TEXT, self._group)
 
     # --- from one stage to the next ----------------------------------------------------------------
 
     def send(self, value: Any, to: int) -> None:
-        """Begin to send `value` to rank `to` of the row; the caller must not change it until `flush`."""
+        """Begin to send `value` to rank `to` of the model's ranks; do not change `value` until `flush`."""
         header, flats = _outgoing(value, self._device)
         for block in (*_blocks(header), *flats):
             work = dist.isend(block, group=self._group, group_dst=to)
@@ -112,13 +112,13 @@ class Row:
             self.moved["sent"] += block.numel()
 
     def flush(self) -> None:
-        """Wait until all values of `send` are sent."""
+        """Wait until all values that were passed to `send` are sent."""
         sending, self._sending = self._sending, []
         for work, _ in sending:
             work.wait()
 
     def receive(self, source: int) -> Message:
-        """Wait for a value that rank `source` of the row sends, and return it."""
+        """Wait for a value from rank `source` among the ranks of this model, and return it."""
 
         def fill(block: torch.Tensor) -> None:
             dist.recv(block, group=self._group, group_src=source)
@@ -129,7 +129,7 @@ class Row:
     # --- from one rank to the whole row ------------------------------------------------------------
 
     def share(self, value: Any, source: int, device: torch.device | None = None) -> Message:
-        """Broadcast the `value` of rank `source` over the row; collective.
+        """Broadcast `value` from rank `source` to all ranks that hold this model; collective.
 
         `value`: ignored on the other ranks. `device`: device of the returned tensors; by default this
         rank's device.
@@ -152,7 +152,7 @@ class Row:
         return Message(parts, [tensor.to(device) for tensor in tensors], needy)
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather a value of each rank of the row, with tensors on the CPU; collective."""
+        """Return the `value` of each rank that holds this model, with tensors on the CPU; collective."""
         moved, cpu = dict(self.moved), torch.device("cpu")
         values = [self.share(value, other, cpu).value for other in range(self.size)]
         self.moved = moved
@@ -160,7 +160,7 @@ class Row:
 
 
 def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the header of a message, and its tensors as blocks of bytes on `device`."""
+    """Return the header of a message with `value`, and the tensors as blocks of bytes on `device`."""
     tensors: list[torch.Tensor] = []
     parts = dismantle(value, tensors)
     kinds, flats = [], []
@@ -177,12 +177,12 @@ def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tenso
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor as a flat view."""
+    """Return a flat view of a dense tensor's memory, as bytes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _blocks(header: bytes) -> Iterator[torch.Tensor]:
-    """Yield the header as a block of fixed size, and its rest as a second block if it is longer."""
+    """Yield a message's header as one block of fixed size, and the rest of a longer header as a second."""
     length = len(header).to_bytes(_LENGTH, "little")
     room = _BLOCK - _LENGTH
     yield _bytes((length + header[:room]).ljust(_BLOCK, b"\0"))
@@ -195,7 +195,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _incoming(fill: Any, device: torch.device) -> Message:
-    """Receive a message on `device`; `fill` receives one block into its argument."""
+    """Receive a message with tensors on `device`; `fill(block)` receives bytes into the tensor `block`."""
     block = torch.empty(_BLOCK, dtype=torch.uint8)
     fill(block)
     data = block.numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Partition of a model into pipeline stages, one for each rank of a row.
+"""Partition of a model into pipeline stages, one for each rank that holds the model.
 
 An `nn.Sequential` is cut between its modules, any other model between nodes of its graph (`fx_stages.py`).
 """
@@ -25,7 +25,7 @@ def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
     get similar bytes of parameters.
 
     Raises:
-        UsageError: if the number of stages is not that of the ranks.
+        UsageError: if `split` or the model gives another number of stages than `count`.
         ModelError: if the model cannot be cut, or cannot be cut at `split`.
     """
     if isinstance(split, str) or not isinstance(split, Sequence | None):
@@ -86,7 +86,7 @@ def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Prog
 
 
 def _check_shared(module: nn.Module, program: Program) -> None:
-    """Raise a `ModelError` if two stages use one parameter: its gradients would have to be summed."""
+    """Raise a `ModelError` if two stages use one parameter or buffer, which would differ between ranks."""
     names = {id(tensor): name for name, tensor in _tensors(module)}
     owners: dict[int, int] = {}
     for number, stage in enumerate(program.stages):

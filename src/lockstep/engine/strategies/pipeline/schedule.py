@@ -1,11 +1,11 @@
 """Schedule of a pipeline: forward and backward passes through the stages.
 
-Every rank of the row gets the model's output, and computes the same loss from it. The call of the model is
-one node of autograd's graph. In the backward pass of that node, gradients are sent through the stages in
-reverse order. So the script's loop is that of a single device.
+Every rank that holds the model gets the model's output, and computes the same loss from the output. The
+call of the model is one node of autograd's graph. In the backward pass of that node, gradients are sent
+through the stages in reverse order. So the script's loop is that of a single device.
 
-The forward passes of all chunks come before the first backward pass (GPipe, Huang et al.,
-arXiv:1811.06965), since the script computes the loss from the whole output.
+The forward passes of all chunks (parts of a batch) come before the first backward pass (GPipe, Huang et
+al., arXiv:1811.06965), since the script computes the loss from the whole output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class _Arrival:
-    """A tensor received from the previous stage, and its gradient, which is sent to that stage."""
+    """A tensor received from the previous stage, and later its gradient, which is sent back."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -57,7 +57,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Call(torch.autograd.Function):
-    """Autograd function that makes a call of the whole model one node of the graph."""
+    """Autograd function by which a call of the whole model is one node of autograd's graph."""
 
     @staticmethod
     def forward(
@@ -119,12 +119,13 @@ class Schedule:
     def accumulates(self) -> bool:
         """Whether the current backward pass accumulates gradients of parameters, unlike `autograd.grad`.
 
-        torch.autograd.graph.register_multi_grad_hook uses the same private function (torch 2.13).
+        A private function of torch returns this, as in `torch.autograd.graph.register_multi_grad_hook`
+        (torch 2.13).
         """
         return torch._C._will_engine_execute_node(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output on every rank of the row; collective, with equal inputs."""
+        """Run the model, and return its output on all ranks that hold it; collective, with equal inputs."""
         values = self.program.bind(args, kwargs)
         passing = _Pass(self, values)
         with self.passing():
@@ -144,7 +145,8 @@ class Schedule:
     def passing(self) -> Iterator[None]:
         """Return a context manager for a forward or backward pass of this rank's stage.
 
-        After a pass that an exception has ended, it raises a `StepError`: messages may be missing.
+        If an exception has ended an earlier pass, a `StepError` is raised: other ranks may wait for its
+        messages.
         """
         if self._is_interrupted:
             raise StepError(
@@ -159,7 +161,7 @@ class Schedule:
 
 
 class _Pass:
-    """One call of the model: forward and backward passes of its chunks."""
+    """One call of the model: forward and backward passes of its chunks (parts of the batch)."""
 
     def __init__(self, schedule: Schedule, values: Values) -> None:
         self._schedule = schedule
@@ -180,13 +182,13 @@ class _Pass:
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """The tensors among the call's arguments that need gradients."""
+        """Those tensors among the call's arguments for which gradients are needed."""
         return [self._tensors[place] for place in self._given]
 
     # --- forward ---------------------------------------------------------------------------------
 
     def forward(self) -> Message:
-        """Run this rank's stage on all chunks, and return the model's output, from the last rank."""
+        """Run this rank's stage on all chunks; return the model's output, which the last rank sends."""
         self._schedule.calls.check(
             "forward pass", self._number, fingerprint(self._parts, self._tensors)
         )
@@ -202,7 +204,7 @@ class _Pass:
         return self._share(merged, None)
 
     def _share(self, output: Any, states: States | None) -> Message:
-        """Broadcast the last rank's `output` and the `states` of its generators; return the output."""
+        """Broadcast `output` and `states` (of random generators) from the last rank; return the output."""
         row = self._schedule.row
         row.flush()
         message = row.share([output, states, self._has_drawn], row.size - 1)
@@ -216,10 +218,10 @@ class _Pass:
     def _forward_chunk(
         self, chunk: int, begin: Generators | None = None
     ) -> tuple[Any, States | None]:
-        """Receive one chunk, run the stage on it, and send the result; return the last stage's output.
+        """Receive one chunk, run the stage on it, and send the result; the last stage returns the result.
 
-        `begin`: state of the random generators at the call, if stages continue one stream. Then the state
-        after the stage is returned, too; `None` if nothing was drawn.
+        `begin`: state of the random generators at the call, if stages continue one random stream. Then
+        their state after the stage is returned, too; `None` if the stage drew no random numbers.
         """
         schedule = self._schedule
         rank = schedule.row.rank
@@ -241,7 +243,10 @@ class _Pass:
         return None, states
 
     def _compute(self, chunk: int, message: Message | None) -> Any:
-        """Run this rank's stage on a chunk; return values for the next stage, or the model's output."""
+        """Run this rank's stage on a chunk; return values for the next stage, or the model's output.
+
+        `message`: values from the previous stage.
+        """
         schedule, stage = self._schedule, self._schedule.stage
         values = self._begin(chunk)
         arrived: list[_Arrival] = []
@@ -264,7 +269,7 @@ class _Pass:
         return kept
 
     def _begin(self, chunk: int) -> Values:
-        """Return the arguments of the call, cut to one chunk of the batch."""
+        """Return the arguments of the model's call, cut to one chunk of the batch."""
         tensors: list[torch.Tensor] = []
         begun: list[_Arrival] = []
         for place, tensor in enumerate(self._tensors):
@@ -286,7 +291,7 @@ class _Pass:
     # --- backward --------------------------------------------------------------------------------
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Run the backward pass of this rank's stage for all chunks; return the gradients of `given`.
+        """Run the backward pass of this rank's stage for all chunks; return the gradients of `self.given`.
 
         `gradients`: gradients of the model's outputs. A second backward pass raises a `StepError`.
         """
@@ -318,7 +323,10 @@ class _Pass:
         return result
 
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
-        """Return the gradients of a chunk's outputs of this stage, received from the next rank."""
+        """Return the gradients of this stage's outputs for one chunk, which the next rank sends.
+
+        On the last rank these are the chunk's parts of `gradients`, the gradients of the model's outputs.
+        """
         schedule = self._schedule
         if not self._left[chunk]:
             return []
@@ -330,7 +338,7 @@ class _Pass:
         return [None if g is None else torch.split(g, self._sizes)[chunk] for g in gradients]
 
     def _gradients_of_inputs(self) -> Gradients:
-        """Sum the gradients of the call's tensors over the stages that use them."""
+        """Return the gradients of the tensors in the model's call, summed over the stages that use them."""
         if not self._given:
             return []
         own = [
@@ -354,7 +362,10 @@ class _Pass:
 def _dismantled(
     values: Values, inputs: dict[str, str]
 ) -> tuple[Values, list[torch.Tensor], list[str]]:
-    """Return the structure of a call's values, their tensors, and for each tensor its argument's name."""
+    """Split a call's arguments; return their structure, the tensors, and each tensor's argument name.
+
+    `values`: the arguments. `inputs`: for each argument of `forward`, its key in `values`.
+    """
     tensors: list[torch.Tensor] = []
     arguments: list[str] = []
     parts: Values = {}

@@ -22,7 +22,7 @@ class Stage:
     Attributes:
         takes: names of the module's inputs.
         gives: names of the module's outputs, which it returns as a tuple.
-        keeps: names of the values that the stage sends on: later stages use them.
+        keeps: names of the values that the stage sends to the next one, for it or later stages.
         first: name of the first submodule of the stage.
         last: name of the last submodule of the stage.
     """
@@ -50,8 +50,8 @@ class Program:
 
     Attributes:
         signature: signature of the model's `forward`.
-        inputs: for each argument of `forward`, its name among the inputs of stages.
-        fixed: arguments that must have their default values, and these values.
+        inputs: for each argument of `forward`, the name that the argument has in `Stage.takes`.
+        fixed: for arguments that a call must leave at their default, the default value.
     """
 
     stages: tuple[Stage, ...]
@@ -60,7 +60,7 @@ class Program:
     fixed: dict[str, Any]
 
     def only(self, number: int) -> Program:
-        """Return the program with the module of one stage alone, to free the memory of the others."""
+        """Return a copy with the module of stage `number` only, so that memory of others can be freed."""
         kept = (
             s if n == number else replace(s, module=nn.Identity())
             for n, s in enumerate(self.stages)
@@ -68,9 +68,9 @@ class Program:
         return replace(self, stages=tuple(kept))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by their names among the inputs of stages.
+        """Return the arguments of a call of the model, by the names that they have in `Stage.takes`.
 
-        An argument that differs from the default in the traced graph raises a `ModelError`.
+        An argument in `fixed` whose value is not its default raises a `ModelError`.
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -91,7 +91,10 @@ def weight(module: nn.Module) -> int:
 
 
 def pieces_from(starts: Sequence[int], end: int, split: Sequence[str] | None) -> list[range]:
-    """Divide `range(end)` into ranges that begin at `starts`; raise a `ModelError` for an empty one."""
+    """Divide `range(end)` into ranges that begin at `starts`.
+
+    `split`: names of submodules that the user chose as `starts`; then an empty range raises a `ModelError`.
+    """
     pieces = [range(a, b) for a, b in zip(starts, [*starts[1:], end], strict=True)]
     if split is not None and not all(len(piece) for piece in pieces):
         raise ModelError(
@@ -102,7 +105,7 @@ def pieces_from(starts: Sequence[int], end: int, split: Sequence[str] | None) ->
 
 
 def find(name: str, names: Sequence[str]) -> int:
-    """Return the index of `name` in `names`, the submodules; raise a `ModelError` if it is missing."""
+    """Return the index of the submodule `name` in `names`; raise a `ModelError` if it is missing."""
     if name in names:
         return names.index(name)
     raise ModelError(

@@ -1,1 +1,1 @@
-"""Strategy `fsdp`: models sharded by FSDP2, their units (submodules gathered together), wrap policy."""
+"""Strategy `fsdp`: models sharded by FSDP2 in units, submodules whose parameters are gathered together."""

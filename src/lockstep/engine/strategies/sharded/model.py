@@ -1,4 +1,4 @@
-"""Strategy `fsdp`: FSDP2 shards parameters and optimizer state; gradients are summed in tree order."""
+"""Strategy `fsdp`: FSDP2 shards parameters and optimizer state; gradients are summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from lockstep.state.checkpoint.parts import local, whole
 class ShardedModel(CutState, WrappedModel):
     """A model whose parameters are sharded over all ranks.
 
-    FSDP2 gathers the parameters of a unit before each use. Gradients are not summed by its reduce-scatter:
-    hooks take them from autograd. As soon as a unit's gradients are complete, each rank is sent those of
-    its shards. The order of units is the same on all ranks.
+    FSDP2 gathers the parameters of a unit (a submodule that it shards separately) before each use. FSDP2's
+    reduce-scatter is not used: hooks take the gradients from autograd. As soon as a unit's gradients are
+    complete, each rank is sent the gradients of its shards. The order of units is the same on all ranks.
 
     Args:
-        units: submodules that FSDP2 gathers separately; the last is the model itself.
+        units: the units; the last is the model itself.
         gather: "unit": gather parameters before each use; "batch": once for a global batch.
     """
 
@@ -106,7 +106,10 @@ class ShardedModel(CutState, WrappedModel):
                 unit.module.reshard()
 
     def _watch_gradients(self, *called: object) -> None:
-        """Register hooks that take the gradients of parameters that have been gathered by now."""
+        """Register hooks by which each gradient of a gathered parameter is taken from autograd.
+
+        `called`: arguments of the forward hook that calls this method; the last is the model's output.
+        """
         if called and not self._may_skip:
             refuse_graphs_of_gradients(type(self.module).__name__, called[-1])
         for unit in self._units:
@@ -120,7 +123,11 @@ class ShardedModel(CutState, WrappedModel):
     # --- a batch ---------------------------------------------------------------------------------
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Reshard parameters gathered outside of loops; with `gather="batch"` gather all units."""
+        """Prepare a microbatch (a replica's share of a batch); free parameters that are still gathered.
+
+        This is done before the first microbatch of a batch. With `gather="batch"`, all parameters are then
+        gathered for the whole batch.
+        """
         if microbatch.first:
             self._reshard()
             self._gathers.batch_begins(microbatch)
@@ -131,7 +138,10 @@ class ShardedModel(CutState, WrappedModel):
                 unit.module.unshard()
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Reshard all units after the last microbatch of a batch."""
+        """End a microbatch; after the last one of a batch, free all gathered parameters.
+
+        `left`: whether `break` or an exception has ended the loop's body: the batch is over then, too.
+        """
         if microbatch.last or left:
             self._reshard()
             self._gathers.batch_ends()
@@ -156,7 +166,10 @@ class ShardedModel(CutState, WrappedModel):
         self._is_early = microbatch.last and alone
 
     def _check_path(self) -> None:
-        """Raise a `ModelError` if forward passes have not used all units: ranks gather units together."""
+        """Raise a `ModelError` if a separately sharded submodule was not used in the forward passes.
+
+        Other ranks may have used it, and would wait for this rank to gather its parameters with them.
+        """
         left_out = [u.name for i, u in enumerate(self._all) if u.parameters and i not in self._path]
         if left_out and not self._may_skip:
             raise ModelError(
@@ -167,7 +180,7 @@ class ShardedModel(CutState, WrappedModel):
             )
 
     def _advance(self) -> None:
-        """Hook on each gradient: start to sum units whose gradients are complete, in the order of units."""
+        """Called for each new gradient: start to sum those of submodules whose gradients are complete."""
         if not self._expects:
             for unit in self._units:
                 unit.take()
@@ -204,9 +217,9 @@ class ShardedModel(CutState, WrappedModel):
             self._finish()
 
     def _start(self) -> None:
-        """Start to sum the next unit's gradients over all ranks: send each rank those of its shards.
+        """Start to sum the next submodule's gradients: send to each rank the gradients of its shards.
 
-        That ranks compute the same batch was checked when they gathered parameters: see `Gathers`.
+        Whether all ranks compute the same batch was checked when parameters were gathered: see `Gathers`.
         """
         number = len(self._started)
         unit, places = self._units[number], self._places[number]
@@ -223,7 +236,7 @@ class ShardedModel(CutState, WrappedModel):
         self._started.append(self._scatter.start(out))
 
     def _finish(self) -> None:
-        """Wait for the sums of the next unit, and set the gradients of its shards."""
+        """Wait for the next submodule's summed gradients; set the gradients of this rank's shards."""
         number = self._finished
         unit, started = self._units[number], self._started[number]
         self._started[number] = []
@@ -249,7 +262,7 @@ class ShardedModel(CutState, WrappedModel):
     # --- state of the whole model ------------------------------------------------------------------
 
     def check_gathering(self) -> None:
-        """Check that all ranks are about to gather the model; raise a `StepError` after the run's end."""
+        """Raise an error if the run has ended, or other ranks are not about to gather the whole model."""
         if self._is_over:
             raise StepError(
                 f"{type(self.module).__name__} is cut over ranks, and they have left the run; "
@@ -276,7 +289,10 @@ class ShardedModel(CutState, WrappedModel):
         return total_norm(norms, norm_type)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise an `ExactnessError`, in an exact run, for optimizers whose updates depend on the shards."""
+        """In an exact run, raise an `ExactnessError` if the optimizer's updates depend on the sharding.
+
+        They do if an update uses whole tensors, or rounds an element by its position in memory.
+        """
         if self._context.exact:
             updated = [
                 p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
@@ -284,11 +300,11 @@ class ShardedModel(CutState, WrappedModel):
             check_updates(optimizer, updated)
 
     def close(self) -> None:
-        """Record that the run is over, so that a later gathering raises an error."""
+        """Record that the run is over; from then on `check_gathering` raises an error."""
         self._is_over = True
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager in which parameters are gathered, in or outside of a backward pass."""
+        """Return a context manager for gathering parameters, which reports a long wait for other ranks."""
         context = self._context
         return context.gathering_in_backward() if self._expects else context.gathering()
 
@@ -301,7 +317,7 @@ class ShardedModel(CutState, WrappedModel):
         return found.bool().tolist()
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
-        """Clamp this rank's shards of the gradients of `parameters` to `-value` to `value`."""
+        """Clamp this rank's shards of the gradients of `parameters` to the range `-value` to `value`."""
         for parameter in parameters:
             if parameter.grad is not None:
                 local(parameter.grad).clamp_(-value, value)
@@ -321,7 +337,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
 
 
 class _Passing:
-    """Forward hook of a unit that appends the unit's number to the list of used units."""
+    """Forward pre-hook of a unit (a separately sharded submodule) that adds the unit's number to a list."""
 
     def __init__(self, path: list[int], number: int) -> None:
         self._path, self._number = path, number

@@ -53,16 +53,16 @@ class Unit:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The gathered parameters, whose gradients autograd computes; empty before the first gathering."""
+        """The gathered (unsharded) parameters, which get gradients; empty before the first gathering."""
         return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of all parameters are computed."""
+        """Whether the current backward pass has computed the gradients of all parameters of the unit."""
         return all(gradient is not None for gradient in self.gradients)
 
     def watch(self, arrived: Callable[[], None]) -> None:
-        """Register hooks that move each computed gradient to `gradients`, and call `arrived`."""
+        """Register hooks that move each computed gradient to `self.gradients`, and then call `arrived`."""
         if self._handles or not self.leaves:
             return
         for place, leaf in enumerate(self.leaves):
@@ -77,7 +77,7 @@ class Unit:
             self._handles.append(handle)
 
     def take(self) -> Gradients:
-        """Return the gradients, and reset them to `None`."""
+        """Return the gradients of the current backward pass, and remove them from this object."""
         gradients, self.gradients = self.gradients, [None] * len(self.parameters)
         return gradients
 
@@ -86,9 +86,11 @@ class Unit:
     def pack(
         self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
     ) -> Outgoing:
-        """Write the tree nodes `nodes` (sums over replicas) to messages, one for each of `size` ranks.
+        """Write sums of gradients to messages, one for each of `size` ranks.
 
-        A message has that rank's shard of each gradient, padded to the length of the longest shard.
+        `nodes`: sums over different replicas (data-parallel workers), each with one gradient per parameter.
+        `notes`: number of additional elements of a message. A message has its rank's shard of each
+        gradient, padded to the length of the longest shard.
         """
         filled = [self._filled(node) for node in nodes]
         share = sum(self._share(parameter, size) for parameter in self.parameters)
@@ -118,7 +120,10 @@ class Unit:
         return -(-length // size) * (parameter.numel() // length) if length else 0
 
     def unpack(self, total: torch.Tensor, size: int) -> Iterator[tuple[DTensor, torch.Tensor]]:
-        """Yield each parameter with this rank's shard of its gradient, a view of the sum `total`."""
+        """Yield each parameter with this rank's shard of its summed gradient.
+
+        `total`: one message with all shards, of which views are returned. `size`: number of ranks.
+        """
         offset = 0
         for parameter in self.parameters:
             own = local(parameter)
@@ -127,7 +132,7 @@ class Unit:
             offset += self._share(parameter, size)
 
     def give(self, parameter: DTensor, part: torch.Tensor) -> None:
-        """Set the gradient of `parameter` to its shard `part`, or add `part` to the gradient."""
+        """Set this rank's shard of a parameter's gradient to `part`, or add `part` to an existing shard."""
         own = local(parameter)
         part = part.to(device=own.device, dtype=own.dtype)
         if parameter.grad is None:
@@ -139,8 +144,8 @@ class Unit:
 class Gathers:
     """Checks that all ranks are about to gather the same unit of a model in the same batch.
 
-    Without this check a rank could receive parameters of another unit: with Gloo the process would end, or
-    numbers would be wrong.
+    A unit is a submodule that FSDP2 shards separately. Without this check a rank could receive the
+    parameters of another unit: with Gloo the process would end, or numbers would be wrong.
 
     Args:
         group: process group for these checks alone; `None` for a single rank.
@@ -162,12 +167,12 @@ class Gathers:
         self._is_first = False
 
     def batch_begins(self, microbatch: Microbatch) -> None:
-        """Record the batch for which units are gathered from now on."""
+        """Record the batch for which parameters are gathered from now on, to compare it between ranks."""
         loader, epoch, round_, step, _ = microbatch.numbers
         self._place, self._is_first = (loader, epoch, round_, step, microbatch.turn), True
 
     def batch_ends(self) -> None:
-        """Record that units are gathered outside of a batch from now on."""
+        """Record that, until the next batch begins, parameters are gathered outside of any batch."""
         self._place, self._is_first = _OUTSIDE, False
 
     def check_all(self) -> None:
@@ -175,9 +180,9 @@ class Gathers:
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
-        """Check that all ranks are about to gather unit `number`; collective.
+        """Check that all ranks are about to gather unit `number` (a submodule of the model); collective.
 
-        The first gathering of each batch is always checked: ranks may be in different batches.
+        On GPUs, after the first batches the check is done only at the first gathering of each batch.
 
         Raises:
             MismatchError: if another rank is in another batch.
@@ -227,7 +232,10 @@ def _describe(place: Sequence[int]) -> str:
 
 
 class Gather:
-    """Custom all-gather of a unit's parameters for `FSDPModule.set_custom_all_gather`, with a check."""
+    """All-gather of a unit's parameters that checks first that all ranks gather the same unit.
+
+    Passed to `FSDPModule.set_custom_all_gather`.
+    """
 
     def __init__(self, number: int, gathers: Gathers) -> None:
         self._number, self._gathers = number, gathers
@@ -235,7 +243,7 @@ class Gather:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a tensor of this size for the gathered parameters."""
+        """Return an uninitialised tensor of this size, for the gathered parameters."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -245,7 +253,7 @@ class Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-gather `input_tensor` into `output_tensor`, after a check that all ranks do so."""
+        """All-gather `input_tensor` into `output_tensor`, after a check that ranks gather the same unit."""
         self._gathers.check(self._number)
         work: dist.Work | None = all_gather(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -254,7 +262,11 @@ class Gather:
 
 
 def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
-    """Return a unit's tree nodes after the last replica's gradients are added to the `count` latest."""
+    """Return sums of gradients over replicas, after those of the last replica, `last`, are added.
+
+    `nodes`: the sums over earlier replicas, each over other ones. `count`: `last` is added to as many of
+    the latest sums, which become one sum.
+    """
     kept = len(nodes) - count
     for node in reversed(nodes[kept:]):
         last = add(node, last)
@@ -272,9 +284,10 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 
 
 def refuse_graphs_of_gradients(name: str, output: object) -> None:
-    """Register hooks on outputs that raise a `StepError` for a backward pass with `create_graph=True`.
+    """Make a backward pass with `create_graph=True` from `output` raise a `StepError`, by hooks.
 
-    Such a pass cannot be differentiated, since parameters are resharded after it.
+    Such a pass cannot be differentiated, since parameters are resharded after it. `name`: name of the
+    model.
     """
 
     def check(_gradient: torch.Tensor) -> None:
@@ -291,6 +304,6 @@ def refuse_graphs_of_gradients(name: str, output: object) -> None:
 
 
 def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
-    """Return the names of units by their ids; the model's own unit has the name of its class."""
+    """Return each unit's name in `module`, by `id(unit)`; `module` itself has the name of its class."""
     names = {id(part): name for name, part in module.named_modules()}
     return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}

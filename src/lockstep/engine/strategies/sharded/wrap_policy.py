@@ -1,4 +1,4 @@
-"""Wrap policy of FSDP2: choice of the submodules that `fully_shard` shards separately (units)."""
+"""Choice of the submodules ("units") that FSDP2's `fully_shard` shards and gathers separately."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WHY = {
 def check_sharding(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Check a model and its keywords for `fully_shard`.
+    """Check a model and the keywords that `run.model` passes to `fully_shard`.
 
     Raises:
         ModelError: for an unknown keyword, a model that is sharded already, sparse gradients, or
@@ -93,9 +93,10 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list[FSDPModule]:
-    """Shard `module` in place, and return its units; the last is the model itself.
+    """Shard `module` in place by `fully_shard`; return the sharded submodules, and `module` last.
 
-    Invalid units in `wrap`, and errors of `fully_shard`, raise a `ModelError`.
+    `settings`: keywords of `run.model`. Invalid names in its `wrap`, and errors of `fully_shard`, raise a
+    `ModelError`.
     """
     wrap = settings.get("wrap")
     names = _default(module) if wrap is None else _asked(module, wrap)
@@ -118,10 +119,10 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
 
 
 def _default(module: nn.Module, prefix: str = "", *, listed: bool = False) -> list[str]:
-    """Return the names of the submodules that become units by default.
+    """Return the names of the submodules that FSDP2 shards separately by default.
 
-    They are large children of Sequential, ModuleList and ModuleDict, and large submodules without one of
-    these containers inside.
+    Large means at least `MIN_PARAMETERS` parameters. Chosen are large children of Sequential, ModuleList
+    and ModuleDict, and other large submodules that contain none of these containers.
     """
     names = []
     for name, child in module.named_children():
@@ -162,7 +163,10 @@ def _asked(module: nn.Module, wrap: Any) -> list[str]:
 
 
 def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set[str]]:
-    """Return the units `names` that use each parameter; the model's own unit has an empty name."""
+    """Return for each parameter the separately sharded submodules, of `names`, that use the parameter.
+
+    The rest of the model has the name "".
+    """
     there = dict(module.named_modules(remove_duplicate=False))
     # By identity: one submodule may have several names.
     units = {id(there[name]): name for name in reversed(names)} | {id(module): ""}
@@ -176,7 +180,11 @@ def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set
 
 
 def _check_units(module: nn.Module, names: Sequence[str]) -> None:
-    """Raise a `ModelError` if units share a parameter, or have trainable parameters of several types."""
+    """Raise a `ModelError` if separately sharded submodules share a parameter, or one has several types.
+
+    `names`: the submodules; the rest of the model counts as one more. Types are those of trainable
+    parameters.
+    """
     types: dict[str, set[torch.dtype]] = {}
     for parameter, units in _units_of(module, names).items():
         if len(units) > 1:
