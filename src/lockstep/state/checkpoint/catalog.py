@@ -137,7 +137,7 @@ def best(directory: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint after renaming it: a kill cannot leave an incomplete one under its name."""
+    """Rename a checkpoint, then remove it: so a kill leaves no incomplete checkpoint under its name."""
     aside = path.with_name(f"{REMOVED}{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
@@ -177,7 +177,7 @@ class Catalog:
         return found
 
     def newest_text(self) -> str | None:
-        """Return the text of the newest checkpoint with a readable manifest; its files are not verified.
+        """Return the newest readable manifest's text (the state without tensors); no checksum is verified.
 
         Raises:
             CheckpointError: if the directory cannot be read.

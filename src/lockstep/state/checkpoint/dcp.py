@@ -103,8 +103,8 @@ def share_out(
     """Divide the tensors of a checkpoint among its writers; return the share of each writer.
 
     The shares are the same on every rank. Of a tensor that is cut over ranks each rank writes its own part;
-    writer `k` is rank `k`. Of the whole tensors the largest come first, each goes to the writer with the
-    fewest bytes. Names are in the order of `specs`.
+    writer `k` is rank `k`. Whole tensors are assigned one by one, the largest first, to the writer with
+    the fewest bytes so far. Names are in the order of `specs`.
     """
     cuts = cuts or {}
     loads = [(0, writer) for writer in range(writers)]
@@ -249,7 +249,7 @@ def load_dcp() -> None:
 
 
 def _plans(shares: Shares, specs: Mapping[str, TensorSpec]) -> tuple[list[SavePlan], Metadata]:
-    """Return the save plan of each writer, and the metadata of the checkpoint; the same on every rank."""
+    """Return DCP's save plan of each writer and the checkpoint's metadata; they are equal on all ranks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -307,7 +307,7 @@ def _writing() -> tuple[Any, Any]:
             return StorageMeta()
 
     class Planner(DefaultSavePlanner):
-        """Finds the tensors to write by their names."""
+        """DCP save planner that returns the tensors and parts to write by their names."""
 
         def __init__(self, parts: Mapping[str, Tensor]) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -346,7 +346,7 @@ def _reading() -> tuple[Any, Any]:
             return metadata
 
     class Planner(DefaultLoadPlanner):
-        """Loads one part of one tensor into the memory of `target`."""
+        """DCP load planner that reads one part of one tensor into the tensor `target`."""
 
         def __init__(self, target: Tensor) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -151,7 +151,7 @@ class CheckpointManager:
             raise
 
     def close(self, patience: float = 0.0) -> None:
-        """Wait at most `patience` seconds for checkpoints to be written, drop any that is not, and stop."""
+        """Wait at most `patience` seconds for unfinished checkpoints, drop the rest, stop the thread."""
         self._background.settle(patience)
         self._channel.stop()
         self._background.close(_CLOSE_SECONDS)
@@ -178,7 +178,7 @@ class CheckpointManager:
 
     @property
     def _writes_parts(self) -> bool:
-        """Whether all ranks see the checkpoint directory, so that each can write its parts of tensors."""
+        """Whether all ranks can open the checkpoint directory, so that each writes its parts of tensors."""
         assert self._drafts is not None
         return len(self._drafts.writers) == self._channel.size
 
@@ -197,8 +197,8 @@ class CheckpointManager:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and values of each tensor, or part of a tensor, that this rank writes.
 
-        If a rank does not see the directory, all ranks gather the tensors that are cut over ranks, one by
-        one.
+        If a rank cannot open the checkpoint directory, all ranks gather the tensors that are cut over
+        ranks, one by one.
         """
         for name, tensor in tensors.items():
             is_gathered = not self._writes_parts and cut_of(tensor) is not None
@@ -310,7 +310,7 @@ class Buffers:
                 self._kept[name] = memory.view(dcp.dtype_of(spec)).view(spec.shape)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy tensors into the memory allocated by `prepare`; the copies are valid until the next call."""
+        """Copy tensors into the memory that `prepare` allocated; the next `copy` overwrites the copies."""
         devices = set()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -323,7 +323,7 @@ class Buffers:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
-    """Return the dtypes and shapes of tensors, and the cuts of the tensors that are cut over ranks."""
+    """Return the dtypes and shapes of tensors, and along which dimension DTensors are cut over ranks."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
     return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}

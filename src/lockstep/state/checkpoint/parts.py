@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: its offset and size in each dimension."""
+    """A rectangular part of a tensor, given by an offset and a size for each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -46,7 +46,7 @@ class Cut:
     count: int  # number of parts; rank `k` of the run holds part `k`
 
     def box(self, shape: tuple[int, ...], part: int) -> Box:
-        """Return the box of part number `part` of a tensor of this shape; the box may be empty."""
+        """Return which elements of a tensor of this shape are in part number `part`; there may be none."""
         length = shape[self.dimension]
         step = -(-length // self.count)
         start = min(part * step, length)
@@ -57,7 +57,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A saved tensor, of which each rank reads the parts that it needs."""
+    """A tensor of a checkpoint or snapshot; its parts are read one by one, when a rank needs them."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,11 +65,11 @@ class Stored:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Stored:
-        """Return a `Stored` that copies parts of a tensor in memory."""
+        """Return `tensor`, which is in memory, as a saved tensor: each part is copied when it is read."""
         return Stored(tensor.shape, tensor.dtype, lambda box: box.of(tensor).clone())
 
     def read(self) -> torch.Tensor:
-        """Return the whole tensor."""
+        """Read and return the whole tensor."""
         return self.fetch(Box.whole(self.shape))
 
 

@@ -33,7 +33,7 @@ class Counters:
 
     @staticmethod
     def parse(content: Mapping[str, Any]) -> Counters:
-        """Return the counters of JSON that `dataclasses.asdict` has made."""
+        """Return the counters that `dataclasses.asdict` has turned into `content`."""
         rounds = tuple((_count(loader), _count(count)) for loader, count in content["rounds"])
         steps, stretch, loaders = (
             _count(content[name]) for name in ("steps", "stretch", "loaders")
@@ -43,7 +43,7 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class LoopEvent:
-    """A loop over a loader in which the script updates parameters."""
+    """How far a loop over a loader, in which the script updates parameters, has come."""
 
     loader: int  # number of the loader in the script
     stretch: int
@@ -60,7 +60,7 @@ class LoopEvent:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The loop's loader, its stretch (a number per epoch and phase), and its round: loops before it."""
+        """Numbers of the loader, of the stretch (epoch or time between epochs), and of its loop therein."""
         return (self.loader, self.stretch, self.round)
 
 
@@ -78,7 +78,7 @@ class MetricEvent:
 
 @dataclass(slots=True, kw_only=True)
 class PhaseEvent:
-    """A phase: one call of `run.epochs`."""
+    """How far one call of `run.epochs` (a phase) has come."""
 
     epoch: int | None = None  # the last epoch that began; `None` before the first
     begin: Counters = Counters()  # when that epoch began
@@ -154,7 +154,7 @@ class Position:
     def parse(
         content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Position:
-        """Return the position of JSON made by `as_json`; without `tensors`, tensors of metrics are `None`.
+        """Return the position that `as_json` turned into `content`; without `tensors` metrics have `None`.
 
         Raises:
             CheckpointError: if the JSON is not a position of this version's format.

@@ -69,7 +69,7 @@ class Descriptors:
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
-        """Return the file descriptors that `environ` names; `None` without descriptors of this memory."""
+        """Return the file descriptors named in `environ`; `None` if it names none, or other files'."""
         try:
             page, losses, first, second = map(int, environ[VARIABLE].split(","))
             if (os.fstat(page).st_size, os.fstat(losses).st_size) != (_PAGE_BYTES, _LOSS_BYTES):
@@ -80,11 +80,11 @@ class Descriptors:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All file descriptors, in the order of the environment variable."""
+        """All file descriptors, in the order in which the workers' environment variable lists them."""
         return (self.page, self.losses, *self.buffers)
 
     def variable(self) -> str:
-        """Return the value of the environment variable `VARIABLE` for a worker."""
+        """Return the descriptors as text, for the environment variable by which a worker finds them."""
         return ",".join(map(str, self.all))
 
     def keep_through_exec(self) -> None:
@@ -113,10 +113,10 @@ class _Word:
 
 
 class Slot:
-    """Progress of one rank in shared memory, written by the rank and read by its launcher.
+    """One rank's progress in the memory that the ranks share; the rank writes it, the launcher reads it.
 
-    All numbers only grow until the ranks are restarted. All numbers but `beat` are the same on all ranks
-    that are in the same collective call.
+    Counts only grow until ranks are restarted. Ranks that are in the same collective call have equal
+    counts, except `beat`.
     """
 
     __slots__ = ("first", "words")
@@ -155,7 +155,7 @@ class StatusPage:
         return (words[4], words[5]), (words[6], words[7])
 
     def plan_snapshot(self, step: int, number: int) -> None:
-        """Set the step after which snapshot `number` is due; the plan of the previous snapshot stays."""
+        """Set the step after which snapshot `number` is due; keep the previous snapshot's step, too."""
         word = 4 + 2 * (number % 2)
         self._words[word] = 0
         self._words[word + 1] = number
@@ -163,7 +163,7 @@ class StatusPage:
 
     @property
     def asked(self) -> int:
-        """A request of any rank to all ranks: a number that the training package defines; 0 for none."""
+        """What a rank has requested of all ranks, as a number (`engine/training` defines it) or 0."""
         return self._words[1]
 
     @asked.setter
@@ -172,7 +172,7 @@ class StatusPage:
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """The step after which all ranks carry out a request, and the request; the first rank decides."""
+        """The step after which all ranks carry out a request, chosen by the first rank, and the request."""
         return self._words[2], self._words[3]
 
     @agreed.setter
@@ -182,7 +182,7 @@ class StatusPage:
         self._words[2] = step
 
     def begin_run(self) -> None:
-        """Clear the decisions of an earlier run of the same processes."""
+        """Clear what ranks have requested and planned in an earlier run of the same processes."""
         for word in range(_SLOT_WORDS):
             self._words[word] = 0
 
@@ -209,7 +209,7 @@ class LossRing:
 
     @staticmethod
     def key(points: int, replica: int, nth: int) -> int:
-        """Return the key of the `nth` loss of a microbatch; never 0, which marks an empty entry."""
+        """Return the key, above 0, of a replica's `nth` loss in the batch with number `points`."""
         return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
 
     def add(self, key: int, bits: int) -> None:
@@ -234,7 +234,7 @@ class LossRing:
 
     @staticmethod
     def read_all(words: memoryview, ranks: int) -> dict[int, int]:
-        """Return the losses of a launcher's ranks, without losses that two ranks computed differently."""
+        """Return the losses of a launcher's ranks by key, except those that differ between two ranks."""
         found: dict[int, int] = {}
         unclear = set()
         for index in range(ranks):
@@ -277,7 +277,7 @@ class Buffer:
             self._words = memoryview(self._memory).cast("Q")
 
     def reserve(self, text: int, data: int) -> None:
-        """Grow the memory to `text + data` bytes or more; it never shrinks, so all ranks may call this."""
+        """Grow the memory to `text + data` bytes or more; it never shrinks, so every rank may call this."""
         wanted = DATA + -(-(data + text) // _ALIGNMENT) * _ALIGNMENT
         if os.fstat(self._descriptor).st_size < wanted:
             # Unlike ftruncate this cannot shrink memory that a rank with a longer text has just enlarged.
@@ -301,7 +301,7 @@ class Buffer:
 
     @property
     def highest(self) -> int:
-        """The highest mark that any rank has left in the buffer."""
+        """The highest snapshot number that any rank has marked as written in the buffer."""
         return 0 if self._words is None else max(self._words[_MARKS : _MARKS + SLOTS].tolist())
 
     @property
@@ -318,12 +318,12 @@ class Buffer:
 
     @property
     def data(self) -> memoryview:
-        """The elements of the snapshot's tensors."""
+        """The bytes of all elements of the snapshot's tensors."""
         size = memoryview(self.memory).cast("Q")[_DATA_WORD]
         return memoryview(self.memory)[DATA : DATA + size]
 
     def begin(self, part: int) -> None:
-        """Clear the mark of rank `part` of this launcher, before the rank writes its part."""
+        """Mark the part of rank `part` of this launcher as incomplete, before the rank writes it."""
         assert self._words is not None
         self._words[_MARKS + part] = 0
 
@@ -339,7 +339,7 @@ class Buffer:
         self._words[_MAGIC_WORD] = _MAGIC
 
     def commit(self, part: int, number: int) -> None:
-        """Set the mark of rank `part` after it has written its part of snapshot `number`."""
+        """Mark the part of rank `part` of this launcher as complete, in snapshot `number`."""
         assert self._words is not None
         self._words[_MARKS + part] = number
 
@@ -350,7 +350,7 @@ def tag_of(identity: bytes, run: int) -> bytes:
 
 
 def run_of(tag: bytes) -> int:
-    """Return the number of a run in its script, from 0, read from the run's tag."""
+    """Return a run's number among the runs of its script, from 0, read from the run's tag."""
     return int.from_bytes(tag[:4], "big")
 
 
@@ -363,7 +363,7 @@ def newest(buffers: Sequence[Buffer]) -> Buffer | None:
 
 
 def next_number(buffers: Sequence[Buffer]) -> int:
-    """Return a snapshot number above all marks, for the buffer without the newest complete snapshot."""
+    """Return the next unused snapshot number whose buffer does not hold the newest complete snapshot."""
     keep = newest(buffers)
     number = max(buffer.highest for buffer in buffers) + 1
     return number + (keep is not None and buffers[number % 2] is keep)

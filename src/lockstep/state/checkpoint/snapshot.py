@@ -1,8 +1,8 @@
 """Snapshots: copies of the run's state in shared memory that outlives the workers.
 
 Each rank of a launcher copies a share of the whole tensors, and its own part of tensors that are cut over
-ranks. The memory has two buffers: if a rank is killed while it writes one, its mark is missing there, and
-the other buffer still has the previous snapshot.
+ranks. The memory has two buffers: a buffer that a rank did not finish, since it was killed, does not
+count, and the other buffer still has the previous snapshot.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Layout:
 
     @staticmethod
     def parse(content: list[list[object]], size: int) -> Layout:
-        """Return the layout of JSON that `as_json` has made."""
+        """Return the layout that `as_json` has turned into `content`; `size` is the data's, in bytes."""
         extents = {}
         for name, offset, dtype, shape in content:
             assert isinstance(offset, int)
@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the snapshot has all parts of all tensors; otherwise other launchers have some parts."""
+        """Whether the snapshot has all parts of all tensors, none only in other launchers' snapshots."""
         return not self.cuts
 
     def stored(self) -> dict[str, Stored]:
@@ -164,7 +164,7 @@ class Snapshots:
         self.is_of_later_run = left is not None and run_of(left.tag) > run_of(tag)
 
     def newest(self) -> Snapshot | None:
-        """Return the newest complete snapshot, or `None` if it belongs to another run."""
+        """Return the newest complete snapshot; `None` if there is none, or if it belongs to another run."""
         buffer = newest(self._buffers)
         if buffer is None or buffer.tag != self._tag:
             return None
@@ -193,7 +193,7 @@ class Snapshots:
         return None if wanted <= free // 2 else (wanted, free)
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> threading.Thread | None:
-        """Allocate memory for `tensors`; return the thread that does so, `None` if it is done already."""
+        """Allocate memory for `tensors` in a thread; return the thread, `None` if the memory exists."""
         layout = Layout.of(tensors)
         # Twice the text: it becomes longer as the numbers in it grow.
         sizes = (2 * len(self._head(text, layout, tensors)), layout.size)
@@ -261,10 +261,9 @@ class Snapshots:
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, slice | None]]:
-        """Return this rank's copies, each as a tensor's name, the target in memory, and the slice to copy.
+        """Return what this rank is to copy: a tensor's name, the target in shared memory, and a slice.
 
-        The slice is `None` for a whole tensor and for this rank's own part of a tensor that is cut over
-        ranks.
+        The slice says which elements to copy; `None` means all elements that this rank holds.
         """
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts

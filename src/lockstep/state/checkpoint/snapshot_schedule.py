@@ -22,10 +22,10 @@ _WARM = 2
 class SnapshotSchedule:
     """Decides after which steps snapshots are taken, and takes them; `taken` counts them.
 
-    The first rank of a launcher measures the cost of a snapshot, and writes to the status page after which
-    step the next one is due; the other ranks read that. They read it in time, since no rank completes a
-    step without the first rank. If there is no step in between, as at the end of an epoch, they may not: so
-    there is at most one snapshot for each step.
+    The first rank of a launcher measures the cost of a snapshot, and writes the next snapshot's step to
+    memory that all ranks share. Other ranks read it in time after a step, since no rank completes a
+    step without the first rank; at an epoch's end, without a step, they might read an old value. So there
+    is at most one snapshot for each step.
 
     Args:
         leads: whether this is the first rank of its launcher.
@@ -46,7 +46,7 @@ class SnapshotSchedule:
     def go_on(self, steps: int) -> None:
         """Resume after step `steps`, with memory allocated: a snapshot is due after the next step.
 
-        So workers that are killed after one step leave a snapshot of that step.
+        So if workers are killed after one step, there is a snapshot of that step.
         """
         self._steps = steps
         self._last = (steps, time.monotonic())
@@ -70,7 +70,7 @@ class SnapshotSchedule:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether this rank should allocate memory for snapshots with `prepare`, as no rank has done so."""
+        """Whether this rank has to call `prepare`, since no memory for snapshots is allocated yet."""
         if not self._leads or self._last is not None:
             return False
         return self._preparing is None or not self._preparing.is_alive()

@@ -79,7 +79,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state of a text that `flatten` has made; `tensor` maps names to tensors."""
+    """Return the state that `flatten` has turned into `text`; `tensor` returns a tensor by its name."""
     return {name: decode(value, tensor) for name, value in json.loads(text).items()}
 
 
@@ -181,7 +181,7 @@ def _refused(path: str, what: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the value of JSON that `encode` has made; `tensor` maps names to tensors."""
+    """Return the object that `encode` has turned into `value`; `tensor` returns a tensor by its name."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

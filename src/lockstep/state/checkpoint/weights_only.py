@@ -63,9 +63,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
     """Write a `state_dict` to a file, atomically.
 
-    If tensors are cut over ranks, all ranks call this and gather one tensor after the other; a rank keeps
-    the gathered tensors and writes the file only if `here`. Values other than tensors are written to files
-    of torch only.
+    If tensors are cut over ranks, all ranks call this and gather one tensor after the other; only a rank
+    with `here` keeps the gathered tensors and writes the file. Only files of torch get
+    values other than tensors.
 
     Raises:
         UsageError: if the suffix is another.

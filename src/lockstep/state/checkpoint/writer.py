@@ -37,11 +37,11 @@ _LINGER_SECONDS = 5.0
 
 
 class StoppedError(Exception):
-    """Raised by calls that wait, after `StoreChannel.stop`."""
+    """Raised by methods of `StoreChannel` that wait for messages, once its `stop` has been called."""
 
 
 class StoreChannel:
-    """Messages between the ranks' background threads through the store; no call blocks in the store.
+    """Messages between the ranks' background threads through a store, which is polled without blocking.
 
     A message belongs to a piece of work, such as one checkpoint; a rank can declare the work as failed.
 
@@ -57,7 +57,7 @@ class StoreChannel:
         self._store = None if store is None else store.clone()  # type: ignore[attr-defined]
 
     def stop(self) -> None:
-        """Make every call that waits raise `StoppedError`."""
+        """Make every present and later call that waits for messages raise `StoppedError`."""
         self._stopped.set()
 
     def send(self, work: str, topic: str, value: Any = None) -> None:
@@ -88,7 +88,7 @@ class StoreChannel:
         return [json.loads(store.get(key)) for key in keys]
 
     def fail(self, work: str, error: CheckpointError) -> None:
-        """Make the work fail on the other ranks with this error, unless a rank has failed before."""
+        """Report that `work` failed on this rank, for the other ranks to raise; the first report counts."""
         if self._store is not None and not self._store.check([f"{work}/failed"]):
             numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
             report = [self.rank, error.message, error.hint, *numbers[:1]]
@@ -121,7 +121,7 @@ class StoreChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDirectory:
-    """The directory in which the ranks of a launch write checkpoints before these are renamed."""
+    """The directory in which the ranks of a launch write checkpoints; complete ones are moved out."""
 
     directory: Path  # of the checkpoints
     path: Path  # below `directory`, with another name in each launch
@@ -129,7 +129,7 @@ class DraftDirectory:
 
     @staticmethod
     def open(directory: Path, channel: StoreChannel, attempt: int) -> DraftDirectory:
-        """Agree on the directory with the other ranks, and remove unfinished checkpoints of other launches.
+        """Open one directory for all ranks of this launch; remove unfinished checkpoints of other launches.
 
         Raises:
             CheckpointError: if the main rank cannot write the directory, or a rank does not answer.
@@ -277,10 +277,9 @@ class CheckpointWriter:
         sync_directory(self._drafts.directory)
 
     def _rename(self) -> None:
-        """Give this state the name of the newest checkpoint of its step.
+        """Give the draft (the new checkpoint's directory) a name as the newest checkpoint of its step.
 
-        If a checkpoint of the same state exists, that checkpoint gets the name, and the draft is not
-        needed.
+        If a checkpoint of the same state exists, it gets the name instead, and the draft is not needed.
         """
         there = self._of_step()
         texts = {key: self._text_at(path) for key, path in there.items()}
@@ -294,7 +293,7 @@ class CheckpointWriter:
             manifest.note_best(self.path, self._contents.best)
 
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
-        """Return the key that makes this state the newest checkpoint of its step.
+        """Return step and number for the name of this checkpoint, which make it the newest of its step.
 
         A step may have several checkpoints with different states, since weights may change without an
         update.
@@ -311,7 +310,7 @@ class CheckpointWriter:
         return last[0], last[1] + 1
 
     def _text_at(self, path: Path) -> str | None:
-        """Return the text of the checkpoint at `path`; `None` if it is damaged, or of another run."""
+        """Return a checkpoint's state without tensors, as text; `None` if damaged or of another run."""
         try:
             there = catalog.look(path).manifest
         except CheckpointError:
@@ -345,10 +344,10 @@ def _machine() -> str:
 
 
 def _is_abandoned(drafts: Path, since: float) -> bool:
-    """Return whether the launch that writes to `drafts` has ended.
+    """Return whether the launch that has made the directory `drafts` no longer writes to it.
 
-    A launch on this host has ended, since this launch has the lock of the run directory. Without locks a
-    launch on another host counts as ended if nothing has been written to its drafts since the time `since`.
+    A launch on this host has ended, or it would hold the lock of the run directory. One on another host
+    counts as ended if nothing has been written to `drafts` since the time `since`.
     """
     if drafts.name.startswith((f"{catalog.DRAFT}{_machine()}-", catalog.REMOVED)):
         return True

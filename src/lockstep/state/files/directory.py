@@ -49,7 +49,7 @@ def create(
 
 
 def name_new(name: str, base: Path = Path("runs"), *, stamp: str | None = None) -> Path:
-    """Return the name for a new run directory; a run makes the directory when it records something."""
+    """Return the path for a new run directory; a run makes the directory when it first writes to it."""
     stamp = stamp or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return (base / name / Path(stamp).name).absolute()
 

@@ -33,7 +33,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that lives as long as a launch: the launcher, or the rank itself without a launcher."""
+    """The process to which a run directory's lock belongs: the launcher, or without one the rank itself."""
 
     host: str
     machine: str  # boot and network namespace, which distinguish hosts of one name
@@ -112,7 +112,7 @@ class DirectoryLock:
                 os.close(file)
 
     def release(self, *, ends: bool) -> None:
-        """Release the lock; unless the run `ends`, its launcher keeps the lock to restart the run."""
+        """Release the lock; if the run does not end, its launcher stays the owner, to restart the run."""
         if self._file is None:
             return
         if ends or self._owner.pid == os.getpid():
@@ -143,7 +143,7 @@ def leave(directory: Path) -> None:
 def in_use(directory: Path, own: Owner | None = None) -> bool | None:
     """Return whether another launch than `own` uses a directory; `None` if this host cannot find out.
 
-    The lock is tried only for a moment: a launch that tries to take it at that moment tries again.
+    This takes the lock for a moment; a launch that fails to take the lock at that moment tries again.
     """
     try:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)

@@ -44,7 +44,7 @@ _COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Everything that the result of a run depends on, as far as a run can know it."""
+    """What the result of a run depends on and is recorded: script, arguments, seed, versions and so on."""
 
     name: str
     script: str  # file name
@@ -180,7 +180,7 @@ def forget(directory: Path) -> None:
 
 
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:
-    """Return whether a script has begun a later run after this one, and has not finished that later run."""
+    """Return whether the script of this recorded run has begun a later run and not finished that one."""
     seen: set[Path] = set()
     while later := recorded.get("next"):
         directory = Path(os.path.normpath(directory / str(later)))
@@ -194,7 +194,7 @@ def continues(directory: Path, recorded: dict[str, Any]) -> bool:
 
 
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
-    """Raise an error if `directory` has another run, or a finished one; `fresh` allows to overwrite either.
+    """Raise an error if `directory` has another or a finished run, unless `fresh` allows to overwrite it.
 
     Raises:
         RunDirectoryError: naming each difference.

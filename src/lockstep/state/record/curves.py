@@ -1,4 +1,4 @@
-"""Logged values as curves with one value per step; steps after a restart replace earlier ones."""
+"""Turn logged values into curves, one value per step; of a step computed twice the later value counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.state.record.reading import Event, Mean, values_of
 
 @dataclass(slots=True)
 class Generation:
-    """The events of one rank between two (re)starts."""
+    """The events of one rank from a start or restart to the next."""
 
     step: int  # steps that the run had done at the (re)start
     time: float  # of the (re)start, in Unix seconds

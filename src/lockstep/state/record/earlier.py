@@ -1,7 +1,7 @@
-"""Earlier runs of the same script: their digests (hashes of the final weights) and this run's are equal.
+"""Compare a run's digest (a hash of the final weights) with those of earlier runs of the same script.
 
-Runs beside the run's directory have recorded their digests. A result that depends on the layout, on the
-process or on chance shows as soon as the script has run twice, whatever the cause.
+Earlier runs are those in sibling directories of the run's directory. A different digest shows that the
+result depends on the number of ranks, on the process or on chance.
 """
 
 from __future__ import annotations

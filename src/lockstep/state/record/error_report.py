@@ -105,7 +105,7 @@ def _message(error: BaseException) -> str:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether the failure of another rank caused `error`."""
+    """Return whether `error` only follows from the failure of another rank."""
     if isinstance(error, PeerError):
         return True
     from_torch = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))

@@ -19,7 +19,7 @@ _OWN = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
 class Events:
-    """Collects events of a rank and writes them about once a second, so that no step waits for a device."""
+    """Collects a rank's events and writes them once a second, so that no step waits for GPU values."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory = directory / "events"

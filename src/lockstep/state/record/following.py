@@ -56,7 +56,7 @@ class Follower:
     """Reads the events of a run's ranks; returns the values of each step that all ranks have completed.
 
     Steps that are computed again after a restart are returned again. `resumed` is the step after which this
-    (re)start continues; `state` is the return value of `state` before the restart.
+    (re)start continues; the argument `state` is what the method `state` returned before the restart.
     """
 
     def __init__(self, directory: Path, ranks: int, resumed: int, state: dict[str, Any]) -> None:

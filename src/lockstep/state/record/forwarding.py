@@ -2,8 +2,9 @@
 
 About once a second loggers get the values of the steps that all ranks have completed, and are flushed. Then
 `progress.json` records the last step, and the offsets in `events/` at which the next one begins; after a
-restart forwarding continues there. A kill between the two repeats the values of that second. A logger that
-does not write when it is flushed (Weights & Biases waits 15 s) loses values at a kill.
+restart forwarding continues there. A kill after the flush and before `progress.json` is written repeats the
+values of that second. A logger that does not write when it is flushed (Weights & Biases waits 15 s) loses
+values at a kill.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Forwarding:
                 self._leave_out(logger, error)
 
     def _new(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the values of a step that were not forwarded before the step was computed again."""
+        """Return the values of a step, without those forwarded before a restart repeated the step."""
         if step < self._step:
             return {}
         if step > self._step:

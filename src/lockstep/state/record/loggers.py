@@ -71,7 +71,7 @@ def check(loggers: Sequence[Any], _: str = "") -> None:
 def make(
     logger: Any, directory: Path, identity: Mapping[str, Any], first: int, say: Say
 ) -> Backend:
-    """Return the logger with a name, or one that passes values to an object of the script.
+    """Return the logger named `logger`, or one that passes values to the `log` of an object `logger`.
 
     Args:
         logger: its name, or an object with `log`.
@@ -91,7 +91,7 @@ def make(
 
 
 class TensorBoard(Backend):
-    """Writes TensorBoard event files; drops values of step `first` and later from before a restart."""
+    """Writes TensorBoard event files; hides older values of steps from `first` on, now computed again."""
 
     def __init__(self, directory: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -49,9 +49,9 @@ class Stopwatch:
 class Pace:
     """Measures the times of steps, in windows of about a second.
 
-    The first step of a process is a window by itself, since it warms up. The stopwatch `data` runs while
-    the script waits for a loader; `exchange` runs while a backward pass on the CPU waits for sums of
-    gradients.
+    The first step of a process is a window by itself, since warm-up makes it slow. The stopwatch `data`
+    runs while the script waits for a loader; `exchange` runs while a backward pass on the CPU waits for
+    sums of gradients.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -66,7 +66,7 @@ class Pace:
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Begin a window; the time before it belongs to no step."""
+        """Begin a window now; the time since the last window counts for no step."""
         self._times: list[float] = []
         self._samples = 0
         self._last = self._since = time.perf_counter()

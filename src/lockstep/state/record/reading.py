@@ -21,7 +21,7 @@ _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of a run: `run.json`, and the events as they were when first read."""
+    """The records of a run: `run.json`, and its events, read once when they are first used."""
 
     directory: Path
     run: dict[str, Any]
@@ -66,7 +66,7 @@ class LineReader:
     most: int | None = None
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines since the last call; while a line is yielded, `offset` is that of the line.
+        """Yield the lines added since the previous call; `offset` is always that of the yielded line.
 
         Raises:
             OSError: if the file cannot be read.
@@ -86,7 +86,7 @@ class LineReader:
                 self.offset += len(line)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events since the last call.
+        """Yield the events written since the previous call of this method.
 
         Raises:
             RunDirectoryError: if the file cannot be read, or contains anything but events.

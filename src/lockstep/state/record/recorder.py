@@ -41,7 +41,7 @@ _LOADERS = 64
 
 
 class TrainingProgress(Protocol):
-    """The part of the training loop's state that records contain."""
+    """What the recorder reads of the training loop's state: its epoch, step, microbatch and so on."""
 
     epoch: int
     epochs: int
@@ -56,11 +56,11 @@ class TrainingProgress(Protocol):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed run still replays its recorded part: calls return recorded results."""
+        """Whether a resumed run repeats what ran before its checkpoint: calls return recorded results."""
 
 
 class Recorder:
-    """Writes `run.json`, events and the trace, and shows progress.
+    """Writes a run's records (`run.json`, events, and if asked for the trace), and shows progress.
 
     Raises:
         RunDirectoryError: if the run directory cannot be used.
@@ -187,7 +187,7 @@ class Recorder:
         self._progress, self._digests = progress, digests
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
-        """Record a new loader; warn if the run has recorded other data for it before."""
+        """Record a new loader; warn if its data is not what the run recorded for it before a restart."""
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
@@ -232,7 +232,7 @@ class Recorder:
         self._without_loss.pop(microbatch.loader, None)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Write the digests after a step to the trace, and advance the progress bar."""
+        """Write the digests of the run's objects after a step to the trace; advance the progress bar."""
         if self._trace is not None:
             self._trace.step(step, self._digests())
         self._bar.step(microbatch.total)
@@ -241,7 +241,7 @@ class Recorder:
             self._window_ends(step)
 
     def _window_ends(self, step: int) -> None:
-        """Record the times of the last steps."""
+        """Record the times of the steps since the last such record."""
         window, progress, newest = self.pace.window(), self._progress, self._stepped
         if window is not None and newest is not None:
             epochs = {"epoch": progress.epoch, "epochs": progress.epochs}
@@ -249,7 +249,7 @@ class Recorder:
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Write the end of a loop to the trace; if the loop trained, record its speed and close the bar."""
+        """Write a loop's end to the trace; of a training loop, record the speed and close the bar."""
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)
@@ -262,7 +262,7 @@ class Recorder:
             self._bar.epoch_ends(*self._shown_epoch(epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return an epoch's number and the number of epochs; outside of phases the loop's number and 0."""
+        """Return the epoch's number and that of epochs; outside of `run.epochs` the loop's number and 0."""
         progress = self._progress
         return (progress.epoch, progress.epochs) if progress.epochs else (epoch, 0)
 
@@ -317,7 +317,7 @@ class Recorder:
             self._bar.print(text)
 
     def script_ends(self) -> None:
-        """Write the final digests to the trace, and pending events to disk for the main rank to read."""
+        """Write the final digests to the trace, and pending events to disk, where rank 0 reads them."""
         self._events.flush()
         if self._trace is not None:
             self._trace.end(self._digests())

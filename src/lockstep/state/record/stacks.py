@@ -66,7 +66,7 @@ def beside(error_file: Path) -> Path:
 def offer(environ: Mapping[str, str]) -> None:
     """Register a signal handler that writes the stacks of all threads of this process.
 
-    Without a file for them no stacks can be written; that does not stop the run.
+    If `environ` names no usable file for the stacks, no handler is registered, and the run goes on.
     """
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:

@@ -3,8 +3,8 @@
 Every rank writes a file for each (re)start, with one JSON object per line. The first line says after which
 step the (re)start continues. `{"kind": "microbatch", …}` has the bits of a replica's loss and its sample
 ids, `{"kind": "seen", …}` the sample ids of a microbatch without a backward pass, as in an evaluation.
-`{"kind": "step", …}` has the digests of models and registered objects after an update, `{"kind": "end", …}`
-those at the end of the run.
+`{"kind": "step", …}` has the digests of models and of objects passed to `run.register` after an update,
+`{"kind": "end", …}` the digests at the end of the run.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Trace:
         self._file.flush()  # an evaluation whose result is saved is not computed again
 
     def step(self, step: int, digests: Mapping[str, str]) -> None:
-        """Record a digest of each model and registered object after step number `step`."""
+        """Record a digest of each model and each object of `run.register` after step number `step`."""
         self._write(kind="step", step=step, digests=digests)
         self._file.flush()  # the trace of a killed rank has all its steps
 
     def end(self, digests: Mapping[str, str]) -> None:
-        """Record the digests of models and registered objects at the end of the run."""
+        """Record the digests of models and of objects passed to `run.register` at the end of the run."""
         self._write(kind="end", digests=digests)
         self._file.flush()
 

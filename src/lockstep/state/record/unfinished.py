@@ -72,7 +72,7 @@ def contradicting(resume: str, fresh: str) -> UsageError:
 
 
 def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
-    """Return a message that names the newest run of `found`, for a command that begins a new run."""
+    """Return a message for a command that begins a new run: the newest run of `found` could be resumed."""
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""
     return (

@@ -14,9 +14,10 @@ from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN
 
 @dataclass(frozen=True)
 class Selection:
-    """The rules that run, given by codes, or beginnings of codes, to select and to ignore.
+    """Which rules run, by codes (`LS201`) or beginnings of codes (`LS2`) in `select` and `ignore`.
 
-    Without `select` all rules run that do so by default. `origin` names the source, for messages.
+    A rule that is off by default runs only if `select` has its whole code or `ALL`; without `select` all
+    other rules run. Error messages name `origin` as the source of the codes.
 
     Raises:
         UsageError: if no rule has one of the codes.

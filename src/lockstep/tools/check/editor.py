@@ -44,7 +44,7 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
 
 
 class Editor(cst.CSTTransformer):
-    """Makes edits in a syntax tree; expressions are found by begin and end, statements by their begin."""
+    """Applies edits to a LibCST tree; it finds expressions by begin and end, statements by their begin."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -247,7 +247,7 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
-    """Return the loop in `code`, whose inner loops begin with the parts of the body of `loop`."""
+    """Return the loop in `code`; each of its inner loops begins with the next part of `loop`'s body."""
     block = loop.body
     assert isinstance(block, cst.IndentedBlock)
     parts: list[list[cst.BaseStatement]] = [[]]
@@ -297,7 +297,7 @@ def _empty_lines(
 
 
 def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
-    """Return, as a line, the comment at the end of a statement's line or of its block's first line."""
+    """Return the comment at the end of a statement's line (or its header's) as a line of its own."""
     block = getattr(statement, "body", None)
     behind = block.header if isinstance(block, cst.IndentedBlock) else None
     if isinstance(statement, cst.SimpleStatementLine):
@@ -320,7 +320,7 @@ def _spliced(node: cst.If) -> list[cst.BaseStatement]:
 
 
 def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cst.Module:
-    """Put all statements after a marker in a block into a `with` statement that replaces the marker."""
+    """Replace the marker of an edit (a string statement) by a `with` around the rest of the block."""
     for index, statement in enumerate(block.body):
         code = _text(statement)
         if code.startswith(_WITH):

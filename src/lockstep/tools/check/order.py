@@ -12,7 +12,7 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
-    """Return the syntax nodes by which a program may skip `node`: branches, `try`, loops, early exits.
+    """Return the syntax nodes that may keep a program from executing `node`: `if`, `try`, loops, exits.
 
     Nodes around the calls of its function count, too.
     """
@@ -68,7 +68,7 @@ def launcher_only(script: Script, call: ast.Call) -> bool:
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield a node and all calls that lead to its function, each with the function around it."""
+    """Yield `node`, and all direct and indirect calls of its function, each with the function around it."""
     scope = script.module.scope(node)
     yield scope, node
     if depth and isinstance(scope, Function):
@@ -77,7 +77,7 @@ def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.
 
 
 def precedes(script: Script, one: ast.expr, home: Script, other: ast.expr) -> bool | None:
-    """Whether `one`, of `script`, is evaluated before `other`, of `home`; `None` if that is not known."""
+    """Whether `one` in `script` is evaluated before `other` in the file `home`; `None` if unknown."""
     answers = {
         start(first) < start(second)
         for scope, first in _ways(script, one)

@@ -1,4 +1,4 @@
-"""Write findings as text, JSON, SARIF 2.1.0, or annotations for GitHub."""
+"""Write findings as text, JSON, SARIF 2.1.0, or annotations for GitHub Actions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _result(finding: Finding) -> dict[str, Any]:
 
 
 def github(outcome: Outcome) -> str:
-    """Return the findings as workflow commands, which GitHub shows beside the lines of code."""
+    """Return the findings as `::error` lines, which GitHub Actions turns into notes beside the code."""
     lines = []
     for finding in outcome.findings:
         values = {
@@ -101,7 +101,7 @@ def github(outcome: Outcome) -> str:
 
 
 def _escaped(value: object, letters: str = "") -> str:
-    """Return a text with those characters escaped that a workflow command cannot contain."""
+    """Return a text with those characters escaped that a GitHub Actions `::error` line cannot contain."""
     escapes = {ord(letter): f"%{ord(letter):02X}" for letter in f"%\r\n{letters}"}
     return str(value).translate(escapes)
 

@@ -79,7 +79,7 @@ class Script:
         return [self.of(module) for module in self.project.programs[self.module]]
 
     def name(self, node: ast.AST) -> str:
-        """Return the qualified name of an expression in its short form, such as `dist.barrier` or `DDP`."""
+        """Return an expression's qualified name, abbreviated where usual: `dist.barrier`, `DDP`."""
         return self.module.name(node)
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
@@ -271,7 +271,7 @@ class Script:
     # Loops -----------------------------------------------------------------------------------------
 
     def level(self, nodes: Iterable[ast.AST], depth: int = 5) -> int | None:
-        """Return the number of loops between nodes and a call of `backward` in them; `None` without one."""
+        """Return the number of loops inside `nodes` around a call of `backward`; `None` without a call."""
         levels = [self._level(node, depth) for node in nodes]
         return min((level for level in levels if level is not None), default=None)
 
@@ -301,7 +301,7 @@ class Script:
 
     @property
     def step_loops(self) -> list[Loop]:
-        """Loops with one training step, or a part of one, in each iteration."""
+        """Loops whose iterations are one training step or one microbatch each."""
         return [loop for loop in self.module.loops if self._levels[loop] == 0]
 
     @property
@@ -315,7 +315,7 @@ class Script:
         return any(script.step_loops for script in self.program)
 
     def step_loop(self, node: ast.AST, *, always: bool = False, depth: int = 3) -> ast.AST | None:
-        """Return the training loop whose iterations execute a node, also through calls of its function.
+        """Return the training loop around a node, or around a call of the function that contains the node.
 
         With `always` only a loop that executes the node in every iteration, without a condition.
         """
@@ -370,7 +370,7 @@ class Script:
 
 
 def _asks_for_ranks(side: ast.expr, operator: ast.cmpop) -> bool:
-    """Whether a comparison tests if the program is distributed at all: `is None`, `!= -1`, `>= 0`."""
+    """Whether a comparison of a rank only tests if there are ranks at all: `is None`, `!= -1`, `>= 0`."""
     if isinstance(side, ast.UnaryOp):
         return True
     zero = isinstance(operator, ast.GtE | ast.Lt)

@@ -89,7 +89,7 @@ def method_calls(node: ast.AST, *methods: str) -> list[ast.Call]:
 
 
 def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> Iterator[Variable]:
-    """Yield the names and attributes within nodes with a context, such as `ast.Load` or `ast.Store`."""
+    """Yield the names and attributes inside `nodes` whose `ctx` is a `context`, such as `ast.Store`."""
     for node in nodes:
         for part in ast.walk(node):
             if isinstance(part, Variable) and isinstance(part.ctx, context):

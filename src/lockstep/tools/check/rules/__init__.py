@@ -1,4 +1,4 @@
-"""The rules, by family: 1 launch, 2 data, 3 wrapping, 4 the step, 5 metrics, 6 Lockstep loops."""
+"""Rules by first digit of their code: 1 launch, 2 data, 3 wrapping, 4 step, 5 metrics, 6 Lockstep loops."""
 
 import importlib
 import pkgutil

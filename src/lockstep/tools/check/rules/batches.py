@@ -17,7 +17,7 @@ _WHOLE_HELP = re.compile(r"\b(total|global|overall|effective|across|all (gpus|pr
 
 
 def _of_one_rank(script: Script, call: ast.Call) -> bool:
-    """Whether a loader gives each rank its own batches, so that `batch_size` is that of one rank."""
+    """Whether a loader's batches are for one rank, so that its `batch_size` counts one rank's samples."""
     if script.made_by(argument(call, "sampler", 3), "DistributedSampler"):
         return True
     prepared = {".prepare", ".setup_dataloaders"} & script.called
@@ -95,7 +95,7 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     """,
 )
 def whole_batch(script: Script) -> Iterator[Hit]:
-    """Find loaders of one rank whose batch size is, by its name or its help text, that of all ranks."""
+    """Find loaders of one rank that use the batch size of all ranks, as its name or help text shows."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         if size is not None and _of_one_rank(script, call) and _means_all(script, size):
@@ -103,7 +103,7 @@ def whole_batch(script: Script) -> Iterator[Hit]:
 
 
 def _means_all(script: Script, size: ast.expr) -> bool:
-    """Whether a batch size is, by its name or its option's help, that of all ranks, and is not divided."""
+    """Whether `size`, by its name or its option's help, is the batch size of all ranks, and not divided."""
     values = [size, *script.sources(size)]
     if any("/" in ast.unparse(value) for value in values[1:]):
         return False

@@ -100,7 +100,7 @@ def _has_group(script: Script, call: ast.Call) -> bool:
     fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
 def prefixed(script: Script) -> Iterator[Hit]:
-    """Find saved states of a DDP wrapper, in programs that neither load states nor remove `module.`."""
+    """Find saves of a DDP wrapper's state, in programs that neither load states nor remove `module.`."""
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
     if script.matches(handled):
         return

@@ -79,7 +79,7 @@ _FETCHES = {
     fix="puts `sorted(…)` around it",
 )
 def unordered(script: Script) -> Iterator[Hit]:
-    """Find unsorted file listings and sets in datasets."""
+    """Find datasets whose samples are numbered in the order of an unsorted file listing or of a set."""
     for call in script.module.calls:
         if _numbers_set(script, call):
             name = ast.unparse(call)
@@ -98,7 +98,7 @@ def unordered(script: Script) -> Iterator[Hit]:
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
-    """Whether a call enumerates a set or, in a dataset, makes a list of a set."""
+    """Whether a call numbers a set's elements: by `enumerate`, or in a dataset by making a list of it."""
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
@@ -146,7 +146,7 @@ def _sorted(script: Script, call: ast.Call) -> bool:
     """,
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
-    """Find iterable datasets that do not read the rank or the worker, in scripts of `torch.distributed`."""
+    """Find iterable datasets that read neither rank nor worker, in scripts of `torch.distributed`."""
     if not script.plain or script.matches(r"split_dataset_by_node|IterableDatasetShard"):
         return
     splits = r"rank|world|worker|shard|replica|num_parts|start|offset"

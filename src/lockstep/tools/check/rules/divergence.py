@@ -40,7 +40,7 @@ from lockstep.tools.check.syntax import Loop, method, receiver
     """,
 )
 def leaves_alone(script: Script) -> Iterator[Hit]:
-    """Find `break`, `continue` and `return` in training that depend on the rank or on its own values."""
+    """Find `break`, `continue` and `return` in training under conditions that differ between ranks."""
     if not script.plain or "DDP" not in script.called:
         return
     for branch in script.module.parents:
@@ -61,7 +61,7 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:
-    """Whether a branch of a training loop is taken by the loss of this rank's batch."""
+    """Whether the condition of a branch in a training loop depends on the loss of this rank's own batch."""
     own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", ast.unparse(branch.test))
     if not own or script.step_loop(branch) is None:
         return False
@@ -69,7 +69,7 @@ def _by_own_loss(script: Script, branch: ast.If) -> bool:
 
 
 def _by_own_samples(script: Script, branch: ast.If) -> bool:
-    """Whether a branch ends training by an evaluation over this rank's samples that is not reduced."""
+    """Whether a branch ends training because of a metric of this rank's samples, not reduced over ranks."""
     early = re.search(r"patience|early_?stop|should_stop|no_improve", ast.unparse(branch.test))
     if not early or not _in_training(script, branch):
         return False

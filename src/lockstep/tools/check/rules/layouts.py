@@ -87,7 +87,7 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
     """,
 )
 def own_generator(script: Script) -> Iterator[Hit]:
-    """Find draws, in steps and in `__getitem__`, from random generators that are made outside of these."""
+    """Find draws in training steps and in `__getitem__` from a random generator made elsewhere."""
     for call in script.module.calls:
         if not _per_sample(script, call) and script.step_loop(call) is None:
             continue
@@ -113,7 +113,7 @@ def _per_sample(script: Script, node: ast.AST) -> bool:
 
 
 def _kept(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a random generator made outside of steps and of `__getitem__`."""
+    """Whether a value is a random generator that neither a training step nor `__getitem__` has made."""
     return any(
         _makes_generator(home, value)
         and not _per_sample(script.of(home), value)
@@ -154,7 +154,7 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
     """,
 )
 def split_stream(script: Script) -> Iterator[Hit]:
-    """Find iterable datasets that read the rank or the worker's number."""
+    """Find iterable datasets that read the rank or the loader worker's number, to split their data."""
     splits = r"get_worker_info|get_rank|\b(world_size|rank)\b"
     for _, iterator in script.module.iterators:
         if re.search(splits, ast.unparse(iterator)):

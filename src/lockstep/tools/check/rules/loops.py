@@ -35,7 +35,7 @@ from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument,
     """,
 )
 def not_registered(script: Script) -> Iterator[Hit]:
-    """Find variables set before the epoch loop that its body compares and changes, outside `run.state`."""
+    """Find variables not in `run.state` that are set above the epoch loop, and compared and set in it."""
     for loop in script.module.loops:
         over = script.iterated(loop)
         if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
@@ -59,7 +59,7 @@ def _changed(node: ast.AST) -> str:
 
 
 def _starts_before(script: Script, loop: Loop, name: str) -> bool:
-    """Whether a name is bound to a constant before a loop, and not bound again at the head of its body."""
+    """Whether a name has a constant value before a loop, and the loop's body does not set it anew."""
     assigned = [one for one in loop.body[:-1] if isinstance(one, ast.Assign)]
     if name in map(_changed, assigned):
         return False
@@ -90,7 +90,7 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     """,
 )
 def early_draw(script: Script) -> Iterator[Hit]:
-    """Find draws from the global random generators before the Run, in the same function."""
+    """Find draws from global random generators above the call of `lockstep.Run` in the same function."""
     if script.matches(r"manual_seed|random\.seed"):
         return
     draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"

@@ -45,7 +45,7 @@ _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "wr
     """,
 )
 def loss_of_one_rank(script: Script) -> Iterator[Hit]:
-    """Find losses that rank 0 shows, in programs that reduce nothing over ranks."""
+    """Find losses printed or logged on rank 0 only, in programs that average no value over ranks."""
     if not script.plain or "DDP" not in script.called or script.matches(_REDUCED):
         return
     for call in script.module.calls:
@@ -107,7 +107,7 @@ def mean_of_means(script: Script) -> Iterator[Hit]:
 
 
 def _sums(script: Script, loop: Loop, total: str) -> bool:
-    """Whether a loop of an evaluation adds up losses that are each the mean over a batch."""
+    """Whether an evaluation loop adds losses to `total`, each of them the mean over one batch."""
     for node in ast.walk(loop):
         match node:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):

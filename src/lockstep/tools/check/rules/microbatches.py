@@ -1,4 +1,4 @@
-"""Rules on work of a step that a loop of `lockstep.Run` does once per microbatch (family LS6)."""
+"""Rules on work meant for once per step that a Lockstep loop does once per microbatch (family LS6)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def no_weight(script: Script) -> Iterator[Hit]:
 
 
 def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
-    """Yield the names of arguments by which a loss is a mean over anything but samples."""
+    """Yield the arguments, `ignore_index` or `weight`, because of which a loss is no mean over samples."""
     functions = ("torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss")
     modules = script.made_by(call.func, "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")
     for one in [call] if script.name(call.func) in functions else modules:
@@ -86,7 +86,7 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
     """,
 )
 def per_microbatch(script: Script) -> Iterator[Hit]:
-    """Find model averages, changes of gradients, and counts of steps in loops over microbatches."""
+    """Find model averages, gradient changes and step counters that a loop updates once per microbatch."""
     updates = [call for call in script.module.calls if _updates(script, call)]
     model = (
         "this is done with the model once per microbatch: do it between the batches of run.batches"
@@ -110,7 +110,7 @@ def per_microbatch(script: Script) -> Iterator[Hit]:
 
 
 def _in_step(script: Script, node: ast.AST) -> bool:
-    """Whether a node is executed per microbatch: in a training loop that is not over `run.batches`."""
+    """Whether a node runs once per microbatch: in a training loop over a loader, not over `run.batches`."""
     loop = script.step_loop(node)
     return isinstance(loop, ast.For) and not ast.unparse(loop.iter).count(".batches(")
 
@@ -157,7 +157,7 @@ def _over_parameters(script: Script, over: ast.expr) -> bool:
 
 
 def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
-    """Whether a count is used for more than being shown, being returned, or dividing a sum."""
+    """Whether the counter `name` has any use other than being shown, being returned, or dividing a sum."""
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
     for read in variables(own or module.tree):

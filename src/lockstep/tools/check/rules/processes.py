@@ -73,7 +73,7 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_main_guard(script: Script) -> Iterator[Hit]:
-    """Find calls that start processes whenever the script is imported."""
+    """Find calls that start processes and run on import of the script, for lack of a `__main__` guard."""
     spawns = script.matches(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
     for call in script.module.calls:
         if _starts_fresh(script, call, always=spawns) and _at_import(script, call):
@@ -81,7 +81,7 @@ def no_main_guard(script: Script) -> Iterator[Hit]:
 
 
 def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
-    """Whether a call starts processes that import the script's module; `always`: whether all do."""
+    """Whether a call starts processes that import the script; `always`: whether every `mp.Process` does."""
     name = script.name(call.func)
     if name in ("mp.spawn", "mp.start_processes"):
         return script.constants(argument(call, "start_method")) != ["fork"]

@@ -121,7 +121,7 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def padding_sampler(script: Script) -> Iterator[Hit]:
-    """Find samplers of evaluation data without `drop_last`."""
+    """Find samplers of evaluation data that repeat samples to give all ranks equally many."""
     if script.matches("gather_for_metrics"):
         return
     for call in script.calls("DistributedSampler"):

@@ -73,7 +73,7 @@ def collective_of_one_rank(script: Script) -> Iterator[Hit]:
 
 
 def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
-    """Whether the other ranks make the same call, in the other branch or under another guard."""
+    """Whether ranks that skip `call` because of `guard` make the same call in another branch."""
     scope = script.module.scope(call)
     for other in script.module.calls:
         if other is call or script.name(other.func) != script.name(call.func):
@@ -113,7 +113,7 @@ _SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "floa
     """,
 )
 def waits_each_step(script: Script) -> Iterator[Hit]:
-    """Find reads of tensors in every training step, in programs that use GPUs."""
+    """Find copies of GPU tensors to the host, such as `loss.item()`, in every training step."""
     if not script.cuda or "lockstep" in script.flavours:
         return
     for call in script.module.calls:
@@ -124,7 +124,7 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
 
 
 def _reads(script: Script, call: ast.Call) -> str:
-    """Return how a call reads a tensor, in words; empty if it does not."""
+    """Return which copy of a tensor to the host a call makes, such as `loss.item()`; empty if none."""
     match call.func:
         case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
             text = ast.unparse(of)
@@ -137,7 +137,7 @@ def _reads(script: Script, call: ast.Call) -> str:
 
 
 def _shown(value: ast.expr) -> list[ast.expr]:
-    """Return the values that a formatted text consists of, or the value itself."""
+    """Return the values put into text by an f-string, `format` or `%`; for other expressions `[value]`."""
     match value:
         case ast.JoinedStr(values=parts):
             return [part.value for part in parts if isinstance(part, ast.FormattedValue)]
@@ -219,7 +219,7 @@ def barrier_each_step(script: Script) -> Iterator[Hit]:
     """,
 )
 def no_no_sync(script: Script) -> Iterator[Hit]:
-    """Find optimizer steps taken every n-th time, in programs that never use `no_sync`."""
+    """Find optimizer steps every n-th iteration (accumulated gradients), in programs without `no_sync`."""
     if "DDP" not in script.called or not script.plain:
         return
     if script.matches(r"no_sync|grad_sync|gradient_sync"):
@@ -228,7 +228,7 @@ def no_no_sync(script: Script) -> Iterator[Hit]:
 
 
 def every_nth(script: Script) -> Iterator[ast.Call]:
-    """Yield optimizer steps under `if i % n == 0` in loops with a backward pass outside of that branch."""
+    """Yield optimizer steps under `if i % n == 0` in loops whose backward pass is outside of this `if`."""
     for call in script.methods("step"):
         branch = script.module.parents.get(script.module.statement(call) or call)
         named = re.search(r"optim|opt$|scaler", ast.unparse(receiver(call)))

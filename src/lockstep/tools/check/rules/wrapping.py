@@ -56,7 +56,7 @@ def _shards(script: Script, call: ast.Call, name: str) -> bool:
 
 
 def _moves(script: Script, call: ast.Call, name: str) -> bool:
-    """Whether a call moves the model `name` before the function's first training loop."""
+    """Whether a call moves the model `name` to a device, before its function's first training loop."""
     match call.func:
         case ast.Attribute(value=ast.Name(id=moved), attr="to" | "cuda") if moved == name:
             scope = script.module.scope(call)
@@ -189,7 +189,7 @@ def _straight(owner: ast.ClassDef) -> bool:
     """,
 )
 def moved_wrapper(script: Script) -> Iterator[Hit]:
-    """Find moves of a variable after the same function has bound it to a DDP wrapper."""
+    """Find moves to a device (`model.to`) after the same function has wrapped the model in DDP."""
     for call in script.methods("to", "cuda"):
         model = receiver(call)
         for made in script.made_by(model, "DDP") if isinstance(model, ast.Name) else ():
@@ -220,7 +220,7 @@ def moved_wrapper(script: Script) -> Iterator[Hit]:
     """,
 )
 def around_wrapper(script: Script) -> Iterator[Hit]:
-    """Find calls of `model.module(…)` of a wrapper in training steps."""
+    """Find forward passes `model.module(…)` in training steps, which bypass the DDP wrapper `model`."""
     for call in script.module.calls:
         match call.func:
             case ast.Attribute(value=ast.expr() as model, attr="module"):
