@@ -52,7 +52,7 @@ class Benchmark:
         }
 
     def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
-        """Measure the script on all combinations, and return the content of the results file."""
+        """Launch the script on all layouts to measure; return the content of the results file."""
         machine = describe_machine()
         ranks = [one.ranks for one in self.combinations]
         work = Runner(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
@@ -73,7 +73,7 @@ class Benchmark:
         return content
 
     def compare(self, content: dict[str, Any]) -> UsageError | None:
-        """Add the comparison with the results in `other`; return an error if the two cannot be compared."""
+        """Add a comparison with earlier results, if the user named some; return an error if it fails."""
         if self.other is None:
             return None
         try:

@@ -25,7 +25,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def sections(content: Mapping[str, Any]) -> list[Section]:
-    """Return the sections of the page of a results file."""
+    """Return the sections of the HTML page that shows the content of a results file."""
     rows = [row for row in content["results"] if row.get("measured_by")]
     comparison = content.get("comparison")
     failed = map(Text, table.failures(content["results"]))
@@ -68,7 +68,7 @@ def _table(columns: Sequence[table.Column], rows: Sequence[Row], caption: str) -
 
 
 def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
-    """Group rows that have a value into the lines of a chart: by strategy and exchange, sorted by ranks."""
+    """Group rows with the field `value` into the lines of a chart, one for each strategy and exchange."""
     known = sorted((row for row in rows if row.get(value)), key=lambda row: row["ranks"])
     groups = dict.fromkeys(group(row) for row in known if row["ranks"] > 1)
     return {
@@ -78,7 +78,7 @@ def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
 
 
 def _add(figure: Any, name: str, rows: Sequence[Row], value: str, **style: Any) -> None:
-    """Add a line to a figure: a value of rows by their number of ranks."""
+    """Add a line to a figure: the field `value` of each row over the row's number of ranks."""
     points = {"x": [row["ranks"] for row in rows], "y": [row[value] for row in rows]}
     figure.add_scatter(**points, name=name, **{"mode": "lines+markers", **style})
 
@@ -104,7 +104,7 @@ def _speedups(rows: Sequence[Row], comparison: Mapping[str, Any] | None) -> Char
 
 
 def _ends(row: Row) -> tuple[float, float]:
-    """Return how far the lowest and highest repeat are from the median, in units of the speed-up."""
+    """Return how far the speed-ups of the slowest and the fastest launch are from the median."""
     name = "samples_per_second" if row.get("samples_per_second") else "wall_seconds"
     low, high = (row["speedup"] * end / row[name] for end in row[f"{name}_range"])
     return row["speedup"] - low, high - row["speedup"]

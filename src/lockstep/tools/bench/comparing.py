@@ -24,7 +24,7 @@ _TABLES = resources.files("lockstep.tools.bench").joinpath("tables")
 
 
 def shipped() -> list[str]:
-    """Return the names of the published tables that come with Lockstep."""
+    """Return the names of the benchmark results that come with Lockstep."""
     names = (file.name for file in _TABLES.iterdir())
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
@@ -134,7 +134,7 @@ def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict
 
 
 def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Return the rows of two results in pairs with one layout; `None` stands for a missing partner."""
+    """Return the rows of two results in pairs of equal layout; `None` stands for a missing partner."""
     left = list(other)
     pairs: list[tuple[Row | None, Row | None]] = []
     for mine in own:

@@ -34,7 +34,7 @@ _BEFORE_KILL, _AFTER_KILL = 3.0, 3
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Launches the script on one combination."""
+    """Launches the script with one combination of ranks, strategy and exchange."""
 
     command: RunCommand
     threads: int  # of each rank, if neither the script nor a flag sets a number
@@ -55,7 +55,7 @@ class Runner:
         return replace(trial, measured=measured, verdict=verdict, **known)
 
     def restart(self, run: Measured, combination: Combination, directory: Path) -> float | None:
-        """Launch the script and kill a rank; return the seconds until the run resumed, if it did."""
+        """Launch the script and kill a rank; return the seconds until the run resumed, else `None`."""
         kill = min(max(2, run.steps // 2), 2 + math.ceil(_BEFORE_KILL / run.step_seconds))
         faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
         exit_code, _, _ = self._launch(combination, directory, {"LOCKSTEP_FAULTS": faults})
@@ -65,7 +65,7 @@ class Runner:
     def _launch(
         self, combination: Combination, directory: Path, variables: Mapping[str, str] | None = None
     ) -> tuple[int, float, float]:
-        """Launch the script; return the exit code, the Unix time of the launch and its seconds."""
+        """Launch the script; return its exit code, its start as Unix time, and its duration in seconds."""
         directory.mkdir(parents=True)
         words = ["-n", str(combination.processes), "--run-dir", str(directory / "run")]
         words += self.command.words(combination.strategy, os.environ)

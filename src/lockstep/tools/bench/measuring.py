@@ -12,7 +12,7 @@ from lockstep.state.record.reading import Event, Recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one run, without the first step after each (re)start, which warms up."""
+    """Measurements of one run, without its warm-up: the first step after each (re)start."""
 
     steps: int
     batch: float  # samples of a step, of all ranks
@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """Sums over one rank's windows of steps after the warm-up."""
+    """Sums of one rank's recorded measurements of steps, without the warm-up after each (re)start."""
 
     steps: int
     samples: int
@@ -49,7 +49,7 @@ class _Rank:
 
     @staticmethod
     def of(events: Iterable[Event], *, alone: bool) -> _Rank:
-        """Return the sums over a rank's windows; if the rank is `alone`, its exchange takes no time."""
+        """Sum a rank's recorded measurements of steps; if the rank is `alone`, its exchange takes 0 s."""
         # The first window after each (re)start is the warm-up.
         parts = [part.events for part in split_generations(events)]
         paces = [one for part in parts for one in _of(part, "pace")[1:]]
@@ -105,7 +105,7 @@ def measure(recorded: Recorded, launched: float) -> Measured | None:
 
 
 def restart_seconds(recorded: Recorded) -> float | None:
-    """Return the seconds from the first recorded failure to the end of the next step."""
+    """Return the seconds from a run's first failure to the end of the first step after the restart."""
     launchers = recorded.launchers.values()
     failures = [one["time"] for events in launchers for one in _of(events, "failure")]
     return _first_step(recorded, 1, min(failures)) if failures else None
@@ -120,7 +120,7 @@ def _all(recorded: Recorded, kind: str) -> list[Event]:
 
 
 def _first_step(recorded: Recorded, generation: int, since: float) -> float | None:
-    """Return the seconds from `since` until the main rank has done the first step of a (re)start."""
+    """Return the seconds from `since` to the end of the main rank's first step after a (re)start."""
     found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
@@ -140,7 +140,7 @@ def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
 
 
 def _samples(recorded: Recorded) -> list[Event]:
-    """Return the samples of CPU, memory and GPU that were taken after the first step of each (re)start."""
+    """Return the events with the use of CPU, memory and GPU, after the first step of each (re)start."""
     return [
         event
         for events in recorded.ranks.values()

@@ -33,7 +33,7 @@ _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 @dataclass(slots=True)
 class Projection:
-    """Projected rows, and the fitted models from which they are computed."""
+    """Rows of predicted step times for other numbers of ranks, and the models that predict them."""
 
     rows: list[Row] = field(default_factory=list)  # one per number of ranks and group of results
     parameters: list[Row] = field(default_factory=list)  # one row per group
@@ -104,7 +104,7 @@ def _project_group(
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
-    """Return the cost model of the exchange that rows used, from the bytes that the largest layout sent."""
+    """Return the messages and bytes of the rows' exchange, from the row with the most ranks."""
     if not usable:
         return None
     last = max(usable, key=lambda one: one["ranks"])
@@ -142,7 +142,7 @@ def _refusal(
 
 
 def _residual(model: Model, point: Point) -> Row:
-    """Return the step time that the model predicts for a measured point, and its relative error."""
+    """Return a point's measured step time, the one that the model predicts, and the relative error."""
     predicted = model.step(point.ranks)
     return {
         "ranks": point.ranks,

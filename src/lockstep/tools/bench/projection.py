@@ -43,10 +43,9 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Messages and bytes of one exchange for one script.
+    """Messages and bytes per step of one script, for one way to sum gradients over ranks.
 
-    Without servers each rank sums one share of every bucket, and sends the sum to all ranks. That takes as
-    many messages and bytes as a ring all-reduce.
+    Without parameter servers these are as many as those of a ring all-reduce of each bucket of gradients.
     """
 
     exchange: str
@@ -62,7 +61,7 @@ class Cost:
     def sent(self, ranks: int) -> float:
         """Return the number of bytes on the busiest link in a step, in one direction.
 
-        With servers that is a server's link: it receives the gradients of every rank.
+        With parameter servers this is a server's link, which carries the gradients of every rank.
         """
         if self.exchange in AT_SERVERS:
             return self.volume * ranks if ranks > 1 else 0
@@ -76,10 +75,10 @@ def cost_of(
     sent: tuple[int, float] | None,
     gradients: float | None,
 ) -> Cost | None:
-    """Return the cost of an exchange; `None` if its bytes are not known.
+    """Return the messages and bytes of an exchange of gradients; `None` if the bytes are not known.
 
-    `sent` is a number of ranks and the bytes that each rank sent in a step; `gradients` is the number of
-    bytes of all gradients.
+    `sent` is a number of ranks, and the bytes that each of these sent in a step. `gradients` is the size of
+    all gradients in bytes.
     """
     if sent is not None and exchange in AT_SERVERS:
         volume = sent[1]
@@ -96,7 +95,7 @@ def cost_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A measured number of ranks with its step time."""
+    """The measured step time on one number of ranks, to which the model is fitted."""
 
     ranks: int
     batch: float  # samples of a step, of all ranks
@@ -112,7 +111,7 @@ Part = Callable[[Point], float]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bandwidth and latency of the link between ranks, as the user gives them; `None` is fitted."""
+    """Bandwidth and latency between ranks, as given by the user; `None`: fitted to the measurements."""
 
     bandwidth: float | None = None  # bytes per second
     latency: float | None = None  # seconds per message
@@ -128,7 +127,7 @@ class Batches:
 
     @staticmethod
     def of(points: Sequence[Point]) -> Batches | None:
-        """Return the batch size that points share, in total or per rank; `None` if they share neither."""
+        """Return the batch size, in total or per rank, that all points have; `None` if both differ."""
         fixed = {point.replicas for point in points if point.replicas != point.ranks}
         replicas = fixed.pop() if len(fixed) == 1 else None
         for per_rank in (False, True):
@@ -151,7 +150,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Parameters of the model, in seconds: fitted, or given by the user for the link."""
+    """Parameters of the model of the step time: fitted, or for the network given by the user."""
 
     overhead_seconds: float = 0.0  # of a step with any number of samples
     compute_seconds_per_sample: float = 0.0  # of a rank's own samples
@@ -162,7 +161,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A fitted model of the step time."""
+    """A model of the step time for any number of ranks, fitted to measurements."""
 
     parameters: Parameters
     cost: Cost
@@ -180,21 +179,21 @@ class Model:
         return Model(parameters, cost, self.batches)
 
     def compute(self, ranks: int) -> float:
-        """Return the seconds of a step that are neither exchange nor data."""
+        """Return the seconds of a step without the exchange of gradients and without waiting for data."""
         own = self.batches.largest(ranks) * self.parameters.compute_seconds_per_sample
         return self.parameters.overhead_seconds + own
 
     def data(self, ranks: int) -> float:
-        """Return the seconds of a step that ranks wait for their loaders."""
+        """Return the seconds of each step in which ranks wait for their data loaders."""
         return self.batches.largest(ranks) * self.parameters.data_seconds_per_sample
 
     def exchange(self, ranks: int) -> float:
-        """Return the seconds of a step in the exchange of gradients."""
+        """Return the seconds of each step that the exchange of gradients takes."""
         waits = self.cost.messages(ranks) * self.parameters.latency_seconds
         return waits + self.cost.sent(ranks) * self.parameters.seconds_per_byte
 
     def step(self, ranks: int) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of a whole step: computing, waiting for data, exchanging gradients."""
         return self.compute(ranks) + self.data(ranks) + self.exchange(ranks)
 
     def rate(self, ranks: int) -> float:
@@ -203,10 +202,10 @@ class Model:
 
 
 def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
-    """Return the model that fits the points best, without those that are left out.
+    """Return the model that fits the points best; points marked `left_out` are not used.
 
-    The error of each point is relative to its step time. If the exchange is measured separately, its
-    parameters are fitted to that time; otherwise all parameters are fitted to the step time.
+    The error of each point is relative to its step time. If the time of the exchange was measured apart,
+    latency and bandwidth are fitted to it, otherwise to the step time.
     """
     used = [point for point in points if not point.left_out]
 
@@ -236,7 +235,7 @@ def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
 
 
 def fit(columns: Mapping[str, Sequence[float]], targets: Sequence[float]) -> dict[str, float]:
-    """Return the factor of each column with which their sum comes closest to `targets`: least squares.
+    """Return, by least squares, the factor of each column so that columns times factors sum to `targets`.
 
     A factor that would be negative, or that the rows do not determine, is 0. Of two fits with the same
     error the one with fewer factors is taken, then the one with factors for earlier columns.

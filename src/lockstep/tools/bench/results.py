@@ -1,4 +1,4 @@
-"""Rows of results: medians and ranges over the repeats of a combination, and speed-ups."""
+"""Rows of results, one for each combination: medians and ranges over its launches, and speed-ups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BY_STEPS, BY_WALL = "steps", "wall time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The result of one launch of the script."""
+    """The result of one launch of the script: exit code, duration and measurements."""
 
     combination: Combination
     exit_code: int
@@ -33,9 +33,9 @@ class Trial:
 def row(
     combination: Combination, trials: Sequence[Trial], restart: float | None, cores: int
 ) -> Row:
-    """Return the row of results for one combination.
+    """Return the row of results for one combination of ranks, strategy and exchange.
 
-    Only the last of the trials may have failed.
+    `trials` are its launches in order, of which only the last may have failed.
     """
     good = [trial for trial in trials if not trial.verdict]
     failed = next((trial for trial in trials if trial.verdict), None)
@@ -54,7 +54,7 @@ def row(
 
 
 def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
-    """Return the fields of a row that come from recorded runs; only wall time for scripts without a Run."""
+    """Return the fields of a row that are read from records of runs; only `measured_by` without records."""
     runs = [trial.measured for trial in trials if trial.measured is not None]
     if not runs:
         return {"measured_by": BY_WALL}
@@ -98,9 +98,9 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
-    """Add to each row its efficiency and its speed-up against the smallest number of ranks.
+    """Add speed-up and efficiency to each row, against the row with the fewest ranks and the same exchange.
 
-    A row of one rank is the baseline for all exchanges, since one rank exchanges nothing.
+    A row of one rank serves all exchanges as the baseline, since one rank exchanges nothing.
     """
     for one in rows:
         known = [row for row in rows if rate(row) is not None and belongs(row, group(one))]
@@ -128,17 +128,17 @@ def devices(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Return the combination of a row in words."""
+    """Return the ranks, strategy and exchange of a row in words."""
     return str(Combination(row["ranks"], row.get("strategy"), row.get("exchange")))
 
 
 def group(one: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the strategy and the exchange of a row, which rows of one curve share."""
+    """Return the strategy and the exchange of a row; rows in which both are equal form one curve."""
     return one.get("strategy"), one.get("exchange")
 
 
 def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
-    """Return whether a row has the strategy and exchange of a group; a row of one rank may lack both."""
+    """Return whether a row has the (strategy, exchange) of `to`; a row of one rank may name neither."""
     return all(
         mine == theirs or (one["ranks"] == 1 and mine is None)
         for mine, theirs in zip(group(one), to, strict=True)
@@ -159,7 +159,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:
-    """Return each rank's largest peak over several runs, in the order of ranks."""
+    """Return each rank's largest memory peak over several runs, in the order of ranks."""
     merged: dict[int, int] = {}
     for one in peaks:
         merged |= {rank: max(value, merged.get(rank, 0)) for rank, value in one.items()}

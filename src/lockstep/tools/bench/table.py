@@ -51,7 +51,7 @@ def show(content: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_lines(console: Console, *lines: str) -> None:
-    """Print lines without markup, which a terminal wraps and a file does not."""
+    """Print lines as plain text, without line breaks of Rich: a terminal wraps them, a file keeps them."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -163,7 +163,7 @@ GAINS: list[Column] = [
 
 
 def notes(measured: Sequence[Row]) -> list[str]:
-    """Return remarks that a reader needs to interpret the tables."""
+    """Return remarks below the tables, such as warnings about conditions that distort measurements."""
     lines = []
     if any(row["measured_by"] == BY_WALL for row in measured):
         lines.append(
@@ -194,7 +194,7 @@ def notes(measured: Sequence[Row]) -> list[str]:
 
 
 def _is_hindered(row: Row) -> bool:
-    """Return whether ranks had much less than one core while they computed."""
+    """Return whether each rank had much less than one core while it computed, as on a busy machine."""
     known = row.get("device") == "cpu" and row.get("cpu") and not row.get("competing")
     return bool(known) and row["cpu"] < _UNHINDERED * row["compute_seconds"] / row["step_seconds"]
 
@@ -205,7 +205,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def parameters(row: Row) -> str:
-    """Return the parameters of one model in one line."""
+    """Return a row's fitted parameters of the model of the step time, as one line of text."""
     bandwidth = row["bandwidth_bytes_per_second"]
     fast = "not limited" if bandwidth is None else f"{size(bandwidth)}/s"
     given = {name: " (given)" if name in row["given"] else "" for name in ("bandwidth", "latency")}

@@ -37,7 +37,7 @@ class _Binding:
 
 
 def convert(draft: Draft) -> None:
-    """Ask the user about variables that one iteration leaves to the next, and on which a loss depends."""
+    """Ask the user about variables whose value from one iteration enters the loss of a later one."""
     for loop in draft.script.step_loops:
         bindings = [_binding(one) for one in _statements(loop.body)]
         changed = counter(loop).union(*(binding.names for binding in bindings))
@@ -52,7 +52,7 @@ def convert(draft: Draft) -> None:
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements bind a name on every path; a loop counts as having at least one iteration."""
+    """Whether statements assign a variable on every path; loops count as having at least one iteration."""
     for statement in statements:
         match statement:
             case ast.If(body=body, orelse=orelse):
@@ -105,9 +105,9 @@ def _binding(statement: ast.stmt) -> _Binding:
 def _used(
     draft: Draft, loop: Loop, bindings: Sequence[_Binding], early: AbstractSet[str]
 ) -> set[str]:
-    """Return the names on which the losses of a loop depend, directly or through later iterations.
+    """Return the variables on which a loop's losses depend, in the same iteration or in a later one.
 
-    Only the names in `early` carry a value into a later iteration.
+    Only the variables in `early` keep a value from one iteration to the next.
     """
     sent: list[ast.AST] = [sent_backward(call) for call in method_calls(loop, "backward")]
     sent += [node for node in ast.walk(loop) if draft.script.runs_backward(node)]
@@ -124,7 +124,7 @@ def _used(
 
 
 def counter(loop: ast.AST) -> set[str]:
-    """Return the variable with which `enumerate` counts a loop's iterations, as a set; else empty."""
+    """Return a set with the variable `i` of a loop `for i, … in enumerate(…)`; empty for another loop."""
     match loop:
         case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=func)):
             return {name} if dotted(func) == "enumerate" else set()
@@ -132,7 +132,7 @@ def counter(loop: ast.AST) -> set[str]:
 
 
 def _bound_before(draft: Draft, loop: Loop, node: ast.stmt, name: str) -> bool:
-    """Whether an iteration has certainly bound a name before it executes a statement."""
+    """Whether every iteration of `loop` assigns a variable before it executes the statement `node`."""
     for parent, child in draft.module.ancestry(node):
         own = stored(_head(parent)) if isinstance(parent, ast.stmt) else set()
         counted = counter(loop) if parent is loop else set()

@@ -1,4 +1,4 @@
-"""Pass the loaders of training loops to `run.loader`."""
+"""Edit scripts so that training loops iterate over `run.loader(loader)` instead of `loader`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.tools.convert.draft import RUN, Draft, origins
 
 
 def convert(draft: Draft) -> None:
-    """Pass the loaders of training loops to the run; ask the user about loops over anything else."""
+    """Edit the draft: loops iterate over `run.loader(…)`; ask the user about loops without a loader."""
     script = draft.script
     given: set[ast.expr] = set()
     for loop in script.step_loops:
@@ -41,7 +41,7 @@ def _unknown(node: ast.expr | None) -> str:
 
 
 def _others(draft: Draft, loop: Loop) -> None:
-    """Ask the user about further iterables in a loop's head, and about loops over a part of a loader."""
+    """Ask the user about a loop with more than one loader (`zip`, `next`) or a part of one (`islice`)."""
     inside = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
     for call in (one for one in inside if isinstance(one, ast.Call)):
         name = last_name(call.func)
@@ -57,7 +57,7 @@ def _others(draft: Draft, loop: Loop) -> None:
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the expressions that make the objects a loop iterates over, without progress bars."""
+    """Return the expressions, such as `DataLoader(…)`, that make what a loop iterates over; skip `tqdm`."""
     found: list[ast.expr] = []
     for origin in origins(script, node):
         match origin:

@@ -45,7 +45,7 @@ def convert(draft: Draft) -> None:
 
 
 def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node leaves the epoch loop depending on a result of training, or on the time."""
+    """Whether a statement leaves the loop over epochs under a condition on training results or the time."""
     loop = next((parent for parent in draft.module.above(node) if isinstance(parent, Loop)), None)
     return loop in draft.script.epoch_loops and any(
         _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
@@ -73,7 +73,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
 
 
 def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
-    """Whether an object, such as a list or an early stopper, is passed values computed in training."""
+    """Whether methods of an object, such as a list or an early stopper, are passed values from training."""
     script, module, owner = draft.script, draft.module, root(name)
     if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
         return False

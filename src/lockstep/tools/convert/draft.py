@@ -1,4 +1,4 @@
-"""`Draft`: the edits of one conversion and its questions to the user; also origins of values."""
+"""`Draft`: a conversion's edits and questions to the user; `origins` finds where variables get values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLICAS = 4
 
 
 class Draft:
-    """The changes of a script that a conversion collects.
+    """The changes to one script, collected by all modules of the conversion before any is applied.
 
     Attributes:
         edits: changes, in the order in which they are made at one node.
@@ -29,7 +29,8 @@ class Draft:
         models: expressions that make the models passed to the run.
         droppable: assignments to delete if nothing reads their names any more.
         imports: statements that import names used in edits, besides Lockstep.
-        seed: source text of the run's seed; `precision`: source text of its argument.
+        seed: source text of the run's seed.
+        precision: source text of the run's argument `precision`; empty without one.
     """
 
     def __init__(self, script: Script) -> None:
@@ -45,7 +46,7 @@ class Draft:
         self.seed, self.precision = "0", ""
 
     def edit(self, kind: Kind, node: ast.expr | ast.stmt, code: str = "", name: str = "") -> None:
-        """Add one change of a node."""
+        """Add one edit, such as the replacement of a node by `code`."""
         made = Edit(kind, node, code, name)
         if made not in self.edits:
             self.edits.append(made)
@@ -68,7 +69,7 @@ class Draft:
         return text if isinstance(node, plain) else f"({text})"
 
     def line_statement(self, node: ast.AST) -> ast.stmt:
-        """Return the statement that contains a node, or an outer one that begins on the same line."""
+        """Return a node's statement, or the outermost one around it that begins on the same line."""
         statement = self.module.statement(node)
         assert statement is not None
         parent = self.module.parents.get(statement)
@@ -77,7 +78,7 @@ class Draft:
         return statement
 
     def tests(self, node: ast.AST, within: ast.AST | None = None) -> list[ast.expr]:
-        """Return the conditions of the `if` statements around a node, up to the node `within`."""
+        """Return the conditions of the `if` statements around a node; with `within`, of those inside it."""
         above = itertools.takewhile(lambda one: one is not within, self.module.above(node))
         return [one.test for one in above if isinstance(one, ast.If)]
 
@@ -87,10 +88,10 @@ class Draft:
 
 
 def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
-    """Return the expressions, in the file, whose value a variable may have when it is read.
+    """Return the expressions in the script's file from which a variable may have its value when it is read.
 
-    A name has the value last bound to it before; a parameter has the arguments of calls; an element of a
-    function's return value is followed into the function. Any other expression is its own origin.
+    Follows assignments, arguments of calls and return values of functions back to the first expression.
+    For an expression that is no variable, returns the expression itself.
     """
     if depth == 0 or not isinstance(node, Variable):
         return [node]
@@ -105,7 +106,7 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
 
 
 def latest(script: Script, node: Variable) -> list[ast.expr | Part]:
-    """Return the values last bound to a variable, in its file, before it is read."""
+    """Return the values that a variable may have where `node` reads it, from assignments and arguments."""
     module = script.module
     if isinstance(node, ast.Attribute):
         values = [one for one in module.assigned(node) if not isinstance(one, ast.Constant)]
@@ -122,7 +123,7 @@ def latest(script: Script, node: Variable) -> list[ast.expr | Part]:
 
 
 def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> list[ast.expr | Part]:
-    """Return the last of `values` bound before `node` in its function; several if they are in branches."""
+    """Return which of `values` was assigned last before `node`; several if that depends on a condition."""
     module = script.module
     conditions = set(module.above(node))
 
@@ -151,7 +152,7 @@ def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> li
 
 
 def sent_backward(call: ast.Call) -> ast.expr:
-    """Return the loss whose `backward` a call runs; of a scaled loss, the loss without the scaler."""
+    """Return the `loss` of a call such as `loss.backward()` or `scaler.scale(loss).backward()`."""
     match receiver(call):
         case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
             return loss

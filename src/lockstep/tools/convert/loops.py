@@ -30,7 +30,7 @@ _EXITS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
 def convert(draft: Draft) -> None:
-    """Let the run count epochs, run backward passes, and clip gradients."""
+    """Edit the draft: use the run's methods to count epochs, run backward passes and clip gradients."""
     for loop in draft.script.epoch_loops:
         if draft.script.level(loop.body) == 1:
             # The loop that counts epochs may be further out: an epoch may be a loop over phases.
@@ -117,7 +117,7 @@ def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
 
 
 def _accumulation(draft: Draft, loop: Loop) -> None:
-    """Replace a step every n-th batch, which accumulates gradients, by batches n times as large."""
+    """Replace gradient accumulation, an optimizer step every n-th batch, by batches n times as large."""
     bound = stored(loop)
     for branch in _inside(draft, loop, ast.If):
         number = _modulus(branch.test)
@@ -144,7 +144,7 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
 
 
 def _inside(draft: Draft, loop: Loop, kind: Any) -> Iterator[Any]:
-    """Yield the statements of a kind whose innermost loop is this one."""
+    """Yield the statements of a kind, such as `ast.If`, that are in `loop` and not in a loop inside it."""
     for node in (one for one in ast.walk(loop) if isinstance(one, kind)):
         if next(one for one in draft.module.above(node) if isinstance(one, Loop)) is loop:
             yield node
@@ -162,7 +162,7 @@ def _accumulates(loop: Loop, branch: ast.If) -> bool:
 
 
 def _modulus(test: ast.expr) -> ast.expr | None:
-    """Return `n` of a test `(i + 1) % n == 0`, also if it continues with `or i + 1 == len(loader)`."""
+    """Return `n` of a condition such as `(i + 1) % n == 0`, also if `or i + 1 == len(loader)` follows."""
     first = test
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
         first, *others = test.values
@@ -175,10 +175,9 @@ def _modulus(test: ast.expr) -> ast.expr | None:
 
 
 def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions of the losses by `number`, and computations that depend on these divisions.
+    """Return the divisions of losses by the number of accumulated batches, and what has to go with them.
 
-    Returns an empty list if a loss is not divided: a sum over batches changes when the batch becomes
-    larger.
+    That is `loss * n` for a log, or `len(loader) / n`. Returns an empty list if some loss is not divided.
     """
     same = ast.dump(number)
     sent = [_divided(draft, sent_backward(call), same) for call in method_calls(loop, "backward")]
@@ -200,7 +199,7 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
 
 
 def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions by a number that cover the whole of a loss; an empty list if a part has none."""
+    """Return the divisions of a whole loss by a number; empty if the loss is not divided in some branch."""
     match node:
         case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:
             above = draft.module.parents.get(node)
@@ -249,7 +248,7 @@ def _leaving(draft: Draft) -> None:
 
 
 def exits(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node ends the script, or raises an exception class of the script."""
+    """Whether a node ends the script, such as `sys.exit()`, or raises an exception class of the script."""
     if isinstance(node, ast.Call):
         return draft.script.name(node.func) in _EXITS
     match node:

@@ -1,4 +1,4 @@
-"""Ask the user about losses that are not means over samples, since the run averages over replicas."""
+"""Ask the user about losses that are not means over samples, since a run averages gradients of replicas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
-    """Return the part of a loss about which to ask the user, and the question; `None` if there is none."""
+    """Return the part of a loss that is no mean over samples, and the question to the user; else `None`."""
     match node:
         case ast.Call() if any(counts_otherwise(draft.script, node)):
             return node, questions.WEIGHT
@@ -53,7 +53,7 @@ def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str]
 
 
 def _adds_up(script: Script, call: ast.Call) -> bool:
-    """Whether a call is `loss.sum()` or `torch.sum(loss)`, over all dimensions, and not a sum of means."""
+    """Whether a call is `x.sum()` or `torch.sum(x)` over all dimensions, where `x` contains no mean."""
     whole = len([*call.args, *call.keywords]) == (script.name(call.func) == "torch.sum")
     return method(call) == "sum" and whole and ".mean(" not in ast.unparse(call)
 

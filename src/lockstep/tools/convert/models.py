@@ -1,4 +1,4 @@
-"""Pass models, optimizers and schedulers to `run.model`, `run.optimizer` and `run.scheduler`."""
+"""Edit scripts so that models, optimizers and schedulers pass through `run.model` and the like."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEVICES = ("device_ids", "output_device", "dim")
 
 
 def convert(draft: Draft) -> None:
-    """Pass models, optimizers and schedulers to the run."""
+    """Edit the draft: wrap the script's models, optimizers and schedulers by `run.model` and the like."""
     script = draft.script
     made = [call for call in draft.module.calls if _OPTIMIZER.match(script.name(call.func))]
     schedulers = [call for call in draft.module.calls if _SCHEDULER.search(script.name(call.func))]
@@ -84,7 +84,7 @@ def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
 
 
 def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
-    """Pass the model in a variable to the run, before its optimizer is made."""
+    """Edit the draft: pass the model in `variable` to `run.model` before the optimizer `call` is made."""
     found = origins(draft.script, variable)
     if draft.models.intersection(found):
         return
@@ -111,7 +111,7 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
 def _changed_after(
     draft: Draft, variable: ast.expr, made: ast.expr, call: ast.Call
 ) -> ast.stmt | None:
-    """Return the last statement before an optimizer is made that changes or freezes layers of its model."""
+    """Return the last statement before the optimizer `call` that changes or freezes layers of its model."""
     module, name = draft.module, dotted(variable)
     found: list[ast.stmt] = []
     for node in ast.walk(module.scope(variable)):
@@ -134,7 +134,7 @@ def _changed_after(
 
 
 def _wrappers(draft: Draft) -> None:
-    """Replace `DDP(model)` and `model.module` by the model, which `run.model` has wrapped."""
+    """Replace `DDP(model)` and `model.module` by `model`, since `run.model` takes the place of DDP."""
     script, module = draft.script, draft.module
     for call in script.calls(*_WRAPPERS):
         if call in draft.models or not call.args:

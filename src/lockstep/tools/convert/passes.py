@@ -1,4 +1,4 @@
-"""Convert several updates per batch, as of a GAN, into passes over the microbatches (`run.batches`)."""
+"""Convert loops with several optimizer steps per batch (GANs): each step gets a loop over microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBERS = ("detach", "item", "data", "shape", "size")
 
 
 def convert(draft: Draft) -> None:
-    """Give each update of a batch its own pass over the microbatches; join the losses of one update."""
+    """Edit loops with several optimizer steps per batch: each step gets its own loop over microbatches."""
     for loop in draft.script.step_loops:
         starts = _starts(loop.body)
         ends = [*starts[1:], len(loop.body)]
@@ -28,9 +28,9 @@ def convert(draft: Draft) -> None:
 
 
 def _starts(body: Sequence[ast.stmt]) -> list[int]:
-    """Return the indices in a loop's body at which the statements of each update begin.
+    """Return the indices in a loop's body at which the statements of each update of parameters begin.
 
-    An update ends with an optimizer step that another backward pass follows.
+    An update ends with an optimizer step, and the next one begins if `backward` is called again after it.
     """
     starts, stepped, sent = [0], False, False
     for index, statement in enumerate(body):
@@ -44,7 +44,7 @@ def _starts(body: Sequence[ast.stmt]) -> list[int]:
 
 
 def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
-    """Join the backward passes of one update into one backward pass of the sum of the losses."""
+    """Replace the calls of `backward` before one optimizer step by one call, on the sum of the losses."""
     sent = [
         (one, one.value)
         for one in part
@@ -67,7 +67,7 @@ def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
 
 
 def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]]) -> bool:
-    """Whether the losses can be added: `backward` has no arguments, and no name of a loss changes."""
+    """Whether one `backward` of the sum of the losses gives the same gradients as the calls in `sent`."""
     words = {word.arg for _, call in sent for word in call.keywords}
     if words - {"retain_graph"} or any(call.args for _, call in sent):
         return False
@@ -79,7 +79,10 @@ def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]
 
 
 def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
-    """Write a loop over batches with two passes; values that the second pass needs are stored in a list."""
+    """Edit a loop with two optimizer steps per batch: each step gets its own loop over the microbatches.
+
+    Values that the second inner loop needs from the first are kept in a list.
+    """
     taken, first, rest = _taken(loop), loop.body[:second], loop.body[second:]
     needed = _needed(first, rest)
     read = {
@@ -148,7 +151,7 @@ def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
-    """Whether a model may have computed a value, so that its backward pass would reach that model."""
+    """Whether a variable may hold an output of a model that is not detached from its autograd graph."""
     nodes = [node for statement in first for node in ast.walk(statement)]
     values = [
         node.value
@@ -174,6 +177,6 @@ def _runs_model(draft: Draft, node: ast.AST) -> bool:
 
 
 def _names(context: type[ast.expr_context], *nodes: ast.AST) -> set[str]:
-    """Return the names that nodes load or store."""
+    """Return the names of the variables that nodes read (`ast.Load`) or assign (`ast.Store`)."""
     found = variables(*nodes, context=context)
     return {one.id for one in found if isinstance(one, ast.Name)}

@@ -62,7 +62,7 @@ def _remove(draft: Draft, call: ast.Call) -> None:
 
 
 def _sampler(draft: Draft, call: ast.Call) -> None:
-    """Replace a loader's DistributedSampler by `shuffle`, and its batch size by that of all replicas."""
+    """Edit a DataLoader: replace its DistributedSampler by `shuffle`, scale its batch size to all ranks."""
     made = draft.script.made_by(argument(call, "sampler"), "DistributedSampler")
     trains = call in draft.script.loaders
     if made:
@@ -85,7 +85,7 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
 
 
 def _batch(draft: Draft, call: ast.Call) -> None:
-    """Multiply the batch size of a rank by the number of replicas."""
+    """Edit the batch size of a DDP loader, which is per rank: multiply it by the number of replicas."""
     script, given = draft.script, argument(call, "batch_size", 1)
     match given:
         case None:
@@ -113,7 +113,7 @@ def _device_names(draft: Draft) -> None:
 
 
 def _devices_of_ranks(draft: Draft) -> None:
-    """Replace devices that are computed from the rank."""
+    """Replace devices that the script computes from the rank by `run.device`."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.device"):
         if any(_of_rank(script, arg) for arg in call.args):
@@ -132,7 +132,7 @@ def _devices_of_ranks(draft: Draft) -> None:
 
 
 def _of_rank(script: Script, node: ast.expr) -> bool:
-    """Whether a device is, or contains, the number of a rank."""
+    """Whether an argument for a device, such as that of `.to(…)`, is the number of the rank."""
     if isinstance(node, ast.Call):
         return False
     return script.is_rank(node) or any(
@@ -146,7 +146,7 @@ def _of_rank(script: Script, node: ast.expr) -> bool:
 
 
 def seeds(draft: Draft, scope: RunScope) -> None:
-    """Move the seed of the script into `lockstep.Run`."""
+    """Edit the draft: the seed that the script sets becomes the argument `seed` of `lockstep.Run`."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.manual_seed", "torch.random.manual_seed"):
         statement = module.statement(call)
@@ -172,7 +172,7 @@ def seeds(draft: Draft, scope: RunScope) -> None:
 def _known_before(
     script: Script, scope: RunScope, statement: ast.stmt, seed: ast.expr
 ) -> ast.expr | None:
-    """Return the seed, or its only value, if all its names are bound before the run begins."""
+    """Return the seed as an expression that is known before the run is made; `None` if there is none."""
     bound = stored(*scope.block[scope.start : scope.block.index(statement)])
     values = [_without_rank(script, source) for source in script.sources(seed)]
     for value in [seed, *(values if len(values) == 1 else [])]:
@@ -182,7 +182,7 @@ def _known_before(
 
 
 def _without_rank(script: Script, node: ast.expr) -> ast.expr:
-    """Return the expression of a seed without the rank that is added to it."""
+    """Return a seed's expression without a rank that is added to it, such as `42` of `42 + rank`."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and script.is_rank(node):
         return node.left if script.is_rank(node.right) else node.right
     return node

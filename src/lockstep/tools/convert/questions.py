@@ -1,4 +1,4 @@
-"""Questions to the user and notes that a conversion leaves; the manual's page explains each question."""
+"""Texts of the questions and notes that `lockstep convert` leaves to the user; the manual explains each."""
 
 #: Begins each question in the converted script.
 MARK = "# lockstep: question: "

@@ -1,4 +1,4 @@
-"""Convert reads of rank and world size in a DDP script; ask the user about values computed from these."""
+"""Replace reads of rank and world size in DDP scripts; ask the user about values computed from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCES = re.compile(r"^dist\.(all_)?(reduce|gather)\w*$")
 
 
 def convert(draft: Draft) -> None:
-    """Replace reads of rank and world size by the run's attributes; ask the user about results of both."""
+    """Replace reads of rank and world size by attributes of the run; ask about computations with them."""
     if "ddp" not in draft.script.flavours:
         return
     _asked(draft)
@@ -39,7 +39,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft) -> None:
-    """Replace reads of the rank, of the world size, and of whether the program is distributed."""
+    """Replace reads of rank and world size by attributes of the run, and tests for DDP by `True`."""
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
@@ -55,7 +55,7 @@ def _asked(draft: Draft) -> None:
 
 
 def _variable(node: ast.Subscript | ast.Call) -> str:
-    """Return the run's attribute for `os.environ["RANK"]` or `os.environ.get("RANK", 0)`; else empty."""
+    """Return the run's attribute that replaces a read of an environment variable (`RANK`); else empty."""
     match node:
         case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
             return _named(key) if dotted(owner).endswith("environ") else ""
@@ -69,7 +69,7 @@ def _named(key: object) -> str:
 
 
 def _number(draft: Draft, node: ast.expr) -> ast.expr:
-    """Return the call `int(…)` around an expression, or the expression itself."""
+    """Return the call `int(…)` whose argument is `node`, or `node` itself if there is no such call."""
     parent = draft.module.parents.get(node)
     return parent if isinstance(parent, ast.Call) and dotted(parent.func) == "int" else node
 
@@ -90,7 +90,7 @@ def _answer(draft: Draft, call: ast.Call) -> None:
 
 
 def _options(draft: Draft) -> set[str]:
-    """Return the variables with the value of the option `--local_rank`."""
+    """Return the variables, such as `args.local_rank`, that hold the command-line option `--local_rank`."""
     options = [arg for call in draft.script.methods("add_argument") for arg in call.args]
     if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()
@@ -103,7 +103,7 @@ def _options(draft: Draft) -> set[str]:
 
 
 def _takes_part(script: Script, node: ast.AST) -> bool:
-    """Whether data are split by the rank: `data[rank::n]`, `range(rank, …)`, `i % n == rank`."""
+    """Whether a node selects the data of one rank: `data[rank::n]`, `range(rank, …)`, `i % n == rank`."""
     match node:
         case ast.Slice():
             return script.is_rank(node)
@@ -120,7 +120,7 @@ def _takes_part(script: Script, node: ast.AST) -> bool:
 
 
 def _divides_sum(draft: Draft, node: ast.AST) -> bool:
-    """Whether a number is divided by the world size, in a function that reduces over ranks."""
+    """Whether a node divides by the world size, in a function that also calls an all-reduce or similar."""
     script, scope = draft.script, draft.module.scope
     match node:
         case (
@@ -134,7 +134,7 @@ def _divides_sum(draft: Draft, node: ast.AST) -> bool:
 
 
 def _computes(draft: Draft, node: ast.AST) -> bool:
-    """Whether a number is computed from the rank, other than a seed of torch or a shown text."""
+    """Whether a node computes with the rank, except to print the result or to pass it to `manual_seed`."""
     match node:
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult(), right=right):
             sides = [one for one in (left, right) if not isinstance(one, ast.BinOp)]

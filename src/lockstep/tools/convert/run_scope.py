@@ -1,4 +1,4 @@
-"""Choose where the run is made, and pass it to the functions and classes that need it."""
+"""Choose where in a script the run is made, and edit functions and classes that need it to take it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 @dataclass
 class RunScope:
-    """The function or file, and its block, in which the run is made; the run begins at index `start`."""
+    """The place where the run is made: a function or file, a block in it, and an index in that block."""
 
     scope: Scope
     block: list[ast.stmt]
@@ -57,7 +57,7 @@ def _calls(script: Script, function: ast.AST) -> list[ast.Call]:
 
 
 def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> list[ast.stmt]:
-    """Return the statements of a function's own body that contain a node, or call the node's function."""
+    """Return the statements of the function `scope` that contain a node, or reach it through calls."""
     module = script.module
     nearest = module.scope(node)
     if nearest is scope or depth == 0:
@@ -73,7 +73,7 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
 
 
 def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """Return the innermost block outside of loops that contains all entries, and the first one's index."""
+    """Return the innermost block, not in a loop, that contains all entries, and where the first begins."""
     assert not isinstance(scope, ast.Lambda)
     block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
     while True:
@@ -89,7 +89,7 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
 
 
 def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
-    """Return all edits with the run's name in each function, and the edits that pass the run there."""
+    """Return the draft's edits with the run's variable filled in, and edits that pass it to functions."""
     passed = _RunArgument(draft, scope, name)
     edits = [
         replace(edit, code=edit.code.replace(RUN, passed.name_at(edit.node)))
@@ -101,7 +101,7 @@ def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
 
 
 class _RunArgument:
-    """Passes the run to functions as their first argument; objects keep it as `self.run`."""
+    """Edits functions so that they take the run as first argument, and classes so that they keep it."""
 
     def __init__(self, draft: Draft, scope: RunScope, name: str) -> None:
         self.draft, self.scope, self.name = draft, scope.scope, name
@@ -109,7 +109,7 @@ class _RunArgument:
         self._done: set[ast.AST] = set()
 
     def name_at(self, node: ast.AST) -> str:
-        """Return the run's name at a node, and pass the run to the function that contains the node."""
+        """Return the run's variable, or `self.run`, at a node; add edits that pass the run to there."""
         module = self.draft.module
         scope = module.scope(node)
         while isinstance(scope, ast.Lambda):

@@ -1,4 +1,4 @@
-"""Convert writes of files that every rank makes: only the main rank writes."""
+"""Edit scripts so that only the main rank writes files, such as those of `torch.save`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHERS = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Put calls of `torch.save` under `if run.is_main_process`, and ask the user about other writes."""
+    """Edit the draft: put `torch.save` under `if run.is_main_process`; ask the user about other writes."""
     script = draft.script
     saving = {draft.module.scope(call) for call in script.calls("torch.save")}
     for call in script.calls("torch.save"):
@@ -42,7 +42,7 @@ def convert(draft: Draft) -> None:
 
 
 def _is_guarded(draft: Draft, node: ast.AST) -> bool:
-    """Whether only one rank executes a node; a condition with `or` that other ranks meet is no guard."""
+    """Whether an `if` around a node is true on one rank only, so not if an `or` makes it true on others."""
     guard = draft.script.guard(node)
     return guard is not None and not (
         isinstance(guard, ast.If)
@@ -56,7 +56,7 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 
 
 def _writes(draft: Draft, call: ast.Call) -> bool:
-    """Whether a call writes a file, in a statement about which the user is not asked yet."""
+    """Whether a call writes a file, and its statement has no question to the user yet."""
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":
         mode = argument(call, "mode", 0 if isinstance(call.func, ast.Attribute) else 1)
@@ -85,7 +85,7 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
 
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node is executed under a condition that may differ between ranks, or in a training loop."""
+    """Whether a node is in a training loop, or under an `if` whose condition may differ between ranks."""
     for parent in draft.module.above(node):
         if parent in draft.script.step_loops:
             return True

@@ -154,7 +154,7 @@ def _read(path: Path) -> Script:
 
 
 def _placed(draft: Draft) -> list[Edit]:
-    """Return all edits of a draft, with the name of the run in each function."""
+    """Return all edits of a draft, with the variable that holds the run in each function filled in."""
     module = draft.module
     unused.clear(draft)
     removed = {node for one in draft.removed for node in ast.walk(one)}
@@ -185,7 +185,7 @@ def _placed(draft: Draft) -> list[Edit]:
 
 
 def _left(draft: Draft) -> list[tuple[ast.stmt, str]]:
-    """Return the questions to the user about statements that are not removed."""
+    """Return each open question to the user, after the statement in the script that it is about."""
     questions = draft.questions.items()
     return [(one, text) for one, texts in questions if one not in draft.removed for text in texts]
 

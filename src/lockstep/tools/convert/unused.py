@@ -37,7 +37,7 @@ def _remove_empty(draft: Draft, function: Function) -> None:
 
 
 def _unread(draft: Draft) -> None:
-    """Remove assignments of ranks and samplers that nothing reads any more."""
+    """Remove assignments such as `rank = …` and `sampler = …` whose variables no remaining code reads."""
     numbers = re.compile(rf"{RUN}\.(world\.\w+|replicas)")
     ranks = [edit.node for edit in draft.edits if numbers.fullmatch(edit.code)]
     parents = {draft.module.parents.get(node) for node in ranks}
@@ -61,7 +61,7 @@ def _words(draft: Draft) -> set[str]:
 
 
 def gone(draft: Draft) -> Iterator[ast.AST]:
-    """Yield the nodes that the edits remove from the script."""
+    """Yield the syntax nodes of the script that the draft's edits delete or replace."""
     for statement in draft.removed:
         yield from ast.walk(statement)
     for edit in draft.edits:

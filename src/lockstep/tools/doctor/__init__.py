@@ -1,7 +1,6 @@
 """`lockstep doctor`: check machines and their network before training.
 
-A check is a function that judges facts, in the file of its group, with the function that gathers these
-facts on each node. Facts are gathered in child processes with a timeout, since that may hang or crash.
-`node_rendezvous.py` joins the nodes, as launches do; `examine.py` runs all checks in order, and makes the
-report.
+Each check has a function that gathers facts on each node and one that judges them, both in the file of
+its group. Gathering may hang or crash, so it runs in child processes with a timeout. `node_rendezvous.py`
+joins the nodes, as launches do; `examine.py` runs all checks in order, and makes the report.
 """

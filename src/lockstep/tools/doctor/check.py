@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of `lockstep doctor`."""
+    """The command-line options of `lockstep doctor` that checks use."""
 
     run_dir: Path
     address: str | None = None  # host of the rendezvous
@@ -34,14 +34,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NodeReports:
-    """The facts that all nodes have gathered."""
+    """The facts that each node has gathered for all checks, with the nodes' labels."""
 
     labels: tuple[str, ...]
     reports: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
     asked: int = 1  # number of nodes that should have joined
 
     def of(self, name: str) -> list[tuple[str, Facts]]:
-        """Return the label and the facts of each node that has facts for a check."""
+        """Return each node's label with the facts that it gathered for the check `name`, if any."""
         pairs = zip(self.labels, self.reports, strict=True)
         return [(label, report[name]) for label, report in pairs if report.get(name) is not None]
 
@@ -52,11 +52,11 @@ class NodeReports:
 
     @property
     def missed(self) -> bool:
-        """Whether fewer nodes have joined than should have."""
+        """Whether fewer nodes have joined than the user has asked to examine."""
         return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:
-        """Return the prefix of a line about a node; empty if there is only one node."""
+        """Return the beginning of a report's line about a node; empty if there is only one node."""
         return "" if self.alone else f"{label}: "
 
 
@@ -68,7 +68,7 @@ JudgeOne = Callable[[Facts], list[Finding] | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check of `lockstep doctor`."""
+    """A check of `lockstep doctor`: functions that gather facts on each node and one that judges them."""
 
     name: str  # one word, at the beginning of the check's lines
     judge: Judge
@@ -82,7 +82,7 @@ ENTERED: list[Check] = []
 
 
 def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
-    """Decorator that registers a function as the judge of a check; `fields` are other fields of `Check`."""
+    """Decorator for the function that judges the facts of a check; `fields` are other fields of `Check`."""
 
     def enter(judge: Judge) -> Judge:
         ENTERED.append(Check(name=name, judge=judge, **fields))
@@ -92,7 +92,7 @@ def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
 
 
 def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
-    """Decorator for a judge of one node's facts, which returns findings, or a text if all is well."""
+    """Decorator for a function that judges one node's facts: returns findings, or a text if all is well."""
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
         def judge(seen: NodeReports) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[Jud
 
 
 def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
-    """Return values by label in one text; only the value if all nodes have the same one."""
+    """Return (node's label, value) pairs as one text; only the value if it is the same on all nodes."""
     words = {value for _, value in values}
     if len(words) == 1 and len(values) == len(seen.labels):
         return words.pop()

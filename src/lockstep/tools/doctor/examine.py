@@ -141,7 +141,7 @@ def examine(
 
 
 def _looks(one: Check, asked: Options) -> Callable[[Any], Any]:
-    """Return the function that gathers the facts of a check in a child process."""
+    """Return the function that a child process is to call to gather the facts of a check."""
     look = one.look
     assert look is not None
     return lambda _: look(asked)
@@ -174,10 +174,10 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
 
 
 def _together(name: str, rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> NodeReports:
-    """Run the part of a check that needs all nodes; return the reports with the new facts added.
+    """Run the part of a check that needs all nodes; return the nodes' reports with the new facts added.
 
     Raises:
-        LostError: if a node is lost.
+        LostError: if a node does not answer any more.
     """
     one = CHECKS[name]
     if one.together is None:

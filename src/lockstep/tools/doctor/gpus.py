@@ -68,7 +68,7 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
 
 
 def _is_other(pid: int) -> bool:
-    """Whether a process on a GPU runs in this container and is not a child of this examination."""
+    """Whether a process on a GPU runs in this container and was not started by this `lockstep doctor`."""
     import psutil
 
     try:

@@ -48,7 +48,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _together(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Measure all pairs with this node; return the received bandwidths, or why a measurement failed."""
+    """Measure this node's links to all others; return what it received, or why a measurement failed."""
     if not rendezvous.reach:
         return []
     token = secrets.token_bytes(_TOKEN)
@@ -75,7 +75,7 @@ def _measure(
     listener: socket.socket,
     seconds: float,
 ) -> dict[str, Facts]:
-    """Measure one pair: the first node connects to the second and sends; then the second node sends."""
+    """Measure the link of one pair: the first node sends to the second, then the second to the first."""
     first, second = pair
     port, token = addresses[second]
     shown = bytes.fromhex(token)
@@ -115,7 +115,7 @@ def _connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Return the next connection that begins with the token."""
+    """Accept connections until one sends this node's secret token first; return that one."""
     deadline = time.monotonic() + 2 * _PATIENCE
     while time.monotonic() < deadline:
         line, _ = listener.accept()
@@ -156,7 +156,7 @@ def _receive_for(line: socket.socket, seconds: float) -> float:
 
 
 def _send(line: socket.socket, seconds: float) -> None:
-    """Send until the receiver has measured enough and closes the connection."""
+    """Send bytes until the receiver closes the connection, after it has measured for long enough."""
     deadline = time.monotonic() + seconds + _PATIENCE
     try:
         while time.monotonic() < deadline:

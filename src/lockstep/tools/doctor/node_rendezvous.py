@@ -1,4 +1,4 @@
-"""Rendezvous of the examined nodes, with the mechanism of launchers, and all-gather of their results."""
+"""Join the examined nodes in the way in which launchers join, and all-gather values between them."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class NodeGroup:
         return len(set(self.hosts)) > 1
 
     def part(self, name: str) -> dist.Store:
-        """Return a prefix store within the store of the rendezvous, for one purpose."""
+        """Return a part of the rendezvous's store, with keys of its own, in which nodes exchange values."""
         from torch.distributed import PrefixStore
 
         assert self.endpoint is not None, "there are several nodes"
         return PrefixStore(f"doctor/{name}", self.endpoint.store)
 
     def gather(self, question: str, own: Any, seconds: float = PATIENCE) -> list[Any]:
-        """All-gather a value for `question`: return the values of all nodes, in the order of nodes.
+        """Return the values that all nodes pass as `own` for the same `question`, in the order of nodes.
 
         Raises:
             LostError: if a node does not send its value within `seconds`.
@@ -83,7 +83,7 @@ class NodeGroup:
         return [one[0] for one in values]
 
     def gone(self) -> str:
-        """Return a message if the interface at which others reach this node has disappeared, else empty."""
+        """Return a message if the interface at which others reach this node is gone; else an empty text."""
         if not self.reach:
             return ""
         own = self.reach[self.index]
@@ -126,7 +126,7 @@ def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) 
 
 
 def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Card, ...]:
-    """Join the only round of this rendezvous; return the published data of all nodes, in their order."""
+    """Join the other nodes; return what each node has published about itself, in the order of nodes."""
     keys = RendezvousKeys(endpoint.store, go_on)
     first = 0 if endpoint.hosts else config.count
     card = Card(

@@ -1,4 +1,4 @@
-"""Check a small all-reduce with a known result, on each backend."""
+"""Check a small all-reduce with a known result, on each backend of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def ranks(facts: Facts | None, *, alone: bool) -> int:
 def start(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run this node's ranks of one all-reduce, each in a child process; return their results.
 
-    `job` has the backend, the address of the store, the first rank, the number of ranks in all and on this
-    node, and the interface.
+    `job` has the backend, the address of the store, this node's first rank, the numbers of ranks in all and
+    on this node, and the network interface.
     """
     children = [
         Child(reduce).give({**job, "rank": job["first"] + local, "local": local})
@@ -75,7 +75,7 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
-    """Run an all-reduce over all nodes, with each backend that all nodes have."""
+    """Run a small all-reduce over all nodes, with each backend (gloo, NCCL) that all nodes have."""
     kinds = {str((report.get("versions") or {}).get("bits")) for report in seen.reports}
     if len(kinds) > 1:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}

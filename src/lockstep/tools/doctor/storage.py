@@ -62,7 +62,7 @@ def _locks(directory: Path) -> str:
 
 
 def _takes(file: int) -> bool:
-    """Try to lock a file; return whether that succeeded.
+    """Try to lock an open file without waiting; return whether that succeeded.
 
     Raises:
         OSError: if the file system has no locks.
@@ -110,7 +110,7 @@ def storage(facts: Facts) -> list[Finding] | str:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts:
-    """Return whether this node sees a file that node 0 has locked in the run directory, and can lock it."""
+    """Return whether a file that node 0 has locked in the run directory exists and can be locked here."""
     if rendezvous.alone:
         return None
     name = rendezvous.gather("shared/name", secrets.token_hex(8))[0]

@@ -63,7 +63,7 @@ def training(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _compare(seen: NodeReports, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
-    """Compare the digests of devices of one kind, and yield the digest of each kind."""
+    """Compare the digests of a short training on devices of the same kind; yield the findings."""
     versions = dict(seen.of("versions"))
     kinds: dict[tuple[str, str], dict[str, str]] = {}
     for (label, device), result in good.items():

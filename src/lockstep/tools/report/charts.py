@@ -37,7 +37,7 @@ class Clock:
 
     @property
     def title(self) -> str:
-        """The title of the axis."""
+        """The title of the time axis, with its unit."""
         return f"time since the start ({self.unit})"
 
 
@@ -78,7 +78,7 @@ def curve_charts(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
-    """Return charts of samples per second and of step times, as the lowest rank measured them."""
+    """Return charts of samples per second and of step times, both measured by the rank of lowest number."""
 
     def rate(pace: Event) -> float | None:
         return pace["samples"] / pace["seconds"] if pace["seconds"] else None
@@ -100,7 +100,7 @@ def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
 def _points(
     run: Shown, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
 ) -> list[Point]:
-    """Return a value over time, with a gap at each restart."""
+    """Return a rank's measured value over time as points of a line, with a gap at each restart."""
     points: list[Point] = []
     for generation in run.by_generation[rank]:
         points += [(clock.of(run, generation.time), None)] if points else []
@@ -111,7 +111,7 @@ def _points(
 
 
 def _measured(generation: Generation, kind: str) -> list[Event]:
-    """Return the measurements of one kind since a (re)start; of the pace, without the warm-up."""
+    """Return the events of one kind after a (re)start; of step times (`pace`) without the warm-up."""
     found = [event for event in generation.events if event["kind"] == kind]
     return found[1:] if kind == "pace" else found
 
@@ -142,7 +142,7 @@ def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
 
 
 def share_chart(run: Shown, prefix: str) -> Chart | None:
-    """Return a chart of the parts of each rank's step time; `None` if no pace is recorded."""
+    """Return a chart of how each rank's step time is divided; `None` if no step times are recorded."""
     spent = {rank: _spent(found) for rank, found in run.by_generation.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}
     if not known:

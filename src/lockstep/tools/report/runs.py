@@ -30,12 +30,12 @@ class Shown:
 
     @property
     def status(self) -> str:
-        """How the run ended, or that it continues; `dead` if it is recorded as running, but is not."""
+        """`running`, `finished`, `failed`, `preempted`, or `dead` if it is `running` without a process."""
         return status(str(self.recorded.run.get("status")), self.used)
 
     @property
     def generations(self) -> list[dict[str, Any]]:
-        """The layout of each (re)start."""
+        """The layout (ranks and nodes) that the run had after each start and restart."""
         return list(self.recorded.run.get("generations", []))
 
     @cached_property
@@ -62,12 +62,12 @@ class Shown:
 
     @cached_property
     def by_generation(self) -> dict[int, list[Generation]]:
-        """The events of each rank, divided at its (re)starts."""
+        """The events of each rank, in one part for each start or restart of the rank."""
         return {rank: split_generations(events) for rank, events in self.ranks.items()}
 
     @cached_property
     def curves(self) -> dict[str, dict[int, float]]:
-        """The values of each logged number by step."""
+        """For each name that the script logged, its values by step."""
         return curves(self.ranks)
 
 

@@ -89,7 +89,7 @@ def _facts(run: Shown) -> dict[str, object]:
 
 
 def _own(run: Shown) -> dict[str, object]:
-    """Return the facts of a run that are not part of its identity."""
+    """Return the facts of a run on which its result does not depend."""
     content, generations = run.recorded.run, run.generations
     newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
     # The main rank's error may be a consequence of a failure that the launcher has recorded.

@@ -32,7 +32,7 @@ class Submission:
 
 
 class UnknownJobError(Exception):
-    """The job scheduler does not know the job, or has deleted its record."""
+    """The job scheduler has no record of the job: it never existed, or the record was deleted."""
 
 
 class NoAnswerError(Exception):

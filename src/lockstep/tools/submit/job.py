@@ -158,7 +158,7 @@ class JobFollower:
                 say(f"hint: {now.hint}")
 
     def _saved(self) -> str:
-        """Return words on whether the run was preempted and has saved its state, for a message."""
+        """Return the part of a message that says whether the run was preempted and has saved its state."""
         with contextlib.suppress(RunDirectoryError):
             recorded = run_file.read(self._output.parent) or {}
             if recorded.get("status") == "preempted":

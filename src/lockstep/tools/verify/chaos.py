@@ -1,4 +1,4 @@
-"""Kill random workers of a running launch at random moments, chosen by the progress in its traces.
+"""Kill random workers of a running launch at random moments, such as half a step after step 30.
 
 Kills hit every kind of moment: before the first step, inside of steps and exchanges, while a snapshot is
 written, in evaluations, in the last step, and while workers are restarted.
@@ -41,7 +41,7 @@ _PACE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A kill to carry out: its moment, and the choice of the worker."""
+    """The random moment at which to kill a worker, and a random number that selects the worker."""
 
     step: int  # number of steps that the run must have done
     hasty: bool  # whether the kill does not wait for a step after the previous kill
@@ -50,7 +50,7 @@ class Kill:
 
 
 def draw(kills: int, seed: int, steps: int) -> list[Kill]:
-    """Draw random kills: the first one before the first step, the last one in the last step."""
+    """Return random moments for kills: the first before the first step, the last in the last step."""
     dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
@@ -61,7 +61,7 @@ def draw(kills: int, seed: int, steps: int) -> list[Kill]:
 
 
 class Chaos:
-    """Kills workers of one launch at the drawn moments."""
+    """Kills worker processes of one launch at given random moments."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], trace: Path, steps: int) -> None:
         self._launcher = launcher
@@ -108,7 +108,7 @@ class Chaos:
 
 
 class _Workers:
-    """The workers of a launch, without its fork servers, found by where their output goes."""
+    """The worker processes of a launch, told from its fork servers by where their output goes."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
@@ -125,7 +125,7 @@ class _Workers:
         return any(_lives(one) for one in self._now)
 
     def kill(self, choice: float) -> bool:
-        """Kill one of the found workers; the launcher ends the others, which count as killed, too."""
+        """Kill the found worker that `choice`, from 0 to 1, selects; return whether one was running."""
         victims = [one for one in self._now if _lives(one)]
         if not victims:
             return False
@@ -147,7 +147,7 @@ class _Workers:
 
 
 def _is_caught(process: psutil.Process) -> bool:
-    """Return whether a process writes its output to a pipe of a launcher, or to a log."""
+    """Return whether the standard output of a process is a pipe or a log file, as that of workers is."""
     place = _read(lambda: str(Path(f"/proc/{process.pid}/fd/1").readlink()), "")
     return place.startswith("pipe:") or place.endswith(".log")
 
@@ -174,7 +174,7 @@ def _read(fact: Callable[[], Value], default: Value) -> Value:
 
 
 class _Progress:
-    """The progress of a run since its last (re)start, read from its growing traces."""
+    """The steps that a run has done since its last (re)start, read from its growing trace files."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -188,17 +188,17 @@ class _Progress:
 
     @property
     def pace(self) -> float:
-        """Seconds per step."""
+        """Median of the seconds per step of the newest steps."""
         return statistics.median(self._times) if self._times else _PACE
 
     def forget(self) -> None:
-        """Forget the progress so far: from now on only steps after the next restart count."""
+        """Reset after a kill: from now on only steps after the next restart count as progress."""
         self.look()
         self.moved = False
         self._step = None
 
     def look(self) -> None:
-        """Read the new lines of the traces."""
+        """Read the lines that the run has added to its trace files, and update the progress."""
         if time.monotonic() > self._scanned + _LOOK_FOR_GENERATIONS:
             found = generations(self._trace)
             self._files = [*found[max(found)].values()] if found else []

@@ -1,4 +1,4 @@
-"""Compare the traces of layouts: find the first difference, and samples seen twice or never."""
+"""Compare the steps that layouts recorded: find the first difference, and samples seen twice or never."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Di
 
 
 def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Compare the samples of evaluations; samples that only one layout saw are left to `coverage`."""
+    """Return the first evaluation batch with other samples on one layout than on the other, else `None`."""
     for key in sorted(one.evaluated.keys() & other.evaluated.keys(), key=one.evaluated.__getitem__):
         (step, a), (_, b) = one.evaluated[key], other.evaluated[key]
         if a != b:
@@ -104,7 +104,7 @@ def _compare_made(
 
 
 def redone(traces: Traces, name: str) -> Difference | None:
-    """Return the first step that a layout computed again after a crash with another result."""
+    """Return the first step whose result differed when a layout computed it again after a crash."""
     if not traces.redone:
         return None
     step, differs = min(traces.redone, key=lambda found: found[0])
@@ -114,7 +114,7 @@ def redone(traces: Traces, name: str) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Samples that were seen twice or never, in loops that should visit each sample exactly once."""
+    """Samples that a layout visited twice or never, in loops that should visit each exactly once."""
 
     loops: int  # number of such loops
     twice: tuple[tuple[int, int, int], ...]  # (loader, epoch, sample)
@@ -127,9 +127,9 @@ class Coverage:
 
 
 def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
-    """Count how often the microbatches of each loop contain each sample; second passes do not count.
+    """Find samples that loops over loaders visited twice or never; repeated passes over a batch count once.
 
-    Only loops that this layout has completed, or that are in `complete`, are judged.
+    Only loops that this layout has completed, or that are in `complete`, are examined.
     """
     samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():
@@ -198,7 +198,7 @@ class VerifyResult:
 
 
 def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
-    """Compare every layout with the first one, and repeated steps of a layout with each other."""
+    """Compare every layout with the first, and steps repeated after a restart with their first results."""
     first, *others = outcomes
     differences = [redone(outcome.traces, str(outcome.layout)) for outcome in outcomes]
     differences += [

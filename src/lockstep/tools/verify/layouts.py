@@ -23,7 +23,7 @@ _EXAMPLES = 'for example --layouts 1,2,4 or --layouts 1 "4>2@30" "2,kill@30"'
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One launch of a layout: its number of ranks, and the faults in it."""
+    """One launch of a layout: its number of ranks, and the kills and preemption that happen in it."""
 
     ranks: int
     kills: tuple[int, ...] = ()  # steps in whose backward pass the last rank kills itself
@@ -31,7 +31,7 @@ class Stage:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """The faults in the syntax of LOCKSTEP_FAULTS."""
+        """Kills and preemption in this launch, in the syntax of the variable LOCKSTEP_FAULTS."""
         preempted = () if self.until is None else (f"term@{self.until}",)
         return (*(f"kill@{step}" for step in self.kills), *preempted)
 
@@ -46,7 +46,7 @@ class RandomKills:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout to verify: numbers of ranks, and faults that happen."""
+    """A layout to verify: the numbers of ranks of its launches, and kills and preemptions of the run."""
 
     name: str  # as the user wrote it
     stages: tuple[Stage, ...]  # each launch continues the run of the previous one
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """The largest number of ranks of all stages."""
+        """The largest number of ranks that a launch of this layout has."""
         return max(stage.ranks for stage in self.stages)
 
     @property
@@ -75,7 +75,7 @@ def parse(
     random_kills: RandomKills | None = None,
     strategies: Sequence[str | None] = (None,),
 ) -> list[Layout]:
-    """Return the layouts in words such as `1,2,4` or `2,kill@30`, and one more with `random_kills`.
+    """Parse words such as `1,2,4` or `2,kill@30`; return their layouts, and one more with `random_kills`.
 
     Raises:
         UsageError: if a word cannot be parsed, or there are fewer than two layouts.
@@ -110,7 +110,7 @@ def _parse_word(word: str) -> list[Layout]:
 
 
 def _check_no_fault(item: str, word: str) -> None:
-    """Raise an error for a word that looks like a fault and is not a valid one."""
+    """Raise an error if `item` looks like a fault, such as `kil@30`, and is not a valid one."""
     kind, at, _ = item.partition("@")
     if at and kind.isalpha():
         near = did_you_mean(kind, ("kill", "term"))
@@ -146,7 +146,7 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
 def _stages(
     begun: int, ends: Sequence[tuple[int, int]], kills: Sequence[int], name: str
 ) -> tuple[Stage, ...]:
-    """Divide a run into launches; `ends` has the last step of each, with the next number of ranks."""
+    """Divide a run into launches; `ends` has, for each preemption, the next number of ranks and a step."""
     stages, ranks, before = [], begun, 0
     for following, step in ends:
         if step == before:

@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def differs(self) -> bool:
-        """Whether the run itself found a difference, between ranks or in an audit."""
+        """Whether the run failed since it found different bits on two ranks or in a repeated microbatch."""
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 
@@ -136,9 +136,9 @@ def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subp
 
 
 def _check_faults(outcome: Outcome) -> None:
-    """Raise an error if a requested fault did not happen.
+    """Raise an error if a fault (a kill or a preemption) of the layout did not happen.
 
-    A fault that happens causes a restart, so a run has one more start than faults.
+    Each fault that happens causes a restart, so a run has one more start than faults.
     """
     faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
     if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):

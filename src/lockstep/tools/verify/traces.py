@@ -1,4 +1,4 @@
-"""Read the traces of all ranks and (re)starts of a layout, and merge them into one."""
+"""Read and merge the traces of a layout: the samples, losses and digests that ranks record in steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Step:
-    """The samples, losses and digests of one step."""
+    """The samples and losses of one step's backward passes, and digests of the training state after it."""
 
     passes: dict[Key, Seen] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)  # the state after the step
@@ -80,7 +80,7 @@ def read(directory: Path) -> Traces:
 
 
 def generations(directory: Path) -> dict[int, dict[int, Path]]:
-    """Return the trace files by (re)start, and for each of them by rank."""
+    """Return the paths of the trace files: for each (re)start, by number, a dictionary by rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in directory.glob("rank-*.jsonl"):
         if name := _NAME.fullmatch(path.name):
@@ -89,7 +89,7 @@ def generations(directory: Path) -> dict[int, dict[int, Path]]:
 
 
 def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dict[int, Step]]:
-    """Return the step after which a (re)start continues, and its steps; add its loops to `traces`."""
+    """Return the step after which a (re)start continued, and its steps; add its other data to `traces`."""
     # If all ranks were killed before they wrote a line, no step is superseded.
     begin = float("inf")
     steps: dict[int, Step] = {}
@@ -135,9 +135,9 @@ def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
 
 
 def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, str]]:
-    """Yield the differences between two computations of a step, in records that both have.
+    """Yield the differences between a step's first computation and the one after a restart.
 
-    Either may have been killed before it wrote all records.
+    Only records that both wrote are compared, since either may have been killed before its end.
     """
     for key in sorted(first.passes.keys() & again.passes.keys()):
         one, other = first.passes[key], again.passes[key]
@@ -155,12 +155,12 @@ def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, s
 
 
 def names(digests: Digests) -> list[str]:
-    """Return the names of all models and registered objects with a digest on any rank."""
+    """Return the names of all models, optimizers and other state of which any rank recorded a digest."""
     return list(dict.fromkeys(name for parts in digests.values() for name in parts))
 
 
 def values(digests: Digests, name: str) -> set[str]:
-    """Return the distinct digests of one model or registered object over all ranks."""
+    """Return the distinct digests that ranks recorded for one model, optimizer or other named state."""
     return {parts[name] for parts in digests.values() if name in parts}
 
 

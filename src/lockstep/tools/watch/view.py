@@ -33,14 +33,14 @@ class RankView:
         return self.newest.get(kind, {}).get(name)
 
     def share(self, name: str) -> float | None:
-        """Return the part of the newest steps' time that `data` or `exchange` took."""
+        """Return the part of the newest steps' time, from 0 to 1, that `data` or `exchange` took."""
         part, whole = self.measured("pace", name), self.measured("pace", "seconds")
         return part / whole if part is not None and whole else None
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event of the run, in words."""
+    """An event of the run as a sentence to show, with its time."""
 
     time: float  # Unix seconds
     text: str
@@ -49,7 +49,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The state of a run at one moment."""
+    """The state of a run at one moment, as `lockstep watch` shows it."""
 
     directory: str  # as the user wrote it
     content: Mapping[str, Any]  # of `run.json`
@@ -91,7 +91,7 @@ class View:
 
     @property
     def pace(self) -> Event:
-        """The newest measurement of step times, of the lowest rank with one; empty if there is none."""
+        """The newest measured step times, of the lowest rank that has any; empty if no rank has."""
         return next((r.newest["pace"] for r in self.ranks.values() if "pace" in r.newest), {})
 
     @property

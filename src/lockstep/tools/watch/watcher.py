@@ -70,7 +70,7 @@ class Watcher:
         )
 
     def _new(self, file: Path) -> list[Moment]:
-        """Read new events from one file and update the rank's view; return events to show in words."""
+        """Read new events from the file of a rank or launcher; return those to show, in words."""
         events = self._events.setdefault(file, LineReader(file, most=_MOST)).events()
         kind, _, number = file.stem.partition("-")
         if kind == "launcher":
@@ -104,7 +104,7 @@ def _moment(event: Event) -> Moment | None:
 
 
 def plain(line: str) -> str:
-    """Return a line as a terminal would finally show it, without escape sequences."""
+    """Return a line of output as a terminal finally shows it: after carriage returns, without escapes."""
     return _ESCAPES.sub("", line.rstrip("\r\n").rpartition("\r")[2]).expandtabs().rstrip()
 
 

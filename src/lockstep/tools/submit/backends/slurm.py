@@ -312,7 +312,7 @@ def _launcher(request: JobRequest, run_dir: Path) -> list[str]:
 
 
 def _pattern(run_dir: Path, directory: Path) -> str:
-    """Return the output file's name for sbatch, with `%` escaped."""
+    """Return the job's output file as sbatch's `--output` expects it, with `%` escaped."""
     # Slurm prepends the working directory, so only the rest of the path needs escaping.
     inside = run_dir.is_relative_to(directory)
     pattern = str(run_dir.relative_to(directory) if inside else run_dir).replace("%", "%%")
@@ -325,7 +325,7 @@ def _pattern(run_dir: Path, directory: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote `text` for a directive of sbatch, which reads quotes like a shell, but expands nothing."""
+    """Quote `text` for an `#SBATCH` line, where quotes work as in a shell, but no variable is expanded."""
     if text and shlex.quote(text) == text:
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
