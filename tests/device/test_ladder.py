@@ -20,28 +20,43 @@ STRATEGIES = {
 }
 
 
+#: `pipeline` on one device holds the whole model.
+LAZY = [(name, n, True) for name in STRATEGIES for n in SIZES]
+EAGER = [(name, "2", False) for name in STRATEGIES] + [("ddp", "1", False), ("ddp", "4", False)]
+MORE = [(name, n, False) for name in list(STRATEGIES)[1:] for n in ("1", "4")]
+SHRINK_GROW, OTHERS = ("2>1@9", "1>2@9"), ("4>2@9", "1>4@9")
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("ddp", n) for n in SIZES] + [(name, "2") for name in list(STRATEGIES)[1:]]
-)
+@pytest.mark.wide(beyond=len(LAZY + EAGER))
+@pytest.mark.parametrize(("name", "ranks", "lazy"), LAZY + EAGER + MORE)
 def test_the_digest_is_the_cpu_s(device, on_cpu, name: str, ranks: str, lazy: bool) -> None:
     assert digest_of(device("-n", ranks, *STRATEGIES[name], lazy=lazy)) == on_cpu
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
+@pytest.mark.wide(beyond=len(STRATEGIES))
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_digest_after_a_kill(device, on_cpu, name: str) -> None:
-    done = device("-n", "2", *STRATEGIES[name], LOCKSTEP_FAULTS="kill@9")
+@pytest.mark.parametrize(("ranks", "lazy"), [("2", True), ("1", True), ("4", True), ("2", False)])
+def test_the_digest_after_a_kill(device, on_cpu, name: str, ranks: str, lazy: bool) -> None:
+    done = device("-n", ranks, *STRATEGIES[name], lazy=lazy, LOCKSTEP_FAULTS="kill@9")
     assert "restart 1" in done.err
     assert digest_of(done) == on_cpu
 
 
-@pytest.mark.ranks(2)
-def test_a_resume_with_other_sizes(device, on_cpu) -> None:
-    done = device("--layouts", "2>1@9", "1>2@9", "--json", verb="verify")
+@pytest.mark.ranks(4)
+@pytest.mark.wide(beyond=len(STRATEGIES))
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("layouts", "lazy"), [(SHRINK_GROW, True), (OTHERS, True), (SHRINK_GROW, False)]
+)
+def test_a_resume_with_other_sizes(device, on_cpu, name: str, layouts, lazy: bool) -> None:
+    words = (*STRATEGIES[name], "--layouts", *layouts, "--json")
+    done = device(*words, verb="verify", lazy=lazy)
     assert done.code == 0, done.out + done.err
-    assert {row["digest"] for row in json.loads(done.out)["layouts"]} == {f"sha256:{on_cpu}"}
+    rows = json.loads(done.out)["layouts"]
+    assert [row["layout"] for row in rows] == list(layouts)
+    assert {row["digest"] for row in rows} == {f"sha256:{on_cpu}"}
 
 
 @pytest.mark.ranks(2)

@@ -317,6 +317,7 @@ class Buffers:
                 self._kept[name].copy_(tensor, non_blocking=accelerator.holds(tensor))
                 if accelerator.holds(tensor):
                     devices.add(tensor.device)
+        # DCP waits for the first device only, and with some accelerators for none.
         for device in devices:
             accelerator.module().synchronize(device)
         return dict(self._kept)
