@@ -40,9 +40,9 @@ def add_shared_flags(
 def run_command(
     options: argparse.Namespace, *chosen_here: str
 ) -> tuple[RunCommand, Sequence[str | None]]:
-    """Return the command for all launches, and the strategies to run.
+    """Return the command for all launches, and the strategies to run; `None` is that of the script.
 
-    `chosen_here` names settings that the caller sets for each launch.
+    The command leaves out the flags of settings in `chosen_here`: the caller sets these for each launch.
 
     Raises:
         UsageError: if a flag is invalid.

@@ -297,7 +297,7 @@ class LockstepTrainer:
     ) -> Iterator[torch.Tensor]:
         """Yield, for each microbatch, its losses, metrics and predictions as one row of bytes per sample.
 
-        `seen`: set to the names of the numbers and the structure of the predictions, for decoding the rows.
+        Fills `seen` with the names of loss and metrics and the predictions' structure, to decode the rows.
         """
         me, included = self._me, self._me.args.include_for_metrics
         for inputs in loader:

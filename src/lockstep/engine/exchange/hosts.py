@@ -93,8 +93,8 @@ def _turns(count: int, own: int) -> list[int]:
 def find_hosts(group: dist.ProcessGroup) -> list[range]:
     """Return the ranks of each host, as ranges of neighbouring ranks; all ranks call this together.
 
-    Ranks of different users count as different hosts. Where one rank is refused shared memory, each rank
-    counts as a host.
+    Ranks of different users count as different hosts. If shared memory is refused to any rank of the group,
+    each of its ranks counts as a host.
     """
     numbers = [number for (number,) in gather_numbers([_host_number()], group)]
     if _REFUSED in numbers:

@@ -332,9 +332,9 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """The list of events to which a new loop belongs: that of an epoch, a metric or the top level.
+        """The innermost open epoch or metric, else the top level: a loop that begins is recorded there.
 
-        Lists of loops that the script left by an exception may still lie inside it.
+        Loops that the script left by an exception may still be open inside; they are passed over.
         """
         levels = reversed(self._levels)
         return next(level for level in levels if not isinstance(level.of, LoopEvent))

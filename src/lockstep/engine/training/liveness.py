@@ -153,9 +153,9 @@ class _Reads:
         return assigned | stores
 
     def block(self, statements: Block, assigned: Names | None) -> Names | None:
-        """Collect the names in a list of statements; return those that are assigned for certain at its end.
+        """Collect the names that statements read; return the names that are surely assigned at their end.
 
-        `assigned` are those assigned before; `None` marks code that is not reached, as after `return`.
+        `assigned` are the names assigned before; `None` marks code that is not reached, as after `return`.
         """
         for statement in statements:
             if assigned is None:

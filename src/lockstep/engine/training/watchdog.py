@@ -46,8 +46,9 @@ _LONGEST_LOOK = 2 * EVERY
 class Watchdog(Listener):
     """Thread that compares where ranks wait, in which loops and calls, and ends this rank if they differ.
 
-    Before it ends the process it calls `fail` with the error and the line of the script, by default to
-    report both to the launcher. It calls the functions in `also` twice as often as it reads the store.
+    Ranks write where they wait to the key-value store, and the thread reads it. Before it ends the process
+    it calls `fail` with the error and the script's line; the default reports both to the launcher. The
+    thread regularly calls the functions in `also`, such as one that looks for requests in the store.
     """
 
     def __init__(

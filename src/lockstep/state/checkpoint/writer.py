@@ -129,7 +129,9 @@ class DraftDirectory:
 
     @staticmethod
     def open(directory: Path, channel: StoreChannel, attempt: int) -> DraftDirectory:
-        """Open one directory for all ranks of this launch; remove unfinished checkpoints of other launches.
+        """Make a directory below `directory` for unfinished checkpoints, the same on all ranks; collective.
+
+        Unfinished checkpoints of other launches are removed. `attempt` counts the calls in this launch.
 
         Raises:
             CheckpointError: if the main rank cannot write the directory, or a rank does not answer.

@@ -141,7 +141,7 @@ class Batches:
         return self.total * (ranks if self.per_rank else 1)
 
     def largest(self, ranks: int) -> float:
-        """Return the number of samples of the rank with the most samples; at least one."""
+        """Return the mean number of samples per step on the rank with the most samples; at least 1."""
         share = 1 / ranks
         if self.replicas is not None and self.replicas >= ranks:
             share = len(block(self.replicas, ranks, 0)) / self.replicas

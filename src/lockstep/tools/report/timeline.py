@@ -37,7 +37,7 @@ class TimelineEntry:
 
 
 def timeline_entries(run: Shown) -> list[TimelineEntry]:
-    """Return the entries of a run's timeline, sorted by time."""
+    """Return starts, failures, checkpoints and other events of a run for its timeline, sorted by time."""
     found = [one for rank in run.ranks for one in _of_rank(run, rank)]
     for event in run.launchers:
         if text := describe(event):

@@ -129,7 +129,8 @@ class Coverage:
 def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
     """Find samples that loops over loaders visited twice or never; repeated passes over a batch count once.
 
-    Only loops that this layout has completed, or that are in `complete`, are examined.
+    `traces` are those of one layout. Only loops that the layout's run completed are examined, and loops in
+    `complete`, which the run of another layout completed.
     """
     samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():

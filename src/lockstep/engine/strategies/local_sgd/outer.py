@@ -36,7 +36,7 @@ class Mean(_Change):
     """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Set parameters to their values after the last average minus `means`, the mean changes."""
+        """Set parameters to their values of the last averaging minus `means`, the mean of (old - new)."""
         torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
 
     def state(self) -> dict[str, Any]:
