@@ -124,7 +124,7 @@ def check_device(device: torch.device) -> None:
     except RuntimeError as error:
         raise DeviceError(
             f"{label} was found, and its first kernel failed: {_first_line(error)}",
-            hint="--devices chooses other devices; lockstep doctor tries all of them",
+            hint="--devices chooses others; lockstep doctor tries all devices",
         ) from error
     try:
         own = accelerator.module()
