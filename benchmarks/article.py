@@ -1,6 +1,6 @@
-"""The articles' benchmark: their DeepLabV3 script beside `examples/voc.py`, on the same images.
+"""A hand-written DeepLabV3 script beside `examples/voc.py`, on the same images.
 
-Claim: `examples/voc.py` takes less time than the articles' script on 1, 2 and 4 ranks.
+Claim: `examples/voc.py` takes less time than the hand-written script on 1, 2 and 4 ranks.
 
 Measured: whole launches, from the command to its end, in turns: two epochs over images that
 `examples/data.py voc` draws, with evaluation and a checkpoint per epoch; one thread per rank. With
@@ -27,7 +27,7 @@ from support import Claim, Report, in_turns, one_thread, options_parser, run_qui
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
-LOCKSTEP, ARTICLE = "examples/voc.py", "the articles' script"
+LOCKSTEP, ARTICLE = "examples/voc.py", "by hand"
 
 
 #: Launches in a row that may hang.
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--images", type=int, default=96)
     parser.add_argument("--backbone", default="mobilenet_v3_large")
-    # The articles' script has none. With a rank on each core they take time from the ranks.
+    # The hand-written script has none. With a rank on each core they take time from the ranks.
     parser.add_argument(
         "--workers", type=int, default=0, help="loader processes of examples/voc.py"
     )
@@ -92,7 +92,7 @@ def main() -> None:
         words = ["--data", place, "--backbone", options.backbone, "--epochs", "2", "--crop", "129"]
         for n in options.ranks:
             ours = [sys.executable, "-m", "lockstep", "run", "-n", str(n), "--threads", "1"]
-            ours += ["--replicas", str(n)]  # a batch per rank and step, as in the articles' script
+            ours += ["--replicas", str(n)]  # a batch per rank and step, as in the hand-written script
             ours += [str(EXAMPLES / "voc.py"), *words, "--workers", str(options.workers)]
             theirs = torchrun(n, HERE / "contestants" / "articles_voc.py", *words)
             commands = {LOCKSTEP: ours, ARTICLE: theirs}

@@ -4,7 +4,7 @@ Claim: a shuffled epoch of 10^9 indices opens in constant memory.
 
 Measured: every line in a process of its own: seconds until the first batch, by how much the peak
 of resident memory grew, and the cost of one index when many are asked for. `DistributedSampler` is
-what the articles' loop uses; it makes a list of Python integers.
+what a hand-written loop uses; it makes a list of Python integers.
 """
 
 from __future__ import annotations

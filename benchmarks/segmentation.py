@@ -1,7 +1,7 @@
 """A step of DeepLabV3 on two ranks, beside two processes that exchange nothing.
 
 Claims: at least 0.97 of the steps per second of two processes that exchange nothing and load
-nothing (`side by side`), and not slower than the articles' loop with DistributedDataParallel.
+nothing (`side by side`), and not slower than a hand-written loop with DistributedDataParallel.
 
 `in step` exchanges nothing, either, and waits for the other rank after each step: what it takes longer
 than `side by side` is the wait for the slower rank, which no exchange can avoid.

@@ -21,6 +21,20 @@ _HEAD = re.compile(r"\A---\ntranslation_of: (\w*)\n---\n\n?")
 _BLOCK = re.compile(r"(?ms)^ *(`{3,})(.*?)^ *\1$")
 _COMMENT = re.compile(r"(?m)^<!-- .* -->\n")
 _TOCTREE = "{toctree}"
+_SCALE = {"": 1.0, " 万": 1e4, " million": 1e6}
+#: Words that a translation may write as a number.
+_NUMBERS = {
+    "half": 0.5,
+    "unit": 1,
+    "once": 1,
+    "first": 1,
+    "single": 1,
+    "twice": 2,
+    "both": 2,
+    "second": 2,
+} | dict(
+    zip(["zero", "one", "two", "three", "four", "five", "six", "seven"], range(8), strict=True)
+)
 
 
 def names() -> list[str]:
@@ -64,6 +78,39 @@ def blocks(text: str) -> list[str]:
 def prose(text: str) -> str:
     """Return a page without its code blocks and front matter."""
     return _BLOCK.sub("", _HEAD.sub("", text))
+
+
+def sections(text: str) -> list[tuple[str, str]]:
+    """Return the heading and the prose of each section of a page; the first section has no heading."""
+    parts = re.split(r"(?m)^#+ (.*)$", prose(text))
+    return list(zip(["", *parts[1::2]], parts[::2], strict=True))
+
+
+def differences(english: str, chinese: str) -> list[str]:
+    """Return the code, links and numbers that only one of a section and its translation has."""
+    words = {_NUMBERS[word] for word in re.findall("[a-z]+", english.lower()) if word in _NUMBERS}
+    mine, its = _numbers(english), _numbers(chinese)
+    return [
+        *sorted(_code(english) ^ _code(chinese)),
+        *sorted(_links(english) ^ _links(chinese)),
+        *map(str, sorted((mine - its) | (its - mine - words))),
+    ]
+
+
+def _code(text: str) -> set[str]:
+    return set(re.findall(r"`[^`\n]+`", re.sub(r"\b\n *", " ", text)))
+
+
+def _links(text: str) -> set[str]:
+    """Return the names of the pages that a text links to: paths and anchors differ by language."""
+    pages = {Path(link.split("#")[0]).name for link in re.findall(r"\]\(([^)]+)\)", text)}
+    return {"index.md" if name == "README.md" else name for name in pages}
+
+
+def _numbers(text: str) -> set[float]:
+    text = re.sub(r"`[^`]*`", "", re.sub(r"\]\([^)]*\)", "]", text))
+    found = re.findall(r"(?<![A-Za-z\d.])(\d[\d,]*(?:\.\d+)?)( million| 万)?", text)
+    return {round(float(number.replace(",", "")) * _SCALE[scale], 6) for number, scale in found}
 
 
 def noted(text: str, of: str) -> str:

@@ -51,7 +51,7 @@ def unset(name: str, replicas: int) -> str:
     """Return a note that `replicas` was not set, and that the result depends on the number of ranks."""
     return (
         f"lockstep: {name}: replicas is not set, so that {replicas} ranks mean {replicas} replicas, and "
-        f"another number of ranks is another run; replicas={replicas} gives the same result on 1 to "
+        f"changing the number of ranks changes the result; replicas={replicas} gives the same on 1 to "
         f"{replicas} ranks"
     )
 
