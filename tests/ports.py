@@ -38,7 +38,8 @@ def files(name: str) -> tuple[Path, Path]:
 
 def _section(name: str) -> str:
     if name.startswith("migrate/"):
-        return "\n".join(["```diff", *_diff(*map(_loop, files(name))), "```\n"])
+        whole = list(_diff(*map(_loop, files(name)), context=1000))[1:]
+        return "\n".join(["```diff", *whole, "```\n"])
     plain, port = map(_code, files(name))
     lines = list(_diff(plain, port))
     added, gone = (
@@ -66,19 +67,26 @@ def _loop(file: Path) -> list[str]:
     return text.splitlines()[first.lineno - 1 :]
 
 
-def _diff(plain: list[str], port: list[str]) -> Iterator[str]:
-    """Yield a unified diff that passes over indentation: common lines are those of the port."""
+def _diff(plain: list[str], port: list[str], context: int = _CONTEXT) -> Iterator[str]:
+    """Yield a unified diff that passes over indentation: all lines stand where the port has them."""
     matcher = difflib.SequenceMatcher(
         None, *([line.strip() for line in lines] for lines in (plain, port)), autojunk=False
     )
-    for group in matcher.get_grouped_opcodes(_CONTEXT):
+    shift = 0
+    for group in matcher.get_grouped_opcodes(context):
         yield "@@"
         for kind, start, end, first, last in group:
             if kind == "equal":
                 yield from (f" {line}".rstrip() for line in port[first:last])
-                continue
-            yield from (f"-{line}" for line in plain[start:end])
-            yield from (f"+{line}" for line in port[first:last])
+            if kind in ("equal", "replace") and port[first].strip():
+                shift = max(0, _indent(port[first]) - _indent(plain[start]))
+            if kind != "equal":
+                yield from (f"-{' ' * shift}{line}".rstrip() for line in plain[start:end])
+                yield from (f"+{line}" for line in port[first:last])
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 if __name__ == "__main__":

@@ -132,11 +132,12 @@ def _show(verdict: VerifyResult) -> None:
 
     disturbed = any(outcome.layout.is_disturbed for outcome in verdict.outcomes)
     named = any(outcome.layout.strategy is not None for outcome in verdict.outcomes)
-    more = ("kills", "generations") if disturbed else ()
+    more = ("kills",) if disturbed else ()
     table = Table(*(("strategy",) * named), "layout", "steps", *more, "seconds", "digest")
+    table.columns[-1].no_wrap, table.columns[-1].min_width = True, 16  # whole on narrow terminals
     for outcome in verdict.outcomes:
         digest = (outcome.digest or "none").removeprefix("sha256:")[:16]
-        counts = (str(outcome.kills), str(outcome.generations)) if disturbed else ()
+        counts = (str(outcome.kills),) if disturbed else ()
         cells = (outcome.layout.name, str(outcome.steps), *counts, f"{outcome.seconds:.1f}", digest)
         table.add_row(*((outcome.layout.strategy or "",) * named), *cells)
     Console().print(table)
