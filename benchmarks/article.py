@@ -92,7 +92,10 @@ def main() -> None:
         words = ["--data", place, "--backbone", options.backbone, "--epochs", "2", "--crop", "129"]
         for n in options.ranks:
             ours = [sys.executable, "-m", "lockstep", "run", "-n", str(n), "--threads", "1"]
-            ours += ["--replicas", str(n)]  # a batch per rank and step, as in the hand-written script
+            ours += [
+                "--replicas",
+                str(n),
+            ]  # a batch per rank and step, as in the hand-written script
             ours += [str(EXAMPLES / "voc.py"), *words, "--workers", str(options.workers)]
             theirs = torchrun(n, HERE / "contestants" / "articles_voc.py", *words)
             commands = {LOCKSTEP: ours, ARTICLE: theirs}

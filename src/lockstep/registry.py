@@ -178,9 +178,6 @@ def resolve(function: Function) -> Callable[..., Any]:
 OF_FULLY_SHARD = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
 #: Exchanges between the ranks that hold the same part of a model.
 _OF_COLUMNS = ("shared-memory", "tree", "native")
-_NO_AGREEMENT = (
-    "ranks that train by themselves do not agree on the steps that a loss scale leaves out"
-)
 #: Keywords of PyTorch's PowerSGDState.
 _OF_POWERSGD = (
     *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate"),
@@ -188,6 +185,16 @@ _OF_POWERSGD = (
     *("compression_stats_logging_frequency", "batch_tensors_with_same_shape"),
 )
 
+_LOCAL_SGD = StrategyEntry(
+    name="local-sgd",
+    wrap="lockstep.engine.strategies.local_sgd.model:wrap_local_sgd",
+    fallback="single",
+    exactness="approximate",
+    exchanges=("tree",),
+    why="whose ranks average parameters in tree order",
+    averages=True,
+    no_loss_scale="ranks that train by themselves do not agree on the steps that a loss scale leaves out",
+)
 STRATEGIES = Registry(
     "strategy",
     "lockstep.strategies",
@@ -251,25 +258,11 @@ STRATEGIES = Registry(
             keywords=("plan",),
             slow_import=True,
         ),
-        StrategyEntry(
-            name="local-sgd",
-            wrap="lockstep.engine.strategies.local_sgd.model:wrap_local_sgd",
-            fallback="single",
-            exactness="approximate",
-            exchanges=("tree",),
-            why="whose ranks average parameters in tree order",
-            averages=True,
-            no_loss_scale=_NO_AGREEMENT,
-        ),
-        StrategyEntry(
+        _LOCAL_SGD,
+        replace(
+            _LOCAL_SGD,
             name="diloco",
             wrap="lockstep.engine.strategies.local_sgd.model:wrap_diloco",
-            fallback="single",
-            exactness="approximate",
-            exchanges=("tree",),
-            why="whose ranks average parameters in tree order",
-            averages=True,
-            no_loss_scale=_NO_AGREEMENT,
         ),
     ],
 )

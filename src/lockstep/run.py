@@ -22,7 +22,7 @@ from lockstep.engine.training.session import Session, explained, show_plainly
 from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.state.checkpoint import weights_only
-from lockstep.world.detect import given
+from lockstep.world.environments import given
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 SchedulerT = TypeVar("SchedulerT")

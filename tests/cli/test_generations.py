@@ -12,9 +12,9 @@ from tests.conftest import Lockstep
 LAUNCHER = """
 import dataclasses, sys
 from lockstep.cli import main
-from lockstep.launch.agent import agent, workers
+from lockstep.launch.agent import agent, forkserver
 
-workers.LAST_GRACE = agent.LAST_GRACE = 0.1
+forkserver.LAST_GRACE = agent.LAST_GRACE = 0.1
 agent.TABLE["shutdown_timeout"] = dataclasses.replace(agent.TABLE["shutdown_timeout"], default=0.1)
 sys.exit(main(["run", "-n", "2", "train.py"]))
 """

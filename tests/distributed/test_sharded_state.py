@@ -244,7 +244,7 @@ def test_saved_on_four_ranks_and_continued_on_three_and_one(tmp_path: Path) -> N
     for ranks, fault in ((4, "term@3"), (3, "term@30")):
         stop = {**environ, **FSDP, "LOCKSTEP_FAULTS": fault}
         assert run_ranks(train, ranks, place, 0.1, environ=stop) == (["preempted"] * ranks)
-        newest = catalog.newest(tmp_path / "run/checkpoints", None, print)
+        newest = catalog.Catalog(tmp_path / "run/checkpoints", None).newest()
         assert newest is not None
         told = subprocess.run(
             [sys.executable, "-c", PLAIN, str(newest.path), str(tmp_path / "plain.pt")],

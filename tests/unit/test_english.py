@@ -44,7 +44,7 @@ API = [
     for name in (
         *("errors.py", "engine/data/loader.py", "launch/api.py", "testing/ranks.py"),
         *("run.py", "engine/training/run_metrics.py", "engine/training/run_properties.py"),
-        *("world/detect.py", "world/model.py"),
+        *("world/environments/__init__.py", "world/model.py"),
     )
 ]
 PAGES = [

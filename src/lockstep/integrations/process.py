@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from lockstep.engine.training.session import show_plainly
 from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
-from lockstep.world.detect import detect
+from lockstep.world.environments import detect
 
 
 class _Current:

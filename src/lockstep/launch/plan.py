@@ -30,7 +30,7 @@ from lockstep.settings import TABLE
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
 from lockstep.world.environments.init_method import STORE
-from lockstep.world.environments.lockstep import MARK, TOKEN
+from lockstep.world.environments.torchrun import MARK, TOKEN
 from lockstep.world.network import INTERFACES
 
 #: Entry module of a spawned worker, and its flag for scripts whose random generators are seeded.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.agent import hang
-from lockstep.launch.agent.failure import Kind
+from lockstep.launch.agent.failure import FailureReport, Kind
 from lockstep.launch.agent.hang import HangWatch, Position
 from lockstep.launch.plan import WorkerPlan
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
@@ -73,7 +73,9 @@ class Looks:
         # No process has so high a number: there is nothing to dump.
         self.pids = {worker.rank: (1 << 30) + worker.rank for worker in workers}
 
-    def after(self, clock: Clock, seconds: int, *, moving: int | None = None) -> hang.Hang | None:
+    def after(
+        self, clock: Clock, seconds: int, *, moving: int | None = None
+    ) -> FailureReport | None:
         for _ in range(seconds):
             clock.now += 1.0
             if moving is not None:
@@ -107,7 +109,7 @@ def test_nobody_moves(looks: Looks, clock: Clock, slots: list[Slot]) -> None:
     found = looks.after(clock, 2)
     assert found is not None
     assert (found.verdict.name, found.verdict.kind) == ("rank 1", Kind.HANG)
-    assert found.progress == 7.0
+    assert found.time == 7.0
 
 
 def test_one_that_moves_keeps_all_alive(looks: Looks, clock: Clock, slots: list[Slot]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.launch.agent.rendezvous import GenerationRendezvous
+from lockstep.launch.agent.restarts import GenerationRendezvous
 from lockstep.launch.plan import Generation
 from lockstep.world.rendezvous.store import connect_store
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.agent import workers
-from lockstep.launch.agent.forkserver import Exit
+from lockstep.launch.agent import forkserver
+from lockstep.launch.agent.forkserver import LAST_GRACE, Exit, Workers
 from lockstep.launch.agent.interrupts import Interrupted, Interrupts
-from lockstep.launch.agent.workers import LAST_GRACE, Workers
 
 
 class Server:
@@ -35,7 +34,7 @@ class Server:
 
 
 def one_worker(server: Any, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch) -> Workers:
-    monkeypatch.setattr(workers, "time", server)
+    monkeypatch.setattr(forkserver, "time", server)
     output: Any = None
     found = Workers(server, output, interrupts, lambda: None)
     found.started[0], found._names[0] = 7, "rank 0"

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import UsageError, WorldError
 from lockstep.world import detect
-from lockstep.world.detect import given
+from lockstep.world.environments import given
 
 TORCHRUN = {
     "RANK": "5",

@@ -55,7 +55,9 @@ class MessageWire:
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], own: int) -> None:
         self._group, self._own = group, own
-        self._others = [(place, ranks[place]) for place in _turns(len(ranks), own)]
+        # From the next one on, so that first peers differ.
+        places = [(own + step) % len(ranks) for step in range(1, len(ranks))]
+        self._others = [(place, ranks[place]) for place in places]
         self.sent = 0
 
     def scatter(
@@ -83,11 +85,6 @@ class MessageWire:
         self.sent += sum(outgoing[place].nbytes for place, _ in self._others)
         incoming[self._own].copy_(outgoing[self._own])
         return _Messages(works, [*outgoing, *incoming])
-
-
-def _turns(count: int, own: int) -> list[int]:
-    """Return all indices below `count` except `own`, from `own + 1` on, so that first peers differ."""
-    return [(own + step) % count for step in range(1, count)]
 
 
 def find_hosts(group: dist.ProcessGroup) -> list[range]:

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.engine.parameter_server import discovery
 from lockstep.engine.parameter_server.event_loop import Server
-from lockstep.world.environments.lockstep import END_SERVER, SERVER, SERVER_ROOT
+from lockstep.world.environments.torchrun import END_SERVER, SERVER, SERVER_ROOT
 
 #: Signals to all processes of a job. The server ignores them, since workers need it while they end.
 _OF_JOBS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lockstep.errors import PeerError, WorldError
 from lockstep.world import network
 from lockstep.world.environments.init_method import STORE
-from lockstep.world.environments.lockstep import TOKEN
+from lockstep.world.environments.torchrun import TOKEN
 from lockstep.world.environments.variables import master
 from lockstep.world.model import World
 from lockstep.world.network import LOOPBACK

@@ -24,7 +24,7 @@ from lockstep.engine.parameter_server.discovery import ParameterServerAddress
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.errors import PeerError
 from lockstep.world.device_types import HIDDEN
-from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT, TOKEN
+from lockstep.world.environments.torchrun import SERVER, SERVER_ROOT, TOKEN
 from lockstep.world.network import LOOPBACK
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_timeout
 

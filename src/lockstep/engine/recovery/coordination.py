@@ -94,10 +94,7 @@ class OnStatusPage(Coordination):
             self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request (save, snapshot or stop) to carry out now, after `steps` updates, or `None`.
-
-        Called after every batch, epoch and `run.save`; all ranks get the same request after the same step.
-        """
+        """Return the request to carry out now, after `steps` updates, or `None`, the same on all ranks."""
         at, what = self._page.agreed
         if self._done < at <= steps:
             self._done = steps
@@ -135,10 +132,7 @@ class ThroughStore(Coordination):
         return turn is not None and self._store.check([f"{turn}/stop"])
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request (save, snapshot or stop) to carry out now, after `steps` updates, or `None`.
-
-        Called after every batch, epoch and `run.save`; all ranks get the same request after the same step.
-        """
+        """Return the request to carry out now, after `steps` updates, or `None`, the same on all ranks."""
         turn = self._ready
         if turn is None:
             return None

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lockstep.engine.strategies import optimizer_extras, optimizer_state
+from lockstep.engine.strategies import optimizer_state
 from lockstep.engine.strategies.dtensor import bytes_here
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.loss_scale import Scaler
@@ -148,7 +148,7 @@ class State:
         }
         _load("optimizer", optimizers, state["optimizers"], whole=whole)
         extras = {
-            str(number): functools.partial(optimizer_extras.load, own)
+            str(number): functools.partial(optimizer_state.load_extras, own)
             for number, own in enumerate(self.optimizers)
             if str(number) in optimizers
         }
@@ -225,14 +225,14 @@ class State:
         return {
             str(number): extras
             for number, own in enumerate(self.optimizers)
-            if self._holder(own) is None and (extras := optimizer_extras.capture(own, known))
+            if self._holder(own) is None and (extras := optimizer_state.capture_extras(own, known))
         }
 
     def forgotten_attributes(self) -> str | None:
         """Return the class of an optimizer, and its attributes that are not saved, as text; else `None`."""
         for optimizer in self.optimizers:
             if self._holder(optimizer) is not None:
-                extras = optimizer_extras.capture(optimizer).values()
+                extras = optimizer_state.capture_extras(optimizer).values()
                 names = ", ".join(name for own in extras for name in own)
                 if names:
                     return f"{type(optimizer).__name__}: {names}"

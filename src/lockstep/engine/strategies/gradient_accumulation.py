@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from lockstep.engine.exchange.flat import Parts, as_real
 from lockstep.engine.layout.tree import leaves, merges
+from lockstep.errors import StepError
 
 #: The elements of a missing gradient in a bucket: `x + -0.0` has the bits of `x`, also if `x` is -0.0,
 #: but `x + 0.0` has not (IEEE 754, section 6.3).
@@ -75,6 +77,21 @@ class GradientAccumulation:
         """Number of this rank's replicas whose gradients were not passed to `push` yet."""
         return len(self._merges) - self._collected
 
+    def check(self, module: nn.Module, *expected: int) -> None:
+        """Raise a `StepError` if some of this rank's replicas had a backward pass and others had none.
+
+        Each replica could be on its own rank, and ranks that sum gradients would wait for the missing one.
+        `expected`: how many of this rank's replicas may have no gradients at this time.
+        """
+        if self.missing not in expected:
+            raise StepError(
+                f"{type(module).__name__} had no backward pass for a replica of this batch, "
+                "but had one for others",
+                hint="call run.backward for every microbatch; in place of `continue`, or of catching an "
+                "exception, to leave out a bad one: "
+                "run.backward(loss, weight=len(x) if torch.isfinite(loss) else 0)",
+            )
+
     def push(self, gradients: Gradients) -> None:
         """Add the gradients of this rank's next replica (data-parallel worker) to the sums."""
         self.nodes.append(gradients)
@@ -90,7 +107,7 @@ class GradientAccumulation:
         return nodes
 
 
-def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> Gradients:
+def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
     """Return the gradients of `parameters`, and set each `grad` to `None`."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:

@@ -79,24 +79,15 @@ class ModelContext:
     ranks_of_row: range = range(1)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager for an optimizer's step.
-
-        While a rank waits for others in it, the launcher's status page says so.
-        """
+        """Return a context manager for an optimizer's step; see `Heartbeat`."""
         return self._collective("optimizer.step")
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Return a context manager for synchronizing buffers.
-
-        While a rank waits for others in it, the launcher's status page says so.
-        """
+        """Return a context manager for synchronizing buffers; see `Heartbeat`."""
         return self._collective("the exchange of buffers")
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Return a context manager for gathering parameters outside of backward passes.
-
-        While a rank waits for others in it, the launcher's status page says so.
-        """
+        """Return a context manager for gathering parameters outside of backward passes; see `Heartbeat`."""
         return self._collective("the gathering of parameters")
 
     def gathering_in_backward(self) -> AbstractContextManager[None]:

@@ -33,23 +33,16 @@ class WrappedModel(abc.ABC):
     """A model given to `run.model`: checks its passes, and sums its gradients over all replicas.
 
     A replica is one of the data-parallel workers that a run computes, one or several on each rank.
-
-    Attributes:
-        parameters: the trainable parameters.
-        used: whether a forward pass with gradients has run since the last backward pass.
-        optimized: ids of the parameters that optimizers of the run update.
-        gradient_bytes: bytes of this rank's gradients; 0 before the first step.
-        is_split: whether a rank holds only a part of the model.
-        is_cut: whether a rank holds a part of every tensor; then it saves its parts without communication.
-        mixes: whether one optimizer, or one gradient norm, may include parameters of several split models.
-        steps_locally: whether each rank trains independently, with one optimizer for this model alone.
-        versions: earlier values of the parameters, if gradients are computed with those (staleness).
     """
 
     exactness = "exact"
+    #: Whether a rank holds only a part of the model.
     is_split = False
+    #: Whether a rank holds a part of every tensor; then it saves its parts without communication.
     is_cut = False
+    #: Whether one optimizer, or one gradient norm, may include parameters of several split models.
     mixes = False
+    #: Whether each rank trains independently, with one optimizer for this model alone.
     steps_locally = False
 
     def __init__(
@@ -57,9 +50,11 @@ class WrappedModel(abc.ABC):
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.used = False
-        self.optimized: set[int] = set()
-        self.versions: Versions | None = None
+        self.used = (
+            False  # whether a forward pass with gradients has run since the last backward pass
+        )
+        self.optimized: set[int] = set()  # ids of the parameters that optimizers of the run update
+        self.versions: Versions | None = None  # earlier values of the parameters (staleness)
         if context.staleness and self.parameters:
             self.versions = Versions(module, context.staleness)
         self.accumulation = GradientAccumulation(context.block, context.replicas)
@@ -73,7 +68,7 @@ class WrappedModel(abc.ABC):
         self._behind = 0  # number of this rank's replicas after the current microbatch's replica
         self._mixed: set[int] = set()
         self._watching = False
-        self.gradient_bytes = 0
+        self.gradient_bytes = 0  # of this rank; 0 before the first step
         if self.several_replicas:
             for first in self.parameters[:1]:  # a hook of each would take longer than a small step
                 first.register_post_accumulate_grad_hook(self._after_accumulation)  # type: ignore[no-untyped-call]
@@ -171,7 +166,7 @@ class WrappedModel(abc.ABC):
             self._discard_audit(left=left)
             return
         if self.several_replicas and not left:
-            self._check_complete(len(self._block), self._behind)
+            self.accumulation.check(self.module, len(self._block), self._behind)
         if not microbatch.last:
             self._buffers.next_replica()
         elif not left:
@@ -212,21 +207,6 @@ class WrappedModel(abc.ABC):
                 hint="count with run.step or run.batch_index; --audit off switches the audit off",
             )
 
-    def _check_complete(self, *expected: int) -> None:
-        """Raise a `StepError` if some of this rank's replicas had a backward pass and others had none.
-
-        Each replica could be on its own rank, and ranks that sum gradients would wait for the missing one.
-        `expected`: how many of this rank's replicas may have no gradients at this time.
-        """
-        if self.accumulation.missing not in expected:
-            raise StepError(
-                f"{type(self.module).__name__} had no backward pass for a replica of this batch, "
-                "but had one for others",
-                hint="call run.backward for every microbatch; in place of `continue`, or of catching an "
-                "exception, to leave out a bad one: "
-                "run.backward(loss, weight=len(x) if torch.isfinite(loss) else 0)",
-            )
-
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
         """Prepare for a backward pass, and check that its result does not depend on the number of ranks.
 
@@ -250,7 +230,7 @@ class WrappedModel(abc.ABC):
             if microbatch.first:
                 self._drop_old_gradients()
             if not microbatch.audit:
-                self._check_complete(1 + self._behind)
+                self.accumulation.check(self.module, 1 + self._behind)
         self._before_backward(microbatch, alone=alone)
         self._interrupted = True  # until gradients have been summed
 
@@ -300,7 +280,7 @@ class WrappedModel(abc.ABC):
                 hint="call run.backward(loss) in the place of loss.backward()",
             )
         if self._is_last:
-            self._check_complete(len(self._block))
+            self.accumulation.check(self.module, len(self._block))
         if self._mixed and not self._mixed.isdisjoint(among):
             raise StepError(
                 f"{type(self.module).__name__} had gradients of an earlier batch when its backward "

@@ -14,15 +14,20 @@ from typing import Any
 
 from lockstep.errors import PREEMPTED, LockstepError, RunDirectoryError
 from lockstep.launch.agent import failure
-from lockstep.launch.agent.failure import Failure, Kind, MemoryKills, Verdict, preempted
-from lockstep.launch.agent.forkserver import Exit, ForkServer
+from lockstep.launch.agent.failure import (
+    Decision,
+    Failure,
+    FailureReport,
+    Kind,
+    MemoryKills,
+    Verdict,
+    preempted,
+)
+from lockstep.launch.agent.forkserver import LAST_GRACE, Exit, ForkServer, Workers
 from lockstep.launch.agent.hang import HangWatch
 from lockstep.launch.agent.interrupts import Interrupted, Interrupts
-from lockstep.launch.agent.rendezvous import GenerationRendezvous
-from lockstep.launch.agent.restarts import RankProgress, Restarts
-from lockstep.launch.agent.workers import LAST_GRACE, Workers
+from lockstep.launch.agent.restarts import GenerationRendezvous, RankProgress, Restarts
 from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
-from lockstep.launch.nodes.coordinator import Decision, FailureReport
 from lockstep.launch.output import Output, say
 from lockstep.launch.plan import Generation, Plan, WorkerPlan
 from lockstep.settings import TABLE
@@ -164,7 +169,9 @@ class Agent:
             if any(e.pid in self._preempted and e.code == -signal.SIGTERM for e in exits):
                 self._stop()
             return self._report(self._failure())
-        if (hang := self._hang()) is not None:
+        size, living = self._rendezvous.membership.size, self._processes.living
+        hang = self._hangs.look(self._workers, living, size, self._servers)
+        if hang is not None:
             state = self._report(hang)
             self._processes.kill()  # workers that hang cannot report anything
             return state
@@ -222,15 +229,6 @@ class Agent:
             consequence=cause.consequence,
             time=failure.wall(cause.time),
         )
-
-    def _hang(self) -> FailureReport | None:
-        """If the ranks hang, return a report for the coordinator on launcher 0; otherwise `None`."""
-        size = self._rendezvous.membership.size
-        hang = self._hangs.look(self._workers, self._processes.living, size, self._servers)
-        if hang is None:
-            return None
-        # Another launcher may have a failure, or a rank that has made less progress.
-        return FailureReport(verdict=hang.verdict, consequence=True, time=hang.progress)
 
     def _report(self, report: FailureReport) -> _State:
         """Get a decision on a failure from launcher 0, or from this launcher's policy, and apply it."""

@@ -9,10 +9,11 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from lockstep import errors
 from lockstep.errors import PREEMPTED
@@ -170,6 +171,51 @@ class Verdict:
         if not self.brief:
             line = self.text.partition("\n")[0].removeprefix("lockstep: ")
             object.__setattr__(self, "brief", line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """Report of a failure of a launcher's workers.
+
+    Attributes:
+        verdict: the failure message.
+        consequence: whether the failure only follows from another rank's failure.
+        time: moment of the failure, in Unix seconds.
+    """
+
+    verdict: Verdict
+    consequence: bool
+    time: float
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sort key: causes before consequences, then by time."""
+        return self.consequence, self.time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Decision on a failure, for all launchers: start workers again, change launchers, or end.
+
+    Attributes:
+        text: message for the user.
+        verdict: message of a launch that has failed.
+        staying: launchers that are expected in the next rendezvous round.
+    """
+
+    kind: Literal["restart", "round", "end", "done"]
+    text: str = ""
+    verdict: Verdict | None = None
+    staying: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the decision ends the rendezvous round."""
+        return self.kind != "restart"
+
+
+#: Restart policy: returns the message to print if workers are to start again; `None` if not.
+Policy = Callable[[Verdict], str | None]
 
 
 def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:

@@ -1,4 +1,4 @@
-"""`ForkServer`: a single-threaded child process of the launcher that forks, monitors and ends the workers.
+"""`ForkServer`: single-threaded child of the launcher that forks workers; `Workers`: those processes.
 
 The server is forked before the launcher starts any thread or store, so that its own forks never copy a
 locked lock of another thread. Launcher and server exchange small JSON messages over one socket. The server
@@ -10,6 +10,7 @@ kills the workers and exits when the launcher closes the socket or dies.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -18,21 +19,25 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 from lockstep.errors import RunError
+from lockstep.launch import stdin
 from lockstep.launch.agent import processes
+from lockstep.launch.agent.interrupts import Interrupts
 from lockstep.launch.devices.binding import PROCESSORS
+from lockstep.launch.output import Output, say
+from lockstep.launch.plan import Plan, WorkerPlan
+from lockstep.world.environments.torchrun import END_SERVER
 
 #: Upper bound of one message in bytes.
 _MESSAGE = 1 << 17
-#: Maximum number of servers started with shared imports; each leaves out the package that failed before.
-_TRIES = 4
 #: Seconds that killed workers have to end when the server ends.
 _KILL_SECONDS = 5.0
-#: Seconds between two calls of `check` while the server imports packages.
-_CHECK_SECONDS = 0.1
+#: Seconds between two polls: of a server that imports packages, and of workers that are to end.
+_CHECK_SECONDS, _INTERVAL = 0.1, 0.01
+#: Seconds that the kernel may take to end a process: one may be in the middle of a long write.
+LAST_GRACE = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +51,18 @@ class ForkRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """Exit of one worker process.
-
-    Attributes:
-        code: exit code, or minus the signal that killed the process.
-        time: moment of the exit, by `time.monotonic`.
-    """
+    """Exit of one worker process."""
 
     rank: int
     pid: int
-    code: int
-    time: float
+    code: int  # exit code, or minus the signal that killed the process
+    time: float  # moment of the exit, by `time.monotonic`
 
 
 #: Function that runs in a freshly forked worker process and never returns.
 Job = Callable[[ForkRequest], NoReturn]
-#: Function that imports packages for all workers, except the given ones; returns one that breaks `fork`.
-Preload = Callable[[Collection[str]], str | None]
+#: Function that imports packages in the server; returns the name of one that makes forks unsafe.
+Preload = Callable[[], str | None]
 
 
 class ForkServer:
@@ -71,39 +71,13 @@ class ForkServer:
     Args:
         job: function that runs in each worker; it need not be importable.
         ignored: signals that the server ignores besides SIGINT and SIGHUP.
-        preload: function that runs in the server before it forks workers.
-        check: called repeatedly during `preload`; if it raises, the server is killed.
+        preload: function that the server calls before it forks workers.
     """
 
     def __init__(
-        self,
-        job: Job,
-        ignored: Iterable[signal.Signals] = (),
-        preload: Preload | None = None,
-        check: Callable[[], None] = lambda: None,
+        self, job: Job, ignored: Iterable[signal.Signals] = (), preload: Preload | None = None
     ) -> None:
         self._exits: list[Exit] = []
-        # Only an actual import shows whether a package makes forks unsafe.
-        skipped: list[str] = []
-        while preload is not None and len(skipped) < _TRIES:
-            self._start_server(job, ignored, partial(preload, skipped))
-            try:
-                problem = self._preload_result(check)["problem"]
-            except RunError:  # an import has ended the server: import nothing before the forks
-                self.close()
-                break
-            if problem is None:
-                return
-            self.close()
-            skipped.append(problem)
-        self._start_server(job, ignored, None)
-
-    def _start_server(
-        self,
-        job: Job,
-        ignored: Iterable[signal.Signals],
-        preload: Callable[[], str | None] | None,
-    ) -> None:
         launcher = os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = processes.fork()
@@ -133,6 +107,18 @@ class ForkServer:
                 raise RunError(f"rank {request.rank} could not be started: {answer['refused']}")
             self._exits.append(Exit(**answer))
 
+    def wait_for_preload(self, check: Callable[[], None]) -> str | None:
+        """Wait until `preload` has run; return its result. If `check` raises meanwhile, kill the server."""
+        try:
+            while not self._has_message(_CHECK_SECONDS):
+                check()
+        except BaseException:
+            processes.signal_session(self._pid, signal.SIGKILL)
+            self.close()
+            raise
+        problem: str | None = self._receive()["problem"]
+        return problem
+
     def poll(self) -> list[Exit]:
         """Return the exits of workers that ended since the last call, without waiting."""
         with contextlib.suppress(BlockingIOError):
@@ -159,17 +145,6 @@ class ForkServer:
             if processes.reap(self._pid, 2 * _KILL_SECONDS) is None:
                 processes.end(self._pid)
 
-    def _preload_result(self, check: Callable[[], None]) -> dict[str, Any]:
-        """Wait until the server has run `preload`; return its message with the result."""
-        try:
-            while not self._has_message(_CHECK_SECONDS):
-                check()
-        except BaseException:
-            processes.signal_session(self._pid, signal.SIGKILL)
-            self.close()
-            raise
-        return self._receive()
-
     def _has_message(self, seconds: float) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -182,8 +157,7 @@ class ForkServer:
             raise self._gone() from error
         if not data:
             raise self._gone()
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+        return dict(json.loads(data))
 
     @staticmethod
     def _gone() -> RunError:
@@ -193,11 +167,109 @@ class ForkServer:
         )
 
 
+class Workers:
+    """The worker and parameter-server processes of one launcher, until the next restart.
+
+    Args:
+        lost: function to call if the fork server has ended, before an error about it is raised.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        output: Output,
+        interrupts: Interrupts,
+        lost: Callable[[], None],
+    ) -> None:
+        self._server, self._output = server, output
+        self._interrupts, self._lost = interrupts, lost
+        self._names: dict[int, str] = {}
+        self.started: dict[int, int] = {}  # by rank, ids of all processes since the last restart
+        self.exits: dict[int, Exit] = {}  # by rank, exits of the processes that have ended
+
+    def begin(self) -> None:
+        """Prepare the next start of workers: forget the earlier processes, all of which have ended."""
+        self.exits.clear()
+        self.started.clear()
+
+    def start(self, plan: Plan, worker: WorkerPlan, more: Mapping[str, str]) -> None:
+        """Start one worker or parameter server of `plan`; `more` are additional environment variables."""
+        shown = plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
+        streams = (
+            stdin.descriptor(worker.rank, plan.size, plan.spec.kind),
+            *self._output.open(worker.log, shown),
+        )
+        try:
+            env = {**worker.env, **more}
+            request = ForkRequest(rank=worker.rank, local_rank=worker.local_rank, env=env)
+            self.started[worker.rank] = self._server.start(request, streams)
+        finally:
+            for descriptor in streams:
+                os.close(descriptor)
+        self._names[worker.rank] = worker.name
+
+    def look(self) -> None:
+        """Record the exits of processes that have ended since the last call."""
+        try:
+            for left in self._server.poll():
+                if self.started.get(left.rank) == left.pid:
+                    self.exits[left.rank] = left
+        except RunError:
+            self._lost()
+            raise
+
+    @property
+    def living(self) -> dict[int, int]:
+        """Process ids of the processes that have not ended, by rank."""
+        return {rank: pid for rank, pid in self.started.items() if rank not in self.exits}
+
+    def end(self, signum: signal.Signals, seconds: float) -> bool:
+        """Send `signum` to all processes; return whether all have ended within `seconds`."""
+        if living := self.living:
+            self._server.signal(signum)
+            self._server.signal(END_SERVER, only=[pid for rank, pid in living.items() if rank < 0])
+        deadline = time.monotonic() + seconds
+        while self.living:
+            is_cut_short = self._interrupts.is_repeated and signum != signal.SIGKILL
+            if is_cut_short or time.monotonic() > deadline:
+                return False
+            self._server.wait(_INTERVAL)
+            self.look()
+        return True
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes and wait until the last has ended.
+
+        The kernel ends a process that is inside a system call, such as a write to a file server that does
+        not answer, when the call returns. Until then the process may change memory and files that workers
+        read after a restart.
+
+        Raises:
+            Interrupted: if the launcher gets a second signal during the wait.
+        """
+        is_named = False
+        while not self.end(signal.SIGKILL, LAST_GRACE):
+            if self._interrupts.is_repeated:
+                self._interrupts.check()
+            if not is_named:
+                self.name_living(LAST_GRACE, "the next generation starts when they have ended")
+                is_named = True
+
+    def forget_living(self) -> None:
+        """Drop the processes that have not ended, so that no call waits for them."""
+        self.started = {rank: pid for rank, pid in self.started.items() if rank in self.exits}
+
+    def name_living(self, seconds: float, then: str) -> None:
+        """Print the names of processes that SIGKILL did not end within `seconds`, followed by `then`."""
+        names = [f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()]
+        say(f"lockstep: SIGKILL has not ended {', '.join(names)} within {seconds:.0f} s; {then}")
+
+
+# --- the server process ------------------------------------------------------------------------------
+
+
 def _serve_and_exit(
-    connection: socket.socket,
-    job: Job,
-    launcher: int,
-    preload: Callable[[], str | None] | None,
+    connection: socket.socket, job: Job, launcher: int, preload: Preload | None
 ) -> NoReturn:
     """Run the fork server in this process until the launcher closes the socket or dies."""
     try:
@@ -210,7 +282,7 @@ def _serve_and_exit(
             connection.send(json.dumps({"problem": problem}).encode())
             if problem is not None:
                 os._exit(0)
-        processes.freeze()
+        gc.freeze()  # so that memory pages stay shared after forks
         _Server(connection, job, launcher).serve()
     except BaseException:  # whatever happens here, the launcher's stack must not be unwound
         os._exit(1)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch.agent.failure import Kind, Verdict
+from lockstep.launch.agent.failure import FailureReport, Kind, Verdict
 from lockstep.launch.plan import WorkerPlan
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
 from lockstep.state.files.directory import short
@@ -76,18 +76,6 @@ class Position:
         return f" at {frame}" if frame is not None else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hang:
-    """A hang of this launcher's ranks.
-
-    Attributes:
-        progress: `Position.progress` of the likely cause; over all launchers, the lowest is reported.
-    """
-
-    verdict: Verdict
-    progress: float
-
-
 class HangWatch:
     """Detects a hang of this launcher's ranks: no rank makes progress for a number of seconds.
 
@@ -110,8 +98,11 @@ class HangWatch:
         pids: Mapping[int, int],
         size: int,
         servers: Sequence[WorkerPlan] = (),
-    ) -> Hang | None:
-        """Return a hang if the ranks have made no progress for the timeout; call it several times a second.
+    ) -> FailureReport | None:
+        """Report a hang if no rank has made progress for the timeout; call this several times a second.
+
+        The report's time is the `Position.progress` of the likely cause: if several launchers hang, the
+        least progress is the cause. A failure on another launcher precedes it.
 
         Args:
             workers: all workers of this launcher, in the order of `slots`.
@@ -134,7 +125,7 @@ class HangWatch:
             return None
         stopped = [one for one in servers if one.rank in pids and is_stopped(pids[one.rank])]
         if stopped:
-            return Hang(verdict=_server_verdict(stopped[0], self._timeout), progress=-2.0)
+            return _report(_server_verdict(stopped[0], self._timeout), -2.0)
         return self._examine(workers, pids, size)
 
     def _read(self) -> list[tuple[int, int]]:
@@ -142,7 +133,7 @@ class HangWatch:
 
     def _examine(
         self, workers: Sequence[WorkerPlan], pids: Mapping[int, int], size: int
-    ) -> Hang | None:
+    ) -> FailureReport | None:
         living = [
             (worker, slot, slot.pid or pids[worker.rank])
             for worker, slot in zip(workers, self._slots, strict=False)
@@ -159,11 +150,13 @@ class HangWatch:
             return None  # a rank made progress meanwhile
         positions = [_position(worker, slot, pid) for worker, slot, pid in living]
         behind = min(positions, key=lambda position: position.order)
-        return Hang(
-            verdict=verdict(positions, size, self._timeout),
-            # A stopped rank is the cause wherever it is.
-            progress=-2.0 if behind.stopped else behind.progress,
-        )
+        # A stopped rank is the cause wherever it is.
+        progress = -2.0 if behind.stopped else behind.progress
+        return _report(verdict(positions, size, self._timeout), progress)
+
+
+def _report(verdict: Verdict, progress: float) -> FailureReport:
+    return FailureReport(verdict=verdict, consequence=True, time=progress)
 
 
 def verdict(positions: Sequence[Position], size: int, timeout: float) -> Verdict:

@@ -189,8 +189,3 @@ def extensions_state() -> dict[object, object]:
     state.argtypes, state.restype = [ctypes.c_void_p], ctypes.c_void_p
     found: dict[object, object] = ctypes.cast(state(interpreter()), ctypes.py_object).value
     return found
-
-
-def freeze() -> None:
-    """Exclude all current objects from garbage collection, so that memory pages stay shared after fork."""
-    gc.freeze()

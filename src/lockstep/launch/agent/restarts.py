@@ -1,15 +1,35 @@
-"""Restart policy: after which failures, and how often, all workers start again; and the ranks' progress.
+"""Restarts of all workers: after which failures, and with which rendezvous, store and plan.
 
 A failure that came from outside the script (a signal, a lost node, a full disk) may not happen again. An
 exception of the script would: a run is deterministic, so the same step fails the same way. Failures are
 counted in a row; the count starts anew once the run has made progress after the last failure.
+
+A generation is the set of workers between two restarts. A rendezvous round is the time in which the same
+launchers take part. Each generation has a store of its own, so that workers never read keys of earlier
+workers: torchrun 2.13 keeps one store, and Gloo then hangs on addresses of dead processes.
+
+    round 1: generations 0, 1, 2   a launcher joins, or is lost   round 2: generation 3 …
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import replace
+from pathlib import Path
 
-from lockstep.launch.agent.failure import Kind, Verdict
+from torch.distributed import TCPStore
+
+from lockstep.launch import earlier_runs
+from lockstep.launch.agent.failure import Kind, Policy, Verdict
+from lockstep.launch.dry_run import placement
+from lockstep.launch.nodes.client import CoordinatorClient, RoundOverError
+from lockstep.launch.nodes.config import port_taken
+from lockstep.launch.nodes.membership import Common, Membership
+from lockstep.launch.nodes.membership_rounds import Rounds
+from lockstep.launch.output import say
+from lockstep.launch.plan import Generation, Launch, Plan, check_replicas, make_plan
+from lockstep.launch.run_directory import RunDirectory
 from lockstep.state.checkpoint.shared_memory import (
     AFTER_RUN,
     SLOTS,
@@ -21,9 +41,15 @@ from lockstep.state.checkpoint.shared_memory import (
     run_of,
 )
 from lockstep.state.files.lock import LAUNCHER_VARIABLE
+from lockstep.world import network
+from lockstep.world.rendezvous.store import host_store
+from lockstep.world.waiting import Check, go_on
 
 #: Default number of failures in a row without progress after which workers still start again.
 DEFAULT = 3
+_HOST_HINT = (
+    "launchers that meet in a shared directory survive it: --rdzv-endpoint file:///DIRECTORY"
+)
 
 
 class RankProgress:
@@ -140,3 +166,169 @@ class Restarts:
         newest = self._progress.snapshot
         self._in_a_row = self._in_a_row + 1 if newest == self._last else 1
         self._last = newest
+
+
+class GenerationRendezvous:
+    """Waits for all launchers before each start of workers, and opens the workers' store.
+
+    Args:
+        common: fields of `Generation` that are the same after every restart.
+        rounds: rendezvous rounds of several launchers; `None` for a single launcher.
+        port: port of the store if this launcher hosts it; 0 for any free port.
+        policy: restart policy that this launcher applies for all launchers if it is launcher 0.
+    """
+
+    def __init__(
+        self,
+        common: Generation,
+        ranks: int,
+        rounds: Rounds | None = None,
+        port: int = 0,
+        policy: Policy = lambda _: None,
+    ) -> None:
+        self._common = common
+        self._port = port
+        self._rounds = rounds
+        self._alone = Membership.alone(ranks)
+        self._policy = policy
+        #: Store of the current workers, if this launcher hosts it.
+        self._store: TCPStore | None = None
+        #: Connection to the coordinator of the launchers; `None` for a single launcher.
+        self.coordinator: CoordinatorClient | None = None
+        #: Number of starts of workers so far, minus one.
+        self.generation = -1
+
+    @property
+    def membership(self) -> Membership:
+        """The launchers that take part now, with their ranks and nodes."""
+        return self._alone if self._rounds is None else self._rounds.membership
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the launch continues if this launcher leaves."""
+        return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
+
+    def next_generation(self, check: Check = go_on) -> Generation:
+        """Wait until all launchers have stopped their workers; return the rendezvous of the next workers.
+
+        Args:
+            check: called repeatedly during the wait; may raise to end it.
+
+        Raises:
+            RoundOverError: if the launch ends instead.
+            WorldError: if a rendezvous of launchers fails.
+        """
+        self._store = None
+        if self._rounds is None:
+            self.generation += 1
+            port = self._open_store()
+        else:
+            port = self._enter(self._rounds, check)
+        return replace(
+            self._common,
+            number=self.generation,
+            membership=self.membership,
+            port=port,
+            replicas=None if self._rounds is None else self._rounds.replicas,
+        )
+
+    def _open_store(self) -> int:
+        """Host a `TCPStore` for the workers; return its port, 0 if workers do not need a store."""
+        if not self._common.listens:
+            return 0
+        try:
+            self._store = host_store(
+                self._port, loopback=self.membership.address == network.LOOPBACK
+            )
+        except OSError as error:
+            raise port_taken(self._port, network.reason(error)) from error
+        return int(self._store.port)
+
+    def _enter(self, rounds: Rounds, check: Check) -> int:
+        """Wait until all launchers are ready to start workers; return the port of the workers' store."""
+        while True:
+            client = self.coordinator = self._client(rounds)
+            self.generation = max(rounds.generation, self.generation + 1)
+            try:
+                return client.enter(self.generation, self._open_store, check)
+            except RoundOverError as over:
+                if over.decision.kind != "round":
+                    raise
+
+    def _client(self, rounds: Rounds) -> CoordinatorClient:
+        """Return the client of launcher 0; if this rendezvous round is over, join the next one first."""
+        client = self.coordinator
+        if client is not None:
+            decision, lost_coordinator = client.decision, client.has_lost_coordinator
+            if decision is None or decision.kind != "round":
+                return client
+            self._close_round()
+            rounds.next(decision.staying, self.generation + 1, lost_coordinator=lost_coordinator)
+        return CoordinatorClient(
+            rounds.membership,
+            rounds.launcher_0,
+            number=rounds.number,
+            generation=max(rounds.generation, self.generation),
+            policy=self._policy,
+            least=rounds.least,
+            hint=None if rounds.fixed or rounds.survives_host else _HOST_HINT,
+        )
+
+    def _close_round(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.close()
+            self.coordinator = None
+
+    def finish(self) -> None:
+        """Close the connection to launcher 0; launcher 0 itself records the end of the launch."""
+        decision = None if self.coordinator is None else self.coordinator.decision
+        self._close_round()
+        self._store = None
+        over = decision is not None and decision.kind in ("end", "done")
+        if over and self._rounds is not None and self.membership.index == 0:
+            with contextlib.suppress(RuntimeError):  # the store is lost: keep the failure message
+                self._rounds.end()
+
+
+def plan_generation(
+    launch: Launch,
+    place: RunDirectory,
+    common: Common | None,
+    private: Path,
+    port: int,
+    files: Path | None,
+    generation: Generation,
+) -> Plan:
+    """Return the plan of the workers until the next restart; the first call makes the run's directory.
+
+    Args:
+        launch: the launch with the facts of this machine.
+        place: run directory and log directory, made here if the run has none yet.
+        common: constants of a launch with several launchers, such as the name of the run's directory.
+        private: temporary directory of this launcher.
+        port: port at which the script may host a store, if the launch has a single rank.
+        files: directory for a `FileStore` after each restart, which the ranks of a single launcher use;
+            `None` on a file system without locks, where they use the launcher's `TCPStore`.
+        generation: rendezvous of these workers.
+    """
+    members = generation.membership
+    assert members is not None, "known after the rendezvous"
+    if launch.nodes is None:
+        store = None if files is None else files / f"store-{generation.number}"
+        generation = replace(generation, store=store, port=generation.port or port)
+    elif members.size == 1 and not launch.servers:
+        generation = replace(generation, port=port)
+    run_dir = place.path
+    if run_dir is None:
+        check_replicas(launch, members.size)  # before anything is made
+        if common is not None:
+            earlier_runs.check(launch.spec, place.name, common)
+        line = None if members.index else earlier_runs.note(launch.spec, place.name)
+        if line is not None:
+            say(line)
+        run_dir = place.make(None if common is None else common.stamp, private)
+    plan = make_plan(launch, generation, run_dir=run_dir, log_dir=place.logs, error_dir=private)
+    if generation.number == 0:
+        for line in placement(plan):
+            say(line)
+    return plan

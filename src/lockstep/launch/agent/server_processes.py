@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.engine.layout.server_count import check
 from lockstep.launch.spec import LaunchSpec
 from lockstep.world.device_types import HIDDEN
-from lockstep.world.environments.lockstep import SERVER, SERVER_ROOT
+from lockstep.world.environments.torchrun import SERVER, SERVER_ROOT
 
 #: Module that a parameter server runs in place of the user's script.
 MODULE = "lockstep.engine.parameter_server"

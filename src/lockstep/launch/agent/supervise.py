@@ -8,19 +8,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.errors import RunError
 from lockstep.launch import earlier_runs, stdin
 from lockstep.launch.agent import worker
 from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.agent.forkserver import ForkServer, Job, Preload
+from lockstep.launch.agent.forkserver import ForkServer, Job
 from lockstep.launch.agent.hang import HangWatch
 from lockstep.launch.agent.interrupts import Interrupts
-from lockstep.launch.agent.restarts import RankProgress, Restarts
 from lockstep.launch.devices.gpus import visible
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig
 from lockstep.launch.nodes.membership import Common, Launcher
@@ -38,6 +38,11 @@ from lockstep.state.checkpoint.shared_memory import Descriptors
 
 #: Seconds that a launcher waits for other launchers before it prints a message.
 _SILENCE_SECONDS = 3.0
+#: Maximum number of fork servers started with imports; each leaves out the package that failed before.
+_TRIES = 4
+
+#: Function that imports packages for all workers, except the given ones; returns one that breaks `fork`.
+Importer = Callable[[Collection[str]], str | None]
 
 if TYPE_CHECKING:
     from lockstep.launch.nodes.membership_rounds import Rounds
@@ -69,36 +74,36 @@ def supervise(
     with (
         stdin.restored(),
         closing(Descriptors.create()) as memory,  # before the server is forked: workers inherit it
-        closing(ForkServer(job, interrupts.preempting, preload, interrupts.check)) as server,
+        closing(_fork_server(job, preload, interrupts)) as server,
         closing(Output()) as output,
         _joined(launch, place.name, interrupts) as rounds,
         kept_port(only_port) as port,  # after the fork: workers must not inherit the socket
         closing(server),  # closed before the output, so that no worker writes later
     ):
+        from lockstep.launch.agent import restarts
         from lockstep.launch.agent.agent import Agent
-        from lockstep.launch.agent.rendezvous import GenerationRendezvous, plan_generation
 
-        progress = RankProgress(memory, launch.ranks)
-        settings, environ, sources = launch.spec.settings, launch.environ, launch.sources
-        limit = settings.value("max_restarts", environ)
-        restarts = Restarts(limit, progress, uses_lockstep=sources.uses_lockstep)
+        ranks, settings, environ = launch.ranks, launch.spec.settings, launch.environ
+        progress = restarts.RankProgress(memory, ranks)
+        limit, uses_lockstep = settings.value("max_restarts", environ), launch.sources.uses_lockstep
+        policy = restarts.Restarts(limit, progress, uses_lockstep=uses_lockstep)
         shared = None if rounds is None else rounds.common
-        common, files = shared or Common.new(launch.ranks), private if has_locks else None
+        common, files = shared or Common.new(ranks), private if has_locks else None
         generation = Generation(
             run_id=common.run_id,
             token=common.token,
-            max_restarts=restarts.limit,
+            max_restarts=policy.limit,
             listens=listens or rounds is not None,
         )
         agent = Agent(
-            partial(plan_generation, launch, place, shared, private, port, files),
-            GenerationRendezvous(generation, launch.ranks, rounds, store_port, restarts.decide),
+            partial(restarts.plan_generation, launch, place, shared, private, port, files),
+            restarts.GenerationRendezvous(generation, ranks, rounds, store_port, policy.decide),
             server=server,
             output=output,
             interrupts=interrupts,
             progress=progress,
             hangs=HangWatch(progress.slots, settings.value_or_default("hang_timeout", environ)),
-            restarts=restarts,
+            restarts=policy,
             deadline=deadline,
         )
         agent.run()
@@ -186,7 +191,7 @@ def _waiting_check(config: RendezvousConfig, interrupts: Interrupts) -> Callable
     return check
 
 
-def _preload(launch: Launch) -> Preload | None:
+def _preload(launch: Launch) -> Importer | None:
     """Return the function that imports the script's packages in the fork server, or `None`."""
     spec = launch.spec
     # The launcher of a function is the user's interpreter, which has imported the packages.
@@ -198,3 +203,21 @@ def _preload(launch: Launch) -> Preload | None:
         return None
     threads = share_of_threads(spec, launch.environ, launch.machine.cores, launch.ranks)
     return partial(import_shared, found, threads)
+
+
+def _fork_server(job: Job, preload: Importer | None, interrupts: Interrupts) -> ForkServer:
+    """Start the fork server, which imports the script's packages first if `fork` works after that."""
+    # Only an actual import shows whether a package makes forks unsafe.
+    skipped: list[str] = []
+    while preload is not None and len(skipped) < _TRIES:
+        server = ForkServer(job, interrupts.preempting, partial(preload, skipped))
+        try:
+            problem = server.wait_for_preload(interrupts.check)
+        except RunError:  # an import has ended the server: import nothing before the forks
+            server.close()
+            break
+        if problem is None:
+            return server
+        server.close()
+        skipped.append(problem)
+    return ForkServer(job, interrupts.preempting)

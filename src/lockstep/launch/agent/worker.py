@@ -23,7 +23,7 @@ from lockstep.launch.target import seeding
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.state.record import error_report, forwarding, stacks
 from lockstep.world import groups
-from lockstep.world.environments.lockstep import SERVER
+from lockstep.world.environments.torchrun import SERVER
 
 _PACKAGE = str(Path(__file__).parents[1])
 #: Seconds that a process has to exit while a logger is still closing.

@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import shortened
+from lockstep.launch.agent.failure import Decision, FailureReport, Policy
 from lockstep.launch.nodes import coordinator
 from lockstep.launch.nodes.coordinator import (
     LINE,
     Answer,
     Coordinator,
-    Decision,
-    FailureReport,
     LauncherReport,
-    Policy,
     lost_verdict,
 )
 from lockstep.launch.nodes.membership import Membership
@@ -109,7 +107,7 @@ class CoordinatorClient:
 
     def fail(self, failure: FailureReport) -> None:
         """Report that this launcher's workers failed."""
-        self._update(failure=failure.shortened())
+        self._update(failure=coordinator.shortened(failure))
 
     def done(self) -> None:
         """Report that this launcher's workers ended well."""

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import UsageError
 from lockstep.world import environments
-from lockstep.world.environments.lockstep import MARK
+from lockstep.world.environments.torchrun import MARK
 from lockstep.world.model import World
 
 _LONGEST = 86_400 * 365  # seconds

@@ -1,6 +1,7 @@
 """`Coordinator`: makes one decision for all launchers, on launcher 0, from their reports.
 
-The dataclasses in this file are the messages between launchers and coordinator, sent as JSON.
+`LauncherReport` with a `FailureReport`, and `Answer` with a `Decision`, are the messages between launchers
+and coordinator, sent as JSON.
 
 reports:    alive, done, a failure, leaving
 decisions:  restart   the same launchers start their workers again
@@ -12,11 +13,10 @@ decisions:  restart   the same launchers start their workers again
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
 
-from lockstep.launch.agent.failure import Kind, Verdict
+from lockstep.launch.agent.failure import Decision, FailureReport, Kind, Policy, Verdict
 from lockstep.launch.nodes.membership import Membership
 
 #: The longest message, in bytes.
@@ -32,42 +32,20 @@ _SETTLE_SECONDS = 2.0
 #: Seconds to wait for further launchers that leave, once a launcher leaves whose ranks can save the state.
 _LEAVE_SECONDS = 0.7
 
-#: Restart policy: returns the message to print if workers are to start again; `None` if not.
-Policy = Callable[[Verdict], str | None]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureReport:
-    """Report of a failure of a launcher's workers.
-
-    Attributes:
-        verdict: the failure message.
-        consequence: whether the failure only follows from another rank's failure.
-        time: moment of the failure, in Unix seconds.
-    """
-
-    verdict: Verdict
-    consequence: bool
-    time: float
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """Sort key: causes before consequences, then by time."""
-        return self.consequence, self.time
-
-    def shortened(self) -> FailureReport:
-        """Return this report; replace its failure message by a short one if it is too long to send."""
-        size = len(json.dumps(asdict(self)))
-        if size <= LINE // 2:  # an answer contains the message and its first line
-            return self
-        name = self.verdict.name or "a launcher"
-        text = (
-            f"lockstep: {name} failed, and its verdict of {size} bytes is too long for "
-            f"the other launchers; expected at most {LINE // 2}: its log says more"
-        )
-        brief = text.removeprefix("lockstep: ")
-        verdict = replace(self.verdict, text=text, traceback=None, brief=brief)
-        return replace(self, verdict=verdict)
+def shortened(report: FailureReport) -> FailureReport:
+    """Return the report; replace its failure message by a short one if it is too long to send."""
+    size = len(json.dumps(asdict(report)))
+    if size <= LINE // 2:  # an answer contains the message and its first line
+        return report
+    name = report.verdict.name or "a launcher"
+    text = (
+        f"lockstep: {name} failed, and its verdict of {size} bytes is too long for "
+        f"the other launchers; expected at most {LINE // 2}: its log says more"
+    )
+    brief = text.removeprefix("lockstep: ")
+    verdict = replace(report.verdict, text=text, traceback=None, brief=brief)
+    return replace(report, verdict=verdict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,27 +68,6 @@ class LauncherReport:
     leaves: str = ""
     saves: bool = False
     heard: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The coordinator's decision for all launchers: start workers again, change launchers, or end.
-
-    Attributes:
-        text: message for the user.
-        verdict: message of a launch that has failed.
-        staying: launchers that are expected in the next rendezvous round.
-    """
-
-    kind: Literal["restart", "round", "end", "done"]
-    text: str = ""
-    verdict: Verdict | None = None
-    staying: tuple[int, ...] = ()
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the decision ends the rendezvous round."""
-        return self.kind != "restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,24 +1,27 @@
-"""`Catalog`: checkpoints of a directory: listing, verification by checksums, deletion of old ones.
+"""`Catalog`: checkpoints of a directory, with their manifests: listing, verification, deletion of old ones.
 
-Does not import torch.
+`manifest.json` of a checkpoint has its run and step, dtypes and shapes of tensors, checksums of files. This
+module does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError, RunDirectoryError
-from lockstep.state.checkpoint import manifest
-from lockstep.state.checkpoint.manifest import Manifest
+from lockstep.state.files.atomic_file import atomic_write
+from lockstep.version import __version__
 
 #: Name of the directory of checkpoints in a run directory.
 DIRECTORY = "checkpoints"
@@ -31,6 +34,200 @@ _PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 Key = tuple[int, int]
 
 Warn = Callable[[str], None]
+MANIFEST = "manifest.json"
+#: Format of the file; it grows with each change that an older version of Lockstep could not read.
+FORMAT = 2
+#: Permissions of a checkpoint's files and directories: only the user may read the state.
+FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+
+_RATING = (float, int, type(None))
+_KINDS: dict[str, tuple[type, ...]] = {
+    "identity": (dict,),
+    "step": (int,),
+    "best": _RATING,
+    "text": (str,),
+    "lockstep": (str,),
+}
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is damaged: its files or contents differ from those that were written."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint has a format that this version cannot read: a newer version of Lockstep wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The dtype and shape of a tensor."""
+
+    dtype: str  # such as `float32`
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpec:
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+    @staticmethod
+    def of(path: Path) -> FileSpec:
+        """Return size and SHA-256 of the file at `path`."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileSpec(os.fstat(file.fileno()).st_size, digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The contents of `manifest.json`: all information about a checkpoint except its tensors."""
+
+    identity: Mapping[str, Any]  # of the run, see `lockstep.state.files.run_file`; JSON
+    step: int  # updates that the run had done
+    best: float | None  # the rating of this state, larger is better
+    text: str  # the state besides the tensors, as it was given to `save`
+    tensors: Mapping[str, TensorSpec]
+    files: Mapping[str, FileSpec]  # all files of the checkpoint besides the manifest
+    lockstep: str = __version__  # the version that wrote the checkpoint
+
+    def dumps(self) -> str:
+        """Return the text of `manifest.json`, which includes its own checksum."""
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n"
+
+    @staticmethod
+    def loads(text: str) -> Manifest:
+        """Return the manifest of a `text` that `dumps` has returned.
+
+        Raises:
+            NewerFormatError: if the manifest has a later format.
+            DamagedError: if the text has changed.
+        """
+        try:
+            content = json.loads(text)
+            if isinstance(content["format"], int) and content["format"] > FORMAT:
+                raise NewerFormatError(
+                    f"it has format {content['format']}, written by Lockstep "
+                    f"{content.get('lockstep', '?')}; expected format {FORMAT}",
+                    hint="install that version of Lockstep, or a later one",
+                )
+            checksum = content.pop("checksum")
+            if checksum != _checksum(content):
+                raise DamagedError(f"{MANIFEST} has another checksum than it says")
+            del content["format"]
+            for name, kinds in _KINDS.items():
+                _check(name, content[name], kinds)
+            tensors, files = content.pop("tensors"), content.pop("files")
+            return Manifest(
+                **content,
+                tensors={name: _tensor(name, **spec) for name, spec in tensors.items()},
+                files={name: _file(name, **spec) for name, spec in files.items()},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{MANIFEST} is no manifest: {error}") from error
+
+    def differences(self, identity: Mapping[str, Any]) -> list[str]:
+        """Return one line for each field in which `identity` differs from the recorded identity."""
+        now = json.loads(json.dumps(identity))
+        names = [*now, *(name for name in self.identity if name not in now)]
+        return [
+            f"{name}: {self.identity.get(name)!r} recorded, {now.get(name)!r} now"
+            for name in names
+            if self.identity.get(name) != now.get(name)
+        ]
+
+    def verify(self, directory: Path) -> None:
+        """Raise an error unless all files in `directory` have the recorded sizes and checksums.
+
+        Raises:
+            DamagedError: naming the first file that differs.
+        """
+        for name in self.files:
+            self.verify_size(directory, name)
+        for name, expected in self.files.items():
+            if FileSpec.of(directory / name).sha256 != expected.sha256:
+                raise DamagedError(f"{name} has another checksum than when it was written")
+
+    def verify_size(self, directory: Path, name: str) -> None:
+        """Raise an error unless the file `name` in `directory` has the recorded size.
+
+        Raises:
+            DamagedError: if the size differs, or the file is missing.
+        """
+        expected = self.files[name].bytes
+        try:
+            size = (directory / name).stat().st_size
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        if size != expected:
+            raise DamagedError(f"{name} has {size} bytes; expected {expected}")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of the checkpoint in `directory`.
+
+    Raises:
+        NewerFormatError: if the manifest has a later format.
+        DamagedError: if the manifest is missing or has changed.
+    """
+    try:
+        text = (directory / MANIFEST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{MANIFEST} is no text: {error}") from error
+    return Manifest.loads(text)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in `directory`, atomically."""
+    atomic_write(directory / MANIFEST, manifest.dumps(), FILE_MODE)
+
+
+def note_best(directory: Path, best: float) -> None:
+    """Write the rating `best` into the manifest of the checkpoint in `directory`.
+
+    Raises:
+        CheckpointError: if the manifest cannot be read.
+        OSError: if the manifest cannot be written.
+    """
+    manifest = read_manifest(directory)
+    if manifest.best != best:
+        write_manifest(directory, replace(manifest, best=best))
+
+
+def _tensor(name: str, dtype: Any, shape: Any) -> TensorSpec:
+    _check(name, dtype, (str,))
+    _check(name, shape, (list,))
+    for length in shape:
+        _check(name, length, (int,))
+    return TensorSpec(dtype, tuple(shape))
+
+
+def _file(name: str, bytes: Any, sha256: Any) -> FileSpec:  # noqa: A002 - the word in the file
+    if Path(name).name != name or name == "..":
+        raise DamagedError(f"{MANIFEST} names {name!r}, which is no file of the checkpoint")
+    _check(name, bytes, (int,))
+    _check(name, sha256, (str,))
+    return FileSpec(bytes, sha256)
+
+
+def _check(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    # `True` is an int to Python, and no number in JSON.
+    if type(value) not in kinds or (int in kinds and kinds != _RATING and value < 0):
+        expected = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        raise DamagedError(f"{MANIFEST} says {value!r:.40} of {name}; expected {expected}")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
+
+
+# --- checkpoints of a directory ----------------------------------------------------------------------
 
 
 def warn_on_stderr(message: str) -> None:
@@ -85,7 +282,7 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
         CheckpointError: if the checkpoint is damaged or cannot be read.
     """
     try:
-        found = Found(path, manifest.read(path))
+        found = Found(path, read_manifest(path))
         differences = [] if identity is None else found.manifest.differences(identity)
         if not differences:
             found.manifest.verify(path)
@@ -97,43 +294,6 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
             hint="--fresh begins anew there, --run-dir names another directory",
         )
     return found
-
-
-def newest(directory: Path, identity: Mapping[str, Any] | None, warn: Warn) -> Found | None:
-    """Return the newest checkpoint that verifies, or `None` if none does.
-
-    With `identity`, a checkpoint of another run is an error; without it, any checkpoint is taken. `warn` is
-    called with a message for each checkpoint that is skipped.
-
-    Raises:
-        RunDirectoryError: if the checkpoint is of another run; naming both values.
-        CheckpointError: if the directory cannot be read.
-    """
-    there = paths(directory)
-    for path in there.values():
-        try:
-            return look(path, identity)
-        except CheckpointError as error:
-            hint = f"; {error.hint}" if error.hint else ""
-            warn(f"lockstep: warning: the checkpoint {path} is skipped: {error.message}{hint}")
-    if there:
-        warn(f"lockstep: warning: no checkpoint of the {len(there)} in {directory} can be used")
-    return None
-
-
-def best(directory: Path) -> Path | None:
-    """Return the path of the checkpoint with the best rating; `None` if no checkpoint has a rating.
-
-    Raises:
-        CheckpointError: if the directory cannot be read.
-    """
-    rated: list[tuple[float, Key]] = []
-    for key, path in paths(directory).items():
-        # A checkpoint that cannot be read is not the best.
-        with contextlib.suppress(OSError, CheckpointError):
-            if (value := manifest.read(path).best) is not None:
-                rated.append((value, key))
-    return place(directory, max(rated)[1]) if rated else None
 
 
 def remove(path: Path) -> None:
@@ -150,12 +310,13 @@ class Catalog:
 
     Args:
         directory: contains one directory per checkpoint.
-        identity: of the run, as JSON values; a checkpoint of another run is an error.
+        identity: of the run, as JSON values; a checkpoint of another run is an error. With `None`, each
+            checkpoint is taken.
         warn: called with a message for each checkpoint that is skipped.
     """
 
     def __init__(
-        self, directory: Path, identity: Mapping[str, Any], warn: Warn = warn_on_stderr
+        self, directory: Path, identity: Mapping[str, Any] | None, warn: Warn = warn_on_stderr
     ) -> None:
         self.directory, self.warn = directory, warn
         self.identity = json.loads(json.dumps(identity))
@@ -171,10 +332,21 @@ class Catalog:
             RunDirectoryError: if the checkpoint is of another run.
             CheckpointError: if the directory cannot be read.
         """
-        found = newest(self.directory, self.identity, self.warn)
-        last = None if found is None else key_of(found.path)
-        self._damaged = {key for key in paths(self.directory) if last is None or key > last}
-        return found
+        there = paths(self.directory)
+        self._damaged = set()
+        for key, path in there.items():
+            try:
+                return look(path, self.identity)
+            except CheckpointError as error:
+                self._damaged.add(key)
+                hint = f"; {error.hint}" if error.hint else ""
+                self.warn(
+                    f"lockstep: warning: the checkpoint {path} is skipped: {error.message}{hint}"
+                )
+        if there:
+            what = f"no checkpoint of the {len(there)} in {self.directory}"
+            self.warn(f"lockstep: warning: {what} can be used")
+        return None
 
     def newest_text(self) -> str | None:
         """Return the newest readable manifest's text (the state without tensors); no checksum is verified.
@@ -184,7 +356,7 @@ class Catalog:
         """
         for path in paths(self.directory).values():
             with contextlib.suppress(CheckpointError, OSError):
-                return manifest.read(path).text
+                return read_manifest(path).text
         return None
 
     def remove_old(self, keep: int, newest: Key) -> None:
@@ -201,14 +373,14 @@ class Catalog:
         damaged: set[Key] = set()
         for key, path in paths(self.directory).items():
             try:
-                content = manifest.read(path)
+                content = read_manifest(path)
                 if content.differences(self.identity):
                     continue
                 for name in content.files:
                     content.verify_size(path, name)
-            except manifest.NewerFormatError:
+            except NewerFormatError:
                 continue
-            except manifest.DamagedError:
+            except DamagedError:
                 damaged.add(key)
                 continue
             except (OSError, CheckpointError):

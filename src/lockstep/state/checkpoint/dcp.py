@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.state.checkpoint.manifest import DamagedError, Manifest, TensorSpec
+from lockstep.state.checkpoint.catalog import DamagedError, Manifest, TensorSpec
 from lockstep.state.checkpoint.parts import Box, Cut, Stored
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
             f"the run in {run_dir} has no checkpoint yet", hint="run.save() in its script makes one"
         )
     if best:
-        path = catalog.best(directory)
+        path = _best(there)
         if path is None:
             raise UsageError(
                 f"no checkpoint in {directory} says how good it is",
@@ -72,10 +73,21 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Fou
                 f"there is no checkpoint of step {step}; expected one of {_steps(there)}"
             )
         return _chosen(there, newest_of_step)
-    newest = catalog.newest(directory, None, catalog.warn_on_stderr)
+    newest = catalog.Catalog(directory, None).newest()
     if newest is None:
         raise CheckpointError(f"no checkpoint in {directory} is what was written")
     return newest
+
+
+def _best(there: dict[Key, Path]) -> Path | None:
+    """Return the path of the checkpoint with the best rating; `None` if no checkpoint has a rating."""
+    rated: list[tuple[float, Key]] = []
+    for key, path in there.items():
+        # A checkpoint that cannot be read is not the best.
+        with contextlib.suppress(OSError, CheckpointError):
+            if (value := catalog.read_manifest(path).best) is not None:
+                rated.append((value, key))
+    return there[max(rated)[1]] if rated else None
 
 
 def _steps(there: dict[Key, Path]) -> str:

@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.state.checkpoint import dcp, manifest
-from lockstep.state.checkpoint.catalog import Catalog, key_of, place
-from lockstep.state.checkpoint.manifest import Manifest, TensorSpec
+from lockstep.state.checkpoint import dcp
+from lockstep.state.checkpoint.catalog import (
+    Catalog,
+    Manifest,
+    TensorSpec,
+    key_of,
+    note_best,
+    place,
+)
 from lockstep.state.checkpoint.parts import Box, Cut, cut_of, local, whole
 from lockstep.state.checkpoint.writer import (
     CheckpointWriter,
@@ -209,7 +215,7 @@ class CheckpointManager:
     def _note(self, best: float) -> None:
         assert self._path is not None, "it was written before"
         try:
-            manifest.note_best(self._path, best)
+            note_best(self._path, best)
         except (CheckpointError, OSError) as error:
             raise not_written(self._path, explained(error)) from error
         self._remove_old()

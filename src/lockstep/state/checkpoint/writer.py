@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, PeerError, causes
-from lockstep.state.checkpoint import catalog, dcp, manifest
-from lockstep.state.checkpoint.catalog import Key
-from lockstep.state.checkpoint.manifest import FileSpec, Manifest
+from lockstep.state.checkpoint import catalog, dcp
+from lockstep.state.checkpoint.catalog import FileSpec, Key, Manifest
 from lockstep.state.files.atomic_file import atomic_write, make_directory, sync_directory, sync_file
 from lockstep.world import host
 from lockstep.world.waiting import await_any
@@ -143,9 +142,9 @@ class DraftDirectory:
             (writers,) = channel.receive(work, "writers", [0], patience)
             return DraftDirectory(directory=directory, path=directory / name, writers=writers)
         try:
-            make_directory(directory, manifest.DIRECTORY_MODE)
+            make_directory(directory, catalog.DIRECTORY_MODE)
             path = directory / f"{catalog.DRAFT}{_machine()}-{secrets.token_hex(8)}"
-            path.mkdir(mode=manifest.DIRECTORY_MODE)
+            path.mkdir(mode=catalog.DIRECTORY_MODE)
             for left in directory.glob(f"{catalog.DRAFT}*"):
                 # Times are those of the file system: the clocks of hosts may differ.
                 if left != path and _is_abandoned(left, path.stat().st_mtime - patience):
@@ -230,13 +229,13 @@ class CheckpointWriter:
             shutil.rmtree(self._draft, ignore_errors=True)
 
     def _write_part(self, part: int) -> None:
-        self._draft.mkdir(mode=manifest.DIRECTORY_MODE, exist_ok=True)
+        self._draft.mkdir(mode=catalog.DIRECTORY_MODE, exist_ok=True)
         specs = self._contents.tensors
         results = dcp.write_part(self._draft, part, self._shares, specs, self._tensors)
         names = {result["storage_data"]["relative_path"] for result in results}
         files = {name: _describe(self._draft / name) for name in sorted(names)}
         report = json.dumps({"results": results, "files": files})
-        atomic_write(self._reports[part], report, manifest.FILE_MODE, sync=False)
+        atomic_write(self._reports[part], report, catalog.FILE_MODE, sync=False)
 
     def _await_parts(self) -> list[dict[str, Any]]:
         """Wait until all writers have written their parts, and return their reports.
@@ -269,7 +268,7 @@ class CheckpointWriter:
         for report in self._reports:
             report.unlink()
         self._channel.check(self._serial)
-        manifest.write(draft, replace(self._contents, files=files))
+        catalog.write_manifest(draft, replace(self._contents, files=files))
         try:
             self._rename()
         except OSError as error:
@@ -292,7 +291,7 @@ class CheckpointWriter:
             return
         same.rename(self.path)
         if self._contents.best is not None:
-            manifest.note_best(self.path, self._contents.best)
+            catalog.note_best(self.path, self._contents.best)
 
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
         """Return step and number for the name of this checkpoint, which make it the newest of its step.
@@ -384,7 +383,7 @@ def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
 
 def _describe(path: Path) -> dict[str, Any]:
     """Bring a file of the checkpoint to the disk with `fsync`; return its size and checksum."""
-    path.chmod(manifest.FILE_MODE)
+    path.chmod(catalog.FILE_MODE)
     sync_file(path)  # DCP of torch 2.15 does not call `fsync`
     return asdict(FileSpec.of(path))
 

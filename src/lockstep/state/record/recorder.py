@@ -25,7 +25,7 @@ from lockstep.state.files import directory as directories
 from lockstep.state.files import run_file
 from lockstep.state.files.lock import DirectoryLock, Owner
 from lockstep.state.files.run_file import Identity
-from lockstep.state.record import earlier
+from lockstep.state.record import reproducibility
 from lockstep.state.record.events import Events, copied
 from lockstep.state.record.forwarding import DIRECTORY, Forwarding
 from lockstep.state.record.monitor import Monitor
@@ -86,7 +86,11 @@ class Recorder:
         self._lengths: dict[int, int | None] = {}
         self._stepped: Microbatch | None = None  # of the newest step
         self._loops: list[bool] = []  # for each loop that is open, whether it trains
-        self._generations, self._data = self._earlier()
+        recorded = None if settings.fresh or not world.is_main else run_file.read(self.directory)
+        recorded = recorded or {}
+        self._generations: list[dict[str, Any]] = list(recorded.get("generations", []))
+        data = recorded.get("data")  # description of each loader's data
+        self._data: dict[str, Any] = data if isinstance(data, dict) else {}
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
@@ -169,14 +173,6 @@ class Recorder:
                 "refuse that one, since it is finished"
             )
 
-    def _earlier(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the recorded (re)starts, and the recorded description of each loader's data."""
-        recorded = run_file.read(self.directory) if self._world.is_main else None
-        if recorded is None or self._settings.fresh:
-            return [], {}
-        data = recorded.get("data")
-        return list(recorded.get("generations", [])), data if isinstance(data, dict) else {}
-
     @property
     def shown_directory(self) -> str:
         """The run directory, relative to the working directory if it lies below that."""
@@ -198,7 +194,7 @@ class Recorder:
             recorded = self._data.get(number)
             if recorded != data:
                 if isinstance(recorded, dict):
-                    self.warn(earlier.changed_data(number, recorded, data))
+                    self.warn(reproducibility.changed_data(number, recorded, data))
                 self._data[number] = data
                 self._write("running")
 
@@ -338,9 +334,9 @@ class Recorder:
         result: dict[str, Any] = {"seconds": round(seconds, 3), "digest": digest}
         if settings is not None:
             settings = [*settings, str(steps), str(self._data)]
-            known = result["fingerprint"] = earlier.fingerprint(self._identity, settings)
+            known = result["fingerprint"] = reproducibility.fingerprint(self._identity, settings)
             ranks = self._world.size
-            if line := earlier.other_digest(self.directory, known, digest, ranks):
+            if line := reproducibility.other_digest(self.directory, known, digest, ranks):
                 self.warn(line)
         self._write("finished", steps=steps, **result)
         self._bar.print(f"lockstep: finished steps={steps} seconds={seconds:.1f} digest={digest}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lockstep.errors import UsageError
 from lockstep.registry import EnvironmentEntry, Registry, resolve
+from lockstep.world.environments import init_method, torchrun
 from lockstep.world.model import World
 
 _OWN = [
     EnvironmentEntry(
         name="lockstep",
-        detect="lockstep.world.environments.lockstep:detect",
+        detect="lockstep.world.environments.torchrun:detect_lockstep",
         starts_launchers=False,
     ),
     EnvironmentEntry(
@@ -32,7 +35,77 @@ _OWN = [
 ]
 #: Variable that selects an environment by name.
 VARIABLE = "LOCKSTEP_ENVIRONMENT"
+#: Variables of a launcher that are ignored if the script gives another rank and world size.
+_LAUNCHERS_OWN = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 ENVIRONMENTS: Registry[Any] = Registry("environment", "lockstep.environments", _OWN)
+
+
+def detect(environ: Mapping[str, str] | None = None) -> World:
+    """Return rank, world size and rendezvous from the variables in `environ`, by default `os.environ`.
+
+    `LOCKSTEP_ENVIRONMENT` selects a launcher's environment; by default the first one whose variables are
+    set is used. `LOCKSTEP_INIT_METHOD` sets the rendezvous address.
+
+    Raises:
+        WorldError: if the variables of the environment contradict each other.
+        UsageError: if `LOCKSTEP_ENVIRONMENT` is unknown or its variables are not set, or if
+            `LOCKSTEP_INIT_METHOD` is invalid.
+    """
+    environ = init_method.apply(os.environ if environ is None else environ)
+    world = next(filter(None, (read(entry, environ) for entry in candidates(environ))), None)
+    if world is None:
+        wanted = environ[VARIABLE]
+        raise UsageError(
+            f"LOCKSTEP_ENVIRONMENT is {wanted!r}, but the variables of {wanted} are not set",
+            hint=f"start with {wanted}, or unset LOCKSTEP_ENVIRONMENT",
+        )
+    if world.environment == "single" and init_method.has_address(environ):
+        raise UsageError(
+            f"{init_method.VARIABLE} is {environ[init_method.VARIABLE]!r}, and there is no rank for this "
+            "process; expected RANK and WORLD_SIZE too",
+            hint="set both, or add ?rank=K&world_size=N",
+        )
+    file = environ.get(init_method.FILE)
+    return world if file is None or world.size == 1 else replace(world, file=file)
+
+
+def given(
+    init_method_url: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    has_store: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> World:
+    """Return rank, world size and rendezvous from arguments as for `init_process_group`.
+
+    `LOCKSTEP_INIT_METHOD` takes precedence over `init_method_url`. Without `rank` and `world_size`, the
+    environment gives both. With `has_store`, the script passes its own store for the rendezvous.
+
+    Raises:
+        UsageError: if only one of `rank` and `world_size` is given.
+        WorldError: if `rank` and `world_size` contradict each other.
+    """
+    if (rank is None) != (world_size is None):
+        raise UsageError(
+            f"rank is {rank} and world_size {world_size}; expected both or neither",
+            hint="the environment knows them under every launcher",
+        )
+    environ = init_method.apply(os.environ if environ is None else environ, init_method_url)
+    if has_store:
+        environ = {**environ, init_method.FILE: "(a store of the script's own)"}
+    if rank is None:
+        return detect(environ)
+    numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if not numbers.items() <= environ.items():  # the launcher's other variables do not apply
+        environ = {name: environ[name] for name in environ if name not in _LAUNCHERS_OWN} | numbers
+    return torchrun.read(environ, environment="given", reason="the script gave rank and world_size")
 
 
 def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:

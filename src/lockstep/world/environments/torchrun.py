@@ -1,4 +1,4 @@
-"""Processes started by torchrun, or by anything that sets the variables of `env://`.
+"""Processes started by torchrun, by `lockstep run`, or by anything that sets the variables of `env://`.
 
 The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html; `RANK` and
 `WORLD_SIZE` alone (as scripts with `torch.multiprocessing.spawn` set them) do not say which ranks
@@ -7,12 +7,27 @@ share a node: the ranks compare their hosts at the rendezvous.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lockstep.errors import WorldError
 from lockstep.world.environments import init_method
 from lockstep.world.environments.variables import integer, master
 from lockstep.world.model import World
+
+#: Variable that the launcher sets in every worker, to the version of Lockstep.
+MARK = "LOCKSTEP_LAUNCHER"
+#: Variable that the launcher sets in a parameter server, to its number.
+SERVER = "LOCKSTEP_SERVER"
+#: Variable that the launcher sets in a parameter server, to the directory of the script's modules.
+SERVER_ROOT = "LOCKSTEP_SERVER_ROOT"
+#: Variable that the launcher sets if there are parameter servers, to a secret for connections.
+TOKEN = "LOCKSTEP_TOKEN"  # noqa: S105 - the name of a variable
+
+#: Signal by which the launcher ends a parameter server, which ignores the signals that a scheduler sends to
+#: all processes of a job.
+END_SERVER = signal.SIGRTMIN + 6
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
@@ -20,6 +35,14 @@ def detect(environ: Mapping[str, str]) -> World | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     return read(environ, environment="torchrun", reason="RANK and WORLD_SIZE are set")
+
+
+def detect_lockstep(environ: Mapping[str, str]) -> World | None:
+    """Return the world (rank, size, rendezvous) in workers of `lockstep run`; `None` elsewhere."""
+    if MARK not in environ:
+        return None
+    world = read(environ, environment="lockstep", reason=f"{MARK} is set")
+    return replace(world, launch_file=environ.get(init_method.STORE) or None)
 
 
 def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:

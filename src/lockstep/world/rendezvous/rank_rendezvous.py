@@ -25,7 +25,7 @@ from lockstep.errors import (
     shortened,
 )
 from lockstep.world import mpi, network
-from lockstep.world.environments.lockstep import MARK
+from lockstep.world.environments.torchrun import MARK
 from lockstep.world.model import World
 from lockstep.world.rendezvous import membership_check, port_discovery
 from lockstep.world.rendezvous.connectivity_check import check_connectivity

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.engine.training import context
 from lockstep.errors import LockstepError
-from lockstep.state.checkpoint import manifest
+from lockstep.state.checkpoint import catalog
 
 # A run that is refused leaves its files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -123,6 +123,6 @@ def test_a_manifest_with_other_values_and_a_checksum_that_fits(interrupted, tmp_
         content.pop("checksum", None)
         if isinstance(content.get("text"), dict):
             content["text"] = json.dumps(content["text"])
-        return json.dumps({**content, "checksum": manifest._checksum(content)})
+        return json.dumps({**content, "checksum": catalog._checksum(content)})
 
     fuzz(interrupted, path, told, dumps)

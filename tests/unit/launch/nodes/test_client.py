@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.agent.failure import Verdict
+from lockstep.launch.agent.failure import Decision, FailureReport, Verdict
 from lockstep.launch.nodes import client, coordinator, server
 from lockstep.launch.nodes.client import CoordinatorClient
-from lockstep.launch.nodes.coordinator import Decision, FailureReport
 from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from tests.unit.threads import Party, together

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UnreachableError, WorldError
 from lockstep.launch.agent.failure import Verdict
-from lockstep.launch.agent.rendezvous import GenerationRendezvous
+from lockstep.launch.agent.restarts import GenerationRendezvous
 from lockstep.launch.nodes import (
     coordinator,
     join,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import dcp
+from lockstep.state.checkpoint.catalog import DamagedError, FileSpec, Manifest, TensorSpec
 from lockstep.state.checkpoint.dcp import share_out
 from lockstep.state.checkpoint.manager import Buffers
-from lockstep.state.checkpoint.manifest import DamagedError, FileSpec, Manifest, TensorSpec
 from lockstep.state.checkpoint.parts import Cut
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, RunDirectoryError
-from lockstep.state.checkpoint import catalog, dcp, manifest, writer
+from lockstep.state.checkpoint import catalog, dcp, writer
 from lockstep.state.checkpoint.dcp import stored
 from lockstep.state.checkpoint.export import choose
 from lockstep.state.checkpoint.writer import DraftDirectory
@@ -92,7 +92,7 @@ def test_the_latest_and_the_best_stay(make, directory) -> None:
     for step, best in [(1, 0.1), (2, 0.9), (3, None), (4, 0.8), (5, float("nan")), (6, 0.2)]:
         save(checkpoints, step, best=best)
     assert names(directory) == ["step-00000002", "step-00000005", "step-00000006"]
-    assert manifest.read(directory / "step-00000005").best is None
+    assert catalog.read_manifest(directory / "step-00000005").best is None
     save(checkpoints, 7, best=0.9)  # as good, and later
     assert names(directory) == ["step-00000006", "step-00000007"]
 
@@ -524,7 +524,7 @@ def test_a_rank_that_cannot_write_is_named_by_all(make, directory, monkeypatch) 
 
 def test_a_main_rank_that_cannot_commit_tells_the_others(make, directory, monkeypatch) -> None:
     ranks = Ranks(make, [directory, directory.with_name("else")])
-    monkeypatch.setattr(manifest, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(catalog, "write_manifest", lambda *_: 1 / 0)
     errors = ranks.do(lambda one: save(one, 1))
     assert "cannot be written: ZeroDivisionError: division by zero" in errors[0].message
     assert "rank 0: ZeroDivisionError" in errors[1].message

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.state.checkpoint import manifest
-from lockstep.state.checkpoint.manifest import (
+from lockstep.state.checkpoint import catalog
+from lockstep.state.checkpoint.catalog import (
     DamagedError,
     FileSpec,
     Manifest,
@@ -40,8 +40,8 @@ def example(directory: Path | None = None, **changes: object) -> Manifest:
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     for best in (None, 0.1, 1e300, float("inf"), -3):
         written = example(tmp_path, best=best)
-        manifest.write(tmp_path, written)
-        assert manifest.read(tmp_path) == written
+        catalog.write_manifest(tmp_path, written)
+        assert catalog.read_manifest(tmp_path) == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "manifest.json"]
     assert (tmp_path / "manifest.json").stat().st_mode & 0o777 == 0o600
 
@@ -68,15 +68,15 @@ def test_any_flipped_bit_is_noticed() -> None:
 def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DamagedError, match="manifest"):
-        manifest.read(tmp_path)
+        catalog.read_manifest(tmp_path)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="is missing"):
-        manifest.read(tmp_path)
+        catalog.read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_bytes(b"\xff\xfe")
     with pytest.raises(DamagedError, match="is no text"):
-        manifest.read(tmp_path)
+        catalog.read_manifest(tmp_path)
 
 
 def test_a_newer_format_names_the_version_that_wrote_it() -> None:
@@ -117,6 +117,6 @@ def test_differences_of_identities() -> None:
 
 
 def test_noting_what_is_best(tmp_path: Path) -> None:
-    manifest.write(tmp_path, example(tmp_path, best=None))
-    manifest.note_best(tmp_path, 0.75)
-    assert manifest.read(tmp_path) == example(tmp_path, best=0.75)
+    catalog.write_manifest(tmp_path, example(tmp_path, best=None))
+    catalog.note_best(tmp_path, 0.75)
+    assert catalog.read_manifest(tmp_path) == example(tmp_path, best=0.75)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.state.files.run_file import Identity
-from lockstep.state.record import earlier
+from lockstep.state.record import reproducibility
 
 IDENTITY = Identity("n", "s.py", [], 0, 2, 1, "fp32", "cpu")
 
@@ -36,10 +36,10 @@ def runs(place: Path, digests: list[str], fingerprint: str = "f.1") -> Path:
 )
 def test_the_newest_that_ended_otherwise(tmp_path: Path, digests: list[str], found: str) -> None:
     own = runs(tmp_path, digests)
-    line = earlier.other_digest(own, "f.1", "sha256:a", 2)
+    line = reproducibility.other_digest(own, "f.1", "sha256:a", 2)
     assert (line is None) == (found is None)
     assert found is None or found in str(line)
-    assert earlier.other_digest(own, "g.1", "sha256:a", 2) is None  # another script
+    assert reproducibility.other_digest(own, "g.1", "sha256:a", 2) is None  # another script
 
 
 @pytest.mark.parametrize(("ranks", "found"), [(3, False), (1, True), (2, True)])
@@ -47,7 +47,7 @@ def test_other_settings_count_where_the_number_of_ranks_differs(
     tmp_path: Path, ranks: int, found: bool
 ) -> None:
     """Settings may follow from the number of ranks, or from a file that the user has changed."""
-    line = earlier.other_digest(runs(tmp_path, ["sha256:b"]), "f.2", "sha256:a", ranks)
+    line = reproducibility.other_digest(runs(tmp_path, ["sha256:b"]), "f.2", "sha256:a", ranks)
     assert (line is not None) == found
     assert not found or "same script, arguments, seed, with other settings or data" in str(line)
 
@@ -57,7 +57,7 @@ def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     for name, text in (("0005", "{"), ("0006", "[]"), ("0007", '{"digest": 3}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
-    assert "0000" in str(earlier.other_digest(own, "f.1", "sha256:a", 2))
+    assert "0000" in str(reproducibility.other_digest(own, "f.1", "sha256:a", 2))
 
 
 def test_the_fingerprint_follows_from_source_and_settings(monkeypatch, tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_the_fingerprint_follows_from_source_and_settings(monkeypatch, tmp_path:
     module.write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
     __import__("helper_of_a_test")
-    first = earlier.fingerprint(IDENTITY, ["lr=1"])
-    assert earlier.fingerprint(IDENTITY, ["lr=1"]) == first
-    assert earlier.fingerprint(IDENTITY, ["lr=2"]) != first
+    first = reproducibility.fingerprint(IDENTITY, ["lr=1"])
+    assert reproducibility.fingerprint(IDENTITY, ["lr=1"]) == first
+    assert reproducibility.fingerprint(IDENTITY, ["lr=2"]) != first
     module.write_text("x = 2")
-    assert earlier.fingerprint(IDENTITY, ["lr=1"]) != first
+    assert reproducibility.fingerprint(IDENTITY, ["lr=1"]) != first

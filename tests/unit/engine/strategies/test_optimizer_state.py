@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from lockstep.engine.strategies import optimizer_extras, optimizer_state
+from lockstep.engine.strategies import optimizer_state
 from lockstep.state.checkpoint import state_codec
 
 
@@ -114,7 +114,7 @@ def steps(net: nn.Module, optimizer: Optimizer, count: range) -> None:
 
 def saved(optimizer: Optimizer) -> dict[str, Any]:
     """Return all of its state, as it is written and read."""
-    state = {"own": optimizer.state_dict(), "extras": optimizer_extras.capture(optimizer)}
+    state = {"own": optimizer.state_dict(), "extras": optimizer_state.capture_extras(optimizer)}
     text, tensors = state_codec.flatten(state)
     copies = {name: one.clone() for name, one in tensors.items()}
     return state_codec.rebuild(text, copies.__getitem__)
@@ -134,7 +134,7 @@ def test_a_new_one_goes_on_as_the_one_before(kind: str) -> None:
     for _ in range(2):  # when the script comes to its first loop, and when it has arrived
         again.load_state_dict(weights)
         optimizer_state.load(other, state["own"])
-        optimizer_extras.load(other, saved_again := _copy(state)["extras"])
+        optimizer_state.load_extras(other, saved_again := _copy(state)["extras"])
         assert saved_again
     steps(again, other, range(5, 9))
     assert all(map(torch.equal, net.state_dict().values(), again.state_dict().values()))
@@ -155,7 +155,7 @@ def test_groups_stay_shared(kind: str) -> None:
     steps(net, optimizer, range(2))
     state = saved(optimizer)
     optimizer_state.load(optimizer, state["own"])
-    optimizer_extras.load(optimizer, state["extras"])
+    optimizer_state.load_extras(optimizer, state["extras"])
     optimizer.param_groups[0]["lr"] = 0.7
     assert inner.param_groups[0]["lr"] == 0.7
     assert inner.param_groups is optimizer.param_groups
@@ -166,9 +166,9 @@ def test_parameters_and_code_are_not_saved() -> None:
     optimizer: Any = Counting(nn.Linear(3, 2).parameters(), lr=0.1)
     views = list(optimizer.views)
     steps(nn.Linear(1, 1), optimizer, range(1))
-    values = optimizer_extras.capture(optimizer)["values"]
+    values = optimizer_state.capture_extras(optimizer)["values"]
     assert sorted(values) == ["count", "mean", "norms"]
-    optimizer_extras.load(optimizer, saved(optimizer)["extras"])
+    optimizer_state.load_extras(optimizer, saved(optimizer)["extras"])
     assert optimizer.views == views
     assert optimizer.norms.maxlen == 2
 
@@ -179,10 +179,10 @@ def test_torchs_own_have_nothing_besides(kind: Any) -> None:
     optimizer = kind(net.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     steps(net, optimizer, range(2))
-    assert optimizer_extras.capture(optimizer) == {}
+    assert optimizer_state.capture_extras(optimizer) == {}
 
 
 def test_an_optimizer_that_the_run_knows_is_saved_once() -> None:
     optimizer: Any = Several(nn.Linear(3, 2).parameters())
     known = {id(one) for one in optimizer.optimizers}
-    assert optimizer_extras.capture(optimizer, known) == {}
+    assert optimizer_state.capture_extras(optimizer, known) == {}
