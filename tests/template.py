@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn
@@ -216,6 +218,7 @@ def _become(
     sys.path[:] = [cwd, *places, *(place for place in sys.path[1:] if place != str(ROOT))]
     sys.argv[:] = ["", *words]
     command.subprocess = types.SimpleNamespace(Popen=_Launch, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    processes.finalize = _end
     code = 0
     try:
         if host:
@@ -230,15 +233,24 @@ def _become(
         sys.last_value = error  # as the interpreter does
         sys.excepthook(*sys.exc_info())
         code = 1
-    if not module:
-        processes.finalize(code)
-    try:  # as an interpreter ends, but for the teardown of modules, which takes longer than a short launch
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End as an interpreter ends, but for the teardown of modules, which takes longer than a short launch.
+
+    It stands for `processes.finalize`, which `test_interpreter_ends_properly` shows.
+    """
+    try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        for found in gc.get_objects():  # without what the template has frozen
+            if issubclass(type(found), io.IOBase) and not found.closed:
+                found.flush()
     finally:
-        os._exit(code)
+        os._exit(code & 0xFF)
 
 
 def main() -> None:
@@ -247,9 +259,12 @@ def main() -> None:
     for name in sys.argv[2:]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's take apart its table of operators
     gc.collect()
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)
 
 
 if __name__ == "__main__":

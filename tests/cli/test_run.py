@@ -151,10 +151,9 @@ def test_legacy_local_rank(lockstep, spelling):
 @pytest.mark.wide(beyond=1)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", ["fork", "spawn", "exec"])
-@pytest.mark.forked
 def test_interpreter_ends_properly(lockstep, start):
     script = lockstep.script(
-        "import atexit, sys, threading, time\n"
+        "import atexit, sys, threading, time, torch\n"
         "atexit.register(lambda: print('atexit'))\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
         "left_open = open('left-open', 'w'); left_open.write('flushed')\n"

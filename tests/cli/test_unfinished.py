@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Done, Lockstep
+from tests.template import Template
 
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(2)]
 
@@ -202,22 +203,20 @@ def test_python_continues_what_a_launcher_began(lockstep: Lockstep) -> None:
     assert digest(done) == digest(lockstep.python("train.py", "7"))
 
 
-def test_all_launchers_agree_on_the_directory(lockstep: Lockstep) -> None:
+def test_all_launchers_agree_on_the_directory(lockstep: Lockstep, template: Template) -> None:
     """The first launcher has the run; the other one has another disk, where it finds none."""
-    (lockstep.directory / "b").mkdir()
-    for place in ("", "b/"):
-        lockstep.script(SCRIPT, f"{place}train.py")
+    other = Lockstep(lockstep.directory / "b", template)  # directories stand for the disks of nodes
+    for node in (lockstep, other):
+        node.script(SCRIPT)
     preempted(lockstep, "run", "-n", "2", "train.py", "7")
     (directory,) = runs(lockstep)
 
     def both(resume: tuple[bool, bool]) -> list[Done]:
         started = []
-        for rank, (place, asks) in enumerate(zip((".", "b"), resume, strict=True)):
+        for rank, (node, asks) in enumerate(zip((lockstep, other), resume, strict=True)):
             own = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1")
             words = ("run", *own, *(("--resume",) * asks), "train.py", "7")
-            # The directories stand for the disks of two nodes.
-            code = f"import os, sys; os.chdir({place!r}); from lockstep.cli import main; sys.exit(main())"
-            started.append(lockstep.start("-c", code, *words, program=()))
+            started.append(node.start(*words))
         return [lockstep.finish(process) for process in started]
 
     refused = both((False, True))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.device.test_simulated import run
+
+pytestmark = pytest.mark.forked
 
 #: Sums three buckets of two nodes each; the collectives are copies that wait in the stream of their start.
 PROGRAM = """
@@ -38,6 +42,6 @@ print([int(each.wait().mean().item()) for each in sums], len(waiting), main in w
 """
 
 
-def test_the_backward_pass_waits_for_no_bucket(simulated) -> None:
-    assert run(simulated, PROGRAM) == "[1, 21, 41] 6 False"
-    assert run(simulated, PROGRAM, lazy=False) == "[1, 21, 41] 6 False"
+def test_the_backward_pass_waits_for_no_bucket(lockstep, simulated) -> None:
+    assert run(lockstep, simulated, PROGRAM) == "[1, 21, 41] 6 False"
+    assert run(lockstep, simulated, PROGRAM, lazy=False) == "[1, 21, 41] 6 False"

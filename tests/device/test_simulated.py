@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.conftest import Lockstep
+
+pytestmark = pytest.mark.forked
 
 HEAD = """
 import torch
@@ -61,22 +61,20 @@ print(int(y.mean().item()))
 }
 
 
-def run(simulated: str, program: str, lazy: bool = True) -> str:
-    environ = {**os.environ, "PYTHONPATH": simulated, "SIM_LAZY": str(int(lazy))}
-    words = [sys.executable, "-c", HEAD + program]
-    done = subprocess.run(
-        words, env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    return done.stdout.strip() or done.stderr
+def run(lockstep: Lockstep, places: str, program: str, lazy: bool = True) -> str:
+    """Run a program with `places` on PYTHONPATH; return its output, or its errors."""
+    environ = {"PYTHONPATH": places, "SIM_LAZY": str(int(lazy))}
+    done = lockstep.python(lockstep.script(HEAD + program), env=environ, timeout=120)
+    return done.out.strip() or done.err
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_missing_wait_changes_the_result(simulated, name: str) -> None:
+def test_a_missing_wait_changes_the_result(lockstep, simulated, name: str) -> None:
     whole = PROGRAMS[name]
     lacking = "\n".join(line for line in whole.splitlines() if not line.endswith("# wait"))
-    assert run(simulated, whole) == "1"
-    assert run(simulated, whole, lazy=False) == "1"
-    assert run(simulated, lacking) not in ("", "1")
+    assert run(lockstep, simulated, whole) == "1"
+    assert run(lockstep, simulated, whole, lazy=False) == "1"
+    assert run(lockstep, simulated, lacking) not in ("", "1")
 
 
 @pytest.mark.parametrize(
@@ -91,5 +89,5 @@ def test_a_missing_wait_changes_the_result(simulated, name: str) -> None:
         ),
     ],
 )
-def test_mistakes_that_a_device_refuses(simulated, program: str, said: str) -> None:
-    assert said in run(simulated, program)
+def test_mistakes_that_a_device_refuses(lockstep, simulated, program: str, said: str) -> None:
+    assert said in run(lockstep, simulated, program)

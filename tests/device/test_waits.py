@@ -63,11 +63,11 @@ def copy_without(directory: Path, file: str, line: str) -> Path:
     return directory
 
 
-def test_a_checkpoint_waits_for_its_copies(simulated, tmp_path) -> None:
-    assert run(simulated, CHECKPOINT) == str([True] * 4)
+def test_a_checkpoint_waits_for_its_copies(lockstep, simulated, tmp_path) -> None:
+    assert run(lockstep, simulated, CHECKPOINT) == str([True] * 4)
     file, line = "state/checkpoint/manager.py", "accelerator.module().synchronize(device)"
     copy = copy_without(tmp_path / "copy", file, line)
-    assert run(f"{copy}:{simulated}", CHECKPOINT) == str([False] * 4)
+    assert run(lockstep, f"{copy}:{simulated}", CHECKPOINT) == str([False] * 4)
 
 
 @pytest.mark.wide

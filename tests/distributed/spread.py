@@ -383,7 +383,7 @@ def train_tensor(directory: str | None = None, slow: float = 0.0) -> tuple[str, 
             model = run.model(Mlp(), plan=plan())
             optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.002))
             data = run.loader(classes(44, (12,)), batch_size=12, shuffle=True)
-            for _ in run.epochs(20):
+            for _ in run.epochs(8):
                 for x, y in data:
                     time.sleep(slow)
                     run.backward(F.cross_entropy(model(x), y))

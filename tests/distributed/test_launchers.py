@@ -24,7 +24,7 @@ def test_torchrun(lockstep: Lockstep, expected: str) -> None:
     assert digest_of(lockstep.python(*words).out) == expected
 
 
-@pytest.mark.wide(beyond=1)
+@pytest.mark.wide
 @pytest.mark.parametrize("flags", [("--use-env",), ()])
 def test_what_came_before_torchrun(lockstep: Lockstep, expected: str, flags: tuple[str]) -> None:
     """Without the flag, each rank gets `--local-rank=K`: a script that reads no arguments does not mind."""

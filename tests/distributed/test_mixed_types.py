@@ -39,7 +39,7 @@ def train_mixed(strategy: str) -> tuple[str, list[str]]:
         model = run.model(layers(), **settings)
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
         norms = []
-        for x, y in run.loader(classes(256, (6,)), batch_size=8, shuffle=True):
+        for x, y in run.loader(classes(128, (6,)), batch_size=8, shuffle=True):
             run.backward(F.cross_entropy(model(x), y))
             norms.append(run.clip_grad_norm_(model, 1e-2).double().item().hex())
             optimizer.step()
@@ -50,7 +50,7 @@ def train_mixed(strategy: str) -> tuple[str, list[str]]:
 def test_every_strategy_clips_alike() -> None:
     environ = {"LOCKSTEP_REPLICAS": "2"}
     (expected,) = run_ranks(train_mixed, 1, "single", environ=environ)
-    assert len(set(expected[1])) == 32
+    assert len(set(expected[1])) == 16
     for strategy in ("ddp", "fsdp", "pipeline"):
         mesh = {"LOCKSTEP_MESH": "1x2"} if strategy == "pipeline" else {}
         found = run_ranks(train_mixed, 2, strategy, environ={**environ, **mesh})

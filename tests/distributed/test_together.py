@@ -18,7 +18,8 @@ def test_the_main_rank_goes_first(tmp_path: Path) -> None:
     assert all(order[0] == "0" for order in seen)
 
 
-@pytest.mark.parametrize("replicas", [3, 5])
+@pytest.mark.wide(beyond=1)
+@pytest.mark.parametrize("replicas", [5, 3])
 def test_metrics_of_any_size_on_ranks_of_unequal_load(replicas: int) -> None:
     assert_same(jobs.measure_by_size, [1, 2, 3], replicas, replicas=replicas)
 

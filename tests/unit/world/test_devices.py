@@ -200,7 +200,8 @@ def steps_of(directory: Path, begin: str, **environ: str) -> tuple[bool, int]:
 
 
 @glibc
-@pytest.mark.parametrize("begin", [ALONE, RUN], ids=["alone", "run"])
+@pytest.mark.wide(beyond=1)
+@pytest.mark.parametrize("begin", [RUN, ALONE], ids=["run", "alone"])
 def test_a_rank_on_the_cpu_keeps_the_memory_it_frees(tmp_path, begin):
     kept, faults = steps_of(tmp_path, begin)
     assert kept

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.engine.strategies.buffers import Buffers, broadcast, by_device
-from lockstep.testing import run_ranks
-from tests.distributed.jobs import quiet_run
+from lockstep.engine.strategies.buffers import Buffers, by_device
 
 
 class Counter(nn.Module):
@@ -124,24 +118,3 @@ def test_tensors_of_one_device_go_together() -> None:
         assert [[id(one) for one in group] for group in groups] == [
             [id(one) for one in group] for group in expected
         ]
-
-
-@pytest.mark.ranks(2)
-def test_tensors_of_several_kinds_come_from_rank_0() -> None:
-    first, second = run_ranks(broadcast_kinds, 2)
-    assert first == second == [[0.0, 0.0], 0, [False], [], [[0j, 0j]]]
-
-
-def broadcast_kinds() -> list[Any]:
-    with quiet_run() as run:
-        rank = run.world.rank
-        tensors = [
-            torch.full((2,), float(rank)),
-            torch.tensor(rank),
-            torch.tensor([bool(rank)]),
-            torch.zeros(0),
-            torch.full((2, 1), complex(rank, rank)).t(),
-        ]
-        assert dist.group.WORLD is not None
-        broadcast(tensors, dist.group.WORLD)
-        return [tensor.tolist() for tensor in tensors]

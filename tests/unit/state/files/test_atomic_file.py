@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from lockstep.state.checkpoint import catalog
 from lockstep.state.files import atomic_file, run_file
+from tests.conftest import Lockstep
 
 
 class Disk:
@@ -122,23 +122,19 @@ except InterruptedError:
 """
 
 
-def test_a_run_continues_after_a_power_loss_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.forked
+def test_a_run_continues_after_a_power_loss_from_its_checkpoint(lockstep: Lockstep) -> None:
     """The names above it, the record, and files that DCP has written and not brought to the disk."""
-    script, root = tmp_path / "train.py", Path(__file__).parents[4]
+    root = str(Path(__file__).parents[4])
 
     def train(*, fails: bool) -> str:
-        script.write_text(TRAIN.format(fails=fails))
-        return subprocess.run(
-            [sys.executable, script],
-            env={**os.environ, "PYTHONPATH": str(root)},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stdout
+        script = lockstep.script(TRAIN.format(fails=fails))
+        done = lockstep.python(script, env={"PYTHONPATH": root}, timeout=120)
+        assert done.code == 0, done.err
+        return done.out
 
     assert train(fails=True).split("\n") == ["step 1", "step 2", ""]
-    (directory,) = tmp_path.glob("runs/digits/*")
+    (directory,) = lockstep.directory.glob("runs/digits/*")
     recorded = run_file.read(directory)
     assert recorded is not None
     assert recorded["status"] == "failed"

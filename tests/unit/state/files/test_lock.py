@@ -74,7 +74,9 @@ def test_the_lock_of_a_launcher_that_is_gone_is_taken(tmp_path: Path) -> None:
     DirectoryLock(tmp_path, GONE).release(ends=False)
     DirectoryLock(tmp_path, MINE).release(ends=True)
     (tmp_path / lock.NAME).write_text('{"host": 3')
-    DirectoryLock(tmp_path, MINE).release(ends=True)
+    mine = DirectoryLock(tmp_path, MINE)
+    assert lock.json.loads((tmp_path / lock.NAME).read_text()) == dataclasses.asdict(MINE)
+    mine.release(ends=True)
 
 
 def test_a_run_that_fails_in_a_process_that_lives_on_leaves_nothing(tmp_path: Path) -> None:
