@@ -17,6 +17,7 @@ PAGE = ROOT / "docs/manual/commands.md"
 #: The guide of each verb.
 _GUIDES = {
     "run": "launching.md",
+    "branch": "replay.md#branch",
     "submit": "slurm.md#lockstep-submit",
     "export": "checkpoints.md#export",
     "completion": "install.md#complete-commands-in-the-shell",

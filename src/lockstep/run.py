@@ -60,6 +60,10 @@ class Run(RunMetrics):
             audits only the first batch of loops, `off` none. No effect with one replica, or exact=False.
         checkpoint_every: seconds between periodic checkpoints, beside those of `save`; 0 for none.
         keep: number of latest checkpoints to keep, beside the best.
+        anchors: steps between two anchors, checkpoints that are kept for `lockstep replay`; 0 for none.
+        anchors_gb: gigabytes of anchors; beyond that every second one is removed.
+        hash_every: record each loss, and hashes of gradients and parameters every `hash_every` steps, for
+            `lockstep replay`; 0 records neither. By default it takes less than 1 % of steps of 100 ms.
         loggers: `tensorboard`, `wandb`, `mlflow` or objects with `log(values, step)`, for `run.log`.
         init_method: rendezvous of the ranks, in place of that of the environment:
             `tcp://host:port`, `file:///shared/path` or `env://`.
@@ -98,6 +102,9 @@ class Run(RunMetrics):
         audit: str = "1024",
         checkpoint_every: float = 600.0,
         keep: int = 3,
+        anchors: int = 0,
+        anchors_gb: float = 10.0,
+        hash_every: int | None = None,
         loggers: Sequence[Any] = (),
         init_method: str | None = None,
         rank: int | None = None,

@@ -268,6 +268,29 @@ class Settings:
         check=at_least(1),
         flag=("fault tolerance", "--keep N"),
     )
+    anchors: int = _setting(
+        0,
+        "steps between two anchors, which are checkpoints that stay, for `lockstep replay`; 0 for none",
+        int,
+        check=at_least(0),
+        flag=("records", "--anchors STEPS"),
+    )
+    anchors_gb: float = _setting(
+        10.0,
+        "gigabytes of anchors; beyond that every second one is removed",
+        float,
+        check=at_least(0, float),
+        flag=("records", "--anchors-gb GB"),
+    )
+    hash_every: int | None = _setting(
+        None,
+        "record each loss, and hashes of gradients and parameters every K steps, for `lockstep replay`; 0 "
+        "records neither",
+        int,
+        default_text="so often that it takes less than 1 ms per step",
+        check=at_least(0),
+        flag=("records", "--hash-every K"),
+    )
     loggers: tuple[Any, ...] = _setting(
         (),
         "forward `run.log` to `tensorboard`, `wandb` or `mlflow`",

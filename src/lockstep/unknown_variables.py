@@ -11,7 +11,17 @@ _PREFIX = "LOCKSTEP_"
 #: Variables that are no settings, without the prefix: of the rendezvous, of launchers and of their ranks.
 _OTHERS = (
     *("ENVIRONMENT", "FAULTS", "INIT_METHOD", "INTERFACE", "JOIN_TIMEOUT", "PRELOAD", "PROCESSORS"),
-    *("SLURM", "CORES", "DEVICE", "LAUNCH", "LAUNCHER", "LAUNCHER_PID", "LOG_DIR", "MEMORY"),
+    *(
+        "REPLAY",
+        "SLURM",
+        "CORES",
+        "DEVICE",
+        "LAUNCH",
+        "LAUNCHER",
+        "LAUNCHER_PID",
+        "LOG_DIR",
+        "MEMORY",
+    ),
     *("RENDEZVOUS_FILE", "SERVER", "SERVER_ROOT", "SLOT", "STORE", "TOKEN", "VISIBLE_DEVICES"),
 )
 #: Names of all variables that Lockstep reads.

@@ -87,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "tools.quantities",
     },
+    "tools.replay": {"settings", "state.files", "state.record", "state.checkpoint", "launch"},
     "tools.submit": {"state.files", "state.record"},
     "tools.report": {"state.files", "state.record", "tools.quantities"},
     "tools.bench": {
@@ -109,6 +110,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.layout",
         "launch",
         "tools.verify",
+        "tools.replay",
         "tools.bench",
         "tools.quantities",
         "tools.check",

@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 from lockstep import unknown_variables as variables
 from lockstep.cli import (
     bench,
+    branch,
     check,
     completion,
     convert,
     doctor,
     export,
+    replay,
     report,
     run,
     submit,
@@ -42,10 +44,10 @@ _EXAMPLES = {
 #: One module for each command, with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
 _VERBS: tuple[Any, ...] = (
     *(run, submit, verify, check, convert, doctor),
-    *(bench, export, report, watch, completion),
+    *(replay, branch, bench, export, report, watch, completion),
 )
 #: Commands that start runs.
-_STARTING = ("run", "submit", "verify", "bench")
+_STARTING = ("run", "submit", "verify", "bench", "replay", "branch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

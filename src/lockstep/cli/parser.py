@@ -18,11 +18,11 @@ Advice = Callable[[argparse.Namespace, Sequence[str]], str]
 #: Flags of other launchers for the number of ranks, with Lockstep's flag.
 RANKS = dict.fromkeys(("--ranks", "--np", "--nproc", "--nprocs", "--num-processes"), "-n")
 #: Commands whose options may also follow SCRIPT; the script's arguments come after `--`.
-_WITH_DASHES = ("verify", "bench")
+_WITH_DASHES = ("verify", "bench", "branch")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line of `verify` or `bench` at `--` into own arguments and the script's.
+    """Split a command line of `verify`, `bench` or `branch` at `--` into own arguments and the script's.
 
     Other command lines are not split. argparse parses options after SCRIPT only if no arguments of the
     script follow.

@@ -49,14 +49,27 @@ class RunCommand:
             if name not in others and not name.startswith("PET_")
         }
 
+    def program(self, words: Sequence[str]) -> list[str]:
+        """Return the command line of `lockstep run` with options `words`."""
+        return [sys.executable, "-m", "lockstep", "run", *words, *self.script]
+
     def start(
-        self, words: Sequence[str], environ: Mapping[str, str], output: Path, errors: Path
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        output: Path,
+        errors: Path,
+        directory: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start `lockstep run` with options `words`; append its output to files `output` and `errors`."""
+        """Start `lockstep run` with options `words`; append its output to files `output` and `errors`.
+
+        `directory` is the working directory, by default that of this process.
+        """
         with output.open("ab") as out, errors.open("ab") as err:
             return subprocess.Popen(
-                [sys.executable, "-m", "lockstep", "run", *words, *self.script],
+                self.program(words),
                 env=environ,
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -23,6 +23,14 @@ def identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116 - not a file but a link's target
 
 
+def processor() -> str:
+    """Return the model name of this machine's CPU."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def process_fields(pid: int) -> list[str]:
     """Return the fields of `/proc/PID/stat` from the process state on; empty if there is no process."""
     try:

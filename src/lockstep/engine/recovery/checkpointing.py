@@ -78,6 +78,7 @@ class StateSaver(PointListener):
         self._best: float | None = None
         self._has_looked = False
         self._points = 0
+        self._steps = 0  # at the latest point
         # Whether there is no other rank whose state must have the same bits.
         self._is_alone = context.group is None or not context.settings.exact
 
@@ -104,7 +105,7 @@ class StateSaver(PointListener):
             self._coordination.ask("save")
         request = self._coordination.at_point(steps)
         due = 0 if schedule is None else self._due(schedule, request)
-        saves = self._is_asked or request in ("save", "stop")
+        saves = self._is_asked or request in ("save", "stop") or self._is_anchor(steps)
         self._points += 1
         if self._points == _PREPARED_AT and not self._state.is_gathered:
             self._checkpoints.prepare(state_codec.flatten(self._state.capture())[1])
@@ -114,6 +115,11 @@ class StateSaver(PointListener):
         if request == "stop":
             self._wait("a checkpoint")
             raise Preempted(steps)
+
+    def _is_anchor(self, steps: int) -> bool:
+        """Whether to keep an anchor now: at the first point after a multiple of the setting's steps."""
+        every, before, self._steps = self._context.settings.anchors, self._steps, steps
+        return bool(every) and steps // every > before // every
 
     def _save_state(
         self, schedule: SnapshotSchedule | None, due: int, *, saves: bool, looks: bool
@@ -145,6 +151,7 @@ class StateSaver(PointListener):
 
     def arrived(self) -> None:
         """After replay, warn of evaluating loops that ran again, with newer parameters than before."""
+        self._steps = self._loop.steps
         again = sorted(set(self._loop.progress.evaluated_again))
         if again:
             self._context.record.warn(
@@ -240,7 +247,7 @@ class StateSaver(PointListener):
             self._has_looked = True
             self._check_forgotten()
         saved = {"position": position, "state": state, "variables": self._variables()}
-        return json.dumps(saved), tensors
+        return json.dumps({**saved, "initial": self._state.initial}), tensors
 
     def _check_forgotten(self) -> None:
         name = self._state.forgotten_scheduler()
@@ -288,6 +295,7 @@ def make_saver(
         size=world.size,
         store=_store_of(context, "checkpoints"),
         keep=settings.keep,
+        anchors=(settings.anchors, settings.anchors_gb * 1e9),
         written=context.record.checkpoint,
     )
     memory = context.memory

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.engine.recovery import branch_settings
 from lockstep.engine.recovery.state import ANSWERS, State
 from lockstep.errors import CheckpointError
 from lockstep.settings import Settings
@@ -43,6 +44,7 @@ class ResumeInfo:
     is_ours: bool = False  # whether this launch began the run, and has now restarted its processes
     directory: str | None = None  # directory of an unfinished run that continues
     note: str | None = None  # line for the user about an unfinished run
+    parent: str | None = None  # checkpoint of another run with whose state this run begins
 
     @property
     def is_new(self) -> bool:
@@ -77,12 +79,19 @@ def recall(
         is_ours = recorded.get("launch") == launch and is_of_launch
         generations, identity = recorded.get("generations", []), recorded.get("identity", {})
         if not generations or (settings.fresh and not is_ours):
-            return ResumeInfo(directory=found, note=line)
+            parent = None if generations else _parent_of(recorded)
+            return ResumeInfo(directory=found, note=line, parent=parent)
         replicas, threads = identity.get("replicas"), identity.get("threads")
-        return ResumeInfo(len(generations), replicas, threads, is_ours, found, line)
+        parent, count = _parent_of(recorded), len(generations)
+        return ResumeInfo(count, replicas, threads, is_ours, found, line, parent)
 
     text = rendezvous.broadcast("earlier", lambda: json.dumps(asdict(earlier())), "begin")
     return ResumeInfo(**json.loads(text))
+
+
+def _parent_of(recorded: Mapping[str, Any]) -> str | None:
+    name = recorded.get("parent", {}).get("checkpoint")
+    return name if isinstance(name, str) else None
 
 
 def _choose(
@@ -116,6 +125,7 @@ class Saved:
     tensors: Mapping[str, Stored]  # tensors by name; each is read at its first use
     source: str  # path, `memory`, or the rank that sent the state, for messages
     is_part: bool = False  # whether it has only this rank's parts of sharded tensors
+    say: Callable[[str], None] | None = None  # shows messages; only if the state is another run's
 
     @property
     def position(self) -> Position:
@@ -148,6 +158,12 @@ class Saved:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise _unreadable(f"its state cannot be read ({error!r})") from error
         state.load(values, whole=whole)
+        if self.say is not None:
+            parents = json.loads(self.text).get("initial", [])
+            own = state.optimizers, state.schedulers
+            for line in branch_settings.set_again(*own, parents, state.initial):
+                if whole:
+                    self.say(f"lockstep: {line}")
 
 
 class Search:

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lockstep.engine.recovery import branch_settings
 from lockstep.engine.strategies import optimizer_state
 from lockstep.engine.strategies.dtensor import bytes_here
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -45,6 +46,7 @@ class State:
         self.registered: dict[str, Any] = {}
         self._before: dict[str, Any] = {}  # of small registered objects, when the epoch began
         self._groups: list[list[list[int]]] = []  # of each optimizer, when it was added
+        self.initial: list[branch_settings.Settings] = []  # of each optimizer, when it was added
 
     def epoch_begins(self) -> None:
         """Copy states of small objects (64 KiB or less) of `run.register`, for a replay of this epoch."""
@@ -59,6 +61,7 @@ class State:
         """Add an optimizer that was passed through `run.optimizer`."""
         self.optimizers.append(optimizer)
         self._groups.append(_ids(optimizer))
+        self.initial.append(branch_settings.settings_of(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
         """Return the state of each model and each object of `run.register`, by a name for the user.

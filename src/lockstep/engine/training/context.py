@@ -17,7 +17,7 @@ from lockstep.engine.recovery.resume import ResumeInfo, launch_of, recall
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.precision import check_precision
 from lockstep.engine.training.collective_check import CollectiveCheck
-from lockstep.engine.training.fingerprint import describe, method_of
+from lockstep.engine.training.fingerprint import describe, method_of, reproduced
 from lockstep.engine.training.first_error import FirstError
 from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.engine.training.parallel_dims import (
@@ -279,6 +279,9 @@ def _open_record(
         progress=settings.progress,
         trace=settings.trace,
         generation=resume_info.generations,
+        chosen=reproduced(settings, replicas=here.replicas, threads=identity.threads),
+        number=rendezvous.number,
+        hash_every=settings.hash_every,
         launch=launch_of(rendezvous.world, os.environ),
         restarted=resume_info.is_ours,
         repeats=here.column > 0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lockstep.settings import TABLE, Settings
@@ -24,6 +26,17 @@ def describe(settings: Settings, *, replicas: int, threads: int, device: str) ->
         device=device,
         versions=versions(torch.__version__, __version__),
     )
+
+
+def reproduced(settings: Settings, *, replicas: int, threads: int) -> dict[str, Any]:
+    """Return the settings with which a run on any number of ranks computes the same, as JSON values."""
+    names = ["seed", "precision", "exact", "hash_every"]
+    names += [one.name for one in TABLE.values() if one.changes_result and one.name != "exchange"]
+    values = {name: getattr(settings, name) for name in names} | {
+        "replicas": replicas,
+        "threads": threads,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
 from lockstep.engine.data.microbatch import Microbatch
 
 
@@ -39,6 +41,10 @@ class PointListener(Listener):
         """Called where the state is complete: after a batch or an epoch, or in `run.save`."""
         return
 
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer updates parameters, once per global batch."""
+        return
+
     def arrived(self) -> None:
         """Called when a resumed run has reached its saved position in the script and loaded the state."""
         return
@@ -46,6 +52,6 @@ class PointListener(Listener):
 
 def overriding(listeners: Sequence[Listener], method: str) -> list[Callable[..., Any]]:
     """Return the bound methods named `method` of the listeners whose classes override it."""
-    default = getattr(Listener, method)
-    overriders = [own for own in listeners if getattr(type(own), method) is not default]
+    default = getattr(PointListener, method)
+    overriders = [own for own in listeners if getattr(type(own), method, default) is not default]
     return [getattr(own, method) for own in overriders]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lockstep.engine.data.microbatch import Batching, Microbatch, Start
 from lockstep.engine.data.randomness import undisturbed
@@ -59,6 +60,7 @@ class Loop:
         self._point_listeners: list[PointListener] = []
         self._on_microbatch: list[Callable[[Microbatch], None]] = []
         self._on_step: list[Callable[[int, Microbatch], None]] = []
+        self._on_update: list[Callable[[Optimizer], None]] = []
         self._active: list[Microbatch] = []
         self._loops: list[LoopEvent] = []  # the current loops, the outermost first
         self._losses: list[float] = []  # recorded losses of the batch that replay computes again
@@ -74,6 +76,7 @@ class Loop:
         self._listeners = [*self._listeners, *listeners]
         self._on_microbatch = overriding(self._listeners, "microbatch_begins")
         self._on_step = overriding(self._listeners, "step_ends")
+        self._on_update = overriding(self._listeners, "update_begins")
         self._point_listeners = [own for own in self._listeners if isinstance(own, PointListener)]
 
     @property
@@ -238,6 +241,11 @@ class Loop:
     def updated(self) -> None:
         """Record that an optimizer updates its parameters now."""
         self._updated = True
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """Call listeners before an optimizer updates its parameters."""
+        for call in self._on_update:
+            call(optimizer)
 
     def stepped(self, model: WrappedModel) -> None:
         """Record a step of a model trained by local SGD, and whether the ranks averaged the model in it."""

@@ -222,6 +222,7 @@ def gate_optimizer(
                 # torch's schedulers warn if the optimizer has not stepped before them.
                 self._opt_called = True  # type: ignore[attr-defined]
                 return None
+            loop.update_begins(optimizer)
             return update() if loop.audit is None else loop.audit.step(update)
         except LockstepError as error:
             loop.first_error.keep(error)

@@ -7,7 +7,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -41,6 +42,8 @@ from lockstep.engine.training.loss_scale import Scaler
 from lockstep.engine.training.metrics import Metrics
 from lockstep.engine.training.models import Models
 from lockstep.engine.training.rank_statistics import RankStatistics
+from lockstep.engine.training.replayed_steps import ReplayedSteps
+from lockstep.engine.training.step_hashes import StepHashes
 from lockstep.errors import LockstepError, ModelError, PeerError, RunError, StepError
 from lockstep.setting_checks import audit_steps
 from lockstep.settings import Settings
@@ -108,7 +111,7 @@ class Session:
         if settings.precision == "fp16":
             state.scaler = Scaler(context.group, context.device, record.warn, record.log)
             listeners.append(state.scaler)
-        listeners.append(variables)
+        listeners += [StepHashes.of(context, loop, state), variables]
         if context.replicas > 1:
             observe, world = variables.observe, context.world
             listeners.append(
@@ -116,13 +119,13 @@ class Session:
             )
         with context.rendezvous.reporting_failure():
             catalog = self._resume()
-            self._checkpointing = make_saver(
+            self._checkpointing = saver = make_saver(
                 context, state, loop, self.metrics, catalog, variables.saved
             )
         if faults is not None and loop.is_replaying:
             faults.resume(loop.resumed)
         # Faults first: their signal at a point must have arrived when the state is saved there.
-        listeners += [faults, self._checkpointing]
+        listeners += [faults, saver, ReplayedSteps.of(os.environ, loop, saver.ask)]
         loop.listen(listener for listener in listeners if listener is not None)
 
     def _resume(self) -> Catalog:
@@ -136,10 +139,12 @@ class Session:
             CheckpointError: if the disk cannot be read.
         """
         context, record, memory = self.context, self.context.record, self.context.memory
-        catalog = Catalog(record.directory / DIRECTORY, asdict(context.identity), record.warn)
+        parent, where = context.resume_info.parent, record.directory / DIRECTORY
+        catalog = Catalog(where, asdict(context.identity), record.warn, parent=parent)
         snapshots = None if memory is None else memory.snapshots
         saved = None
-        if not context.resume_info.is_new or context.world.generation > 0:
+        is_new = context.resume_info.is_new and parent is None
+        if not is_new or context.world.generation > 0:
             saved = Search(context.rendezvous, context.group, snapshots, catalog).find()
         has_memory = snapshots is not None and snapshots.found is not None
         if snapshots is not None:
@@ -147,6 +152,8 @@ class Session:
         if saved is None:
             record.begin(0, None)
             return catalog
+        if parent is not None and Path(saved.source).name == parent:
+            saved = replace(saved, say=record.say)
         self._variables.resumed = saved.variables
         self.loop.resume(saved, self.state)
         record.begin(self.loop.resumed, saved.source)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.launch.agent.child import Child, LostError
 from lockstep.launch.devices.gpus import Gpu, Listing, list_gpus, parts, visible
@@ -91,11 +89,3 @@ def count_in_a_child() -> int:
     with contextlib.suppress(LostError):  # workers will report the same failure
         return int(Child(count).give(None).result(_TIMEOUT))
     return 0
-
-
-def processor() -> str:
-    """Return the model name of this machine's CPU."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -313,12 +313,18 @@ class Catalog:
         identity: of the run, as JSON values; a checkpoint of another run is an error. With `None`, each
             checkpoint is taken.
         warn: called with a message for each checkpoint that is skipped.
+        parent: name of a checkpoint of another run, with whose state this run begins.
     """
 
     def __init__(
-        self, directory: Path, identity: Mapping[str, Any] | None, warn: Warn = warn_on_stderr
+        self,
+        directory: Path,
+        identity: Mapping[str, Any] | None,
+        warn: Warn = warn_on_stderr,
+        *,
+        parent: str | None = None,
     ) -> None:
-        self.directory, self.warn = directory, warn
+        self.directory, self.warn, self.parent = directory, warn, parent
         self.identity = json.loads(json.dumps(identity))
         #: Checkpoints newer than the one that the run resumed from: their files did not verify.
         self._damaged: set[Key] = set()
@@ -336,7 +342,7 @@ class Catalog:
         self._damaged = set()
         for key, path in there.items():
             try:
-                return look(path, self.identity)
+                return look(path, None if path.name == self.parent else self.identity)
             except CheckpointError as error:
                 self._damaged.add(key)
                 hint = f"; {error.hint}" if error.hint else ""
@@ -359,17 +365,33 @@ class Catalog:
                 return read_manifest(path).text
         return None
 
-    def remove_old(self, keep: int, newest: Key) -> None:
-        """Remove checkpoints of this run, except the `keep` latest, the best, and that with key `newest`.
+    def remove_old(self, keep: int, newest: Key, anchors: int = 0, limit: float = 0.0) -> None:
+        """Remove checkpoints of this run, except the `keep` latest, the best, anchors, and `newest`.
 
-        Checkpoints of newer formats stay. Damaged ones do not count towards `keep`, and are removed if
-        older than `newest`.
+        Anchors are the first checkpoints of each `anchors` steps, or of twice as many steps, four times as
+        many and so on, until they have at most `limit` bytes. Checkpoints of newer formats stay. Damaged
+        ones do not count towards `keep`, and are removed if older than `newest`.
 
         Raises:
             CheckpointError: if the directory cannot be read.
         """
         self._damaged.discard(newest)
-        good: dict[Key, float | None] = {}
+        good, damaged = self._own()
+        stay = {newest, *sorted(good)[-keep:]}
+        rated = [(one.best, key) for key, one in good.items() if one.best is not None]
+        rated = [(best, key) for best, key in rated if not isnan(best)]
+        if rated:
+            stay.add(max(rated)[1])
+        if anchors:
+            stay |= _anchors(good, anchors, limit)
+        # A damaged one that lies ahead is replaced when the run gets there.
+        older = {key for key in damaged if key < newest}
+        for key in (good.keys() - stay) | older:
+            remove(place(self.directory, key))
+
+    def _own(self) -> tuple[dict[Key, Manifest], set[Key]]:
+        """Return the manifests of this run's checkpoints, and the keys of damaged ones."""
+        good: dict[Key, Manifest] = {}
         damaged: set[Key] = set()
         for key, path in paths(self.directory).items():
             try:
@@ -388,12 +410,18 @@ class Catalog:
             if key in self._damaged:
                 damaged.add(key)
             else:
-                good[key] = content.best
-        stay = {newest, *sorted(good)[-keep:]}
-        rated = [(best, key) for key, best in good.items() if best is not None and not isnan(best)]
-        if rated:
-            stay.add(max(rated)[1])
-        # A damaged one that lies ahead is replaced when the run gets there.
-        older = {key for key in damaged if key < newest}
-        for key in (good.keys() - stay) | older:
-            remove(place(self.directory, key))
+                good[key] = content
+        return good, damaged
+
+
+def _anchors(good: Mapping[Key, Manifest], every: int, limit: float) -> set[Key]:
+    """Return the keys of the first checkpoints of each `every` steps, or of fewer within `limit` bytes."""
+    while True:
+        first: dict[int, Key] = {}
+        for key in sorted(good):
+            if window := key[0] // every:
+                first.setdefault(window, key)
+        size = sum(file.bytes for key in first.values() for file in good[key].files.values())
+        if len(first) < 2 or size <= limit:
+            return set(first.values())
+        every *= 2

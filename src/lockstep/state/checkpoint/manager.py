@@ -56,6 +56,7 @@ class CheckpointManager:
         size: number of ranks.
         store: a store that only the managers of all ranks use (a `PrefixStore`); `None` for one rank.
         keep: number of the latest checkpoints that stay, besides the best one.
+        anchors: steps between two anchors, which stay, too, and the most bytes of all anchors.
         patience: seconds without a message after which a rank counts as missing.
         written: called on the main rank, in a background thread, for each checkpoint.
     """
@@ -68,13 +69,14 @@ class CheckpointManager:
         size: int,
         store: dist.Store | None,
         keep: int,
+        anchors: tuple[int, float] = (0, 0.0),
         patience: float = 300.0,
         written: Written | None = None,
     ) -> None:
         assert keep >= 1, "the newest checkpoint stays"
         assert (store is None) == (size == 1), "several ranks need a store, one has none"
         self.catalog = catalog
-        self._rank, self._keep = rank, keep
+        self._rank, self._keep, self._anchors = rank, keep, anchors
         self._written = written
         self._channel = StoreChannel(store, rank=rank, size=size, patience=patience)
         self._background = Background("lockstep-checkpoint")
@@ -225,7 +227,7 @@ class CheckpointManager:
         if self._rank != 0 or key is None or not place(self.catalog.directory, key).exists():
             return
         try:
-            self.catalog.remove_old(self._keep, key)
+            self.catalog.remove_old(self._keep, key, *self._anchors)
         except CheckpointError as error:
             self.catalog.warn(
                 f"lockstep: warning: old checkpoints are not removed: {error.message}"

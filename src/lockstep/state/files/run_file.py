@@ -32,6 +32,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "fingerprint": (str,),
     "generations": (list,),
     "next": (str,),
+    "parent": (dict,),
+    "provenance": (dict,),
     "complete": (bool,),
 }
 _KINDS_OF_GENERATIONS: dict[str, tuple[type, ...]] = {
@@ -164,7 +166,7 @@ def kept(directory: Path) -> dict[str, Any]:
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
         recorded = read(directory) or {}
-    return {"next": recorded["next"]} if "next" in recorded else {}
+    return {name: recorded[name] for name in ("next", "parent") if name in recorded}
 
 
 def forget(directory: Path) -> None:
@@ -208,7 +210,9 @@ def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool =
             f"the run in {directory} is finished; expected a new or an unfinished one",
             hint="--fresh overwrites it, --run-dir names another directory",
         )
-    differences = identity.differences(recorded.get("identity", {}))
+    if "identity" not in recorded:
+        return  # it begins with the state of another run, its parent
+    differences = identity.differences(recorded["identity"])
     if differences:
         raise RunDirectoryError(
             f"the run in {directory} is another one: " + "; ".join(differences),

@@ -8,11 +8,13 @@ import shutil
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,8 +33,11 @@ from lockstep.state.record.forwarding import DIRECTORY, Forwarding
 from lockstep.state.record.monitor import Monitor
 from lockstep.state.record.pace import Pace
 from lockstep.state.record.progress_bar import ProgressBar
+from lockstep.state.record.provenance import provenance
 from lockstep.state.record.settings import RecordSettings
-from lockstep.state.record.trace import Trace
+from lockstep.state.record.steps import DIRECTORY as STEPS
+from lockstep.state.record.steps import LOSS, StepRecord
+from lockstep.state.record.trace import Trace, loss_bits
 from lockstep.world import accelerator
 from lockstep.world.model import World
 
@@ -77,6 +82,9 @@ class Recorder:
         self._lock: DirectoryLock | None = None
         self.directory = self._agree_on_directory(store)
         self._events = Events(self.directory, world.rank)
+        self.steps: StepRecord | None = None
+        if settings.hash_every != 0:
+            self.steps = StepRecord(self.directory, world.rank, settings.generation)
         self._trace: Trace | None = None
         if settings.trace:
             self._trace = Trace(settings.trace, world.rank, settings.generation)
@@ -91,6 +99,7 @@ class Recorder:
         self._generations: list[dict[str, Any]] = list(recorded.get("generations", []))
         data = recorded.get("data")  # description of each loader's data
         self._data: dict[str, Any] = data if isinstance(data, dict) else {}
+        self._provenance: dict[str, Any] = {}
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
@@ -140,6 +149,8 @@ class Recorder:
             }
             resumed = {} if source is None else {"step": step, "source": source}
             self._generations.append(generation | resumed)
+            chosen, number = self._settings.chosen, self._settings.number
+            self._provenance = provenance(chosen, device, number)
             self._write("running")
 
     def _agree_on_directory(self, store: dist.Store) -> Path:
@@ -150,7 +161,7 @@ class Recorder:
             self._lock = DirectoryLock(path, owner)
             run_file.check(path, self._identity, fresh=settings.fresh, restarted=settings.restarted)
             if self._settings.fresh:
-                for part in ("events", "checkpoints", DIRECTORY):
+                for part in ("events", "checkpoints", STEPS, DIRECTORY):
                     shutil.rmtree(path / part, ignore_errors=True)
                 run_file.forget(path)
             self._link_previous(path)
@@ -220,7 +231,17 @@ class Recorder:
             trace.seen(self._progress.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Write the loss of a microbatch and its sample ids to the trace."""
+        """Write the loss of a microbatch and its sample ids to the step record, and to the trace."""
+        if self.steps is not None and not self._settings.repeats:
+            own = loss.detach().clone()
+            samples = zlib.crc32(np.asarray(microbatch.indices[: microbatch.size]).tobytes())
+            self.steps.add(
+                self._progress.steps + 1,
+                LOSS,
+                lambda: bytes.fromhex(loss_bits(own)),
+                replica=microbatch.replica,
+                samples=samples,
+            )
         if self._trace is None:
             return
         if not self._settings.repeats:
@@ -290,8 +311,10 @@ class Recorder:
         )
 
     def flush(self) -> None:
-        """Write all pending events, so that a kill cannot lose them."""
+        """Write all pending events and entries of the step record, so that a kill cannot lose them."""
         self._events.flush()
+        if self.steps is not None:
+            self.steps.flush()
 
     def say(self, text: str) -> None:
         """Show a message on the main rank's standard error, unless progress is off."""
@@ -361,6 +384,8 @@ class Recorder:
         if self._monitor is not None:
             self._monitor.close()
         try:
+            if self.steps is not None:
+                self.steps.flush()
             self._events.close()
             if error is not None and self._world.is_main:
                 self._write("failed", error=shortened(f"{type(error).__name__}: {error}"))
@@ -385,6 +410,7 @@ class Recorder:
                 **more,
                 "generations": self._generations,
                 "data": self._data,
+                "provenance": self._provenance,
                 **run_file.kept(self.directory),
             },
         )

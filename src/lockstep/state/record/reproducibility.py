@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +17,10 @@ from lockstep.errors import LockstepError
 from lockstep.state.files import run_file
 from lockstep.state.files.directory import short
 from lockstep.state.files.run_file import Identity
-from lockstep.state.record import stacks
+from lockstep.state.record.provenance import user_files
 
 #: Number of earlier runs that are read, the newest first.
 _RUNS = 50
-#: Number of the user's source files that are hashed.
-_FILES = 2000
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
@@ -32,9 +29,7 @@ def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
     Settings are those of models, optimizers and data, which the script computes.
     """
     source = hashlib.sha256(json.dumps(asdict(identity), sort_keys=True).encode())
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    own = sorted(file for file in files if isinstance(file, str) and stacks.is_users(file))
-    for file in own[:_FILES]:
+    for file in user_files():
         with contextlib.suppress(OSError):  # the file is gone
             source.update(Path(file).read_bytes())
     return f"{source.hexdigest()}.{hashlib.sha256(json.dumps([*settings]).encode()).hexdigest()}"

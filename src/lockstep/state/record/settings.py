@@ -22,6 +22,9 @@ class RecordSettings:
     device: torch.device
     loggers: tuple[Any, ...] = ()  # names, or objects with `log`
     generation: int = 0  # number of times that the processes of this run were restarted
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # settings, to start the run again
+    number: int = 0  # of the run in the script
+    hash_every: int | None = None  # steps between two hashes of parameters; 0: no step record
     launch: str | None = None
     restarted: bool = False  # whether this launch has recorded the run before
     repeats: bool = False  # whether another rank has the same microbatches and records them

@@ -14,7 +14,6 @@ import psutil
 
 from lockstep.errors import UsageError
 from lockstep.launch.command import RunCommand
-from lockstep.launch.devices.machine import processor
 from lockstep.tools.bench.combinations import Combination, check_gpus, visible_gpus
 from lockstep.tools.bench.comparing import FORMAT, RESULT, check_scripts, compare, load
 from lockstep.tools.bench.launches import Launches, Listener, Runner, choose_threads
@@ -22,6 +21,7 @@ from lockstep.tools.bench.projecting import project
 from lockstep.tools.bench.projection import Link
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
+from lockstep.world.host import processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lockstep.launch.devices.machine import processor
 from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, check
 from lockstep.world.devices import make_deterministic
+from lockstep.world.host import processor
 
 _ADVICE = (
     "take it out: look for machine checks (journalctl -k), test its memory (memtester); a library that "

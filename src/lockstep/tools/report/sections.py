@@ -101,6 +101,7 @@ def _own(run: Shown) -> dict[str, object]:
         layout = f"{ranks} on {nodes}, {generations[-1].get('environment')}"
     return {
         "status": run.status,
+        "parent": _parent(content.get("parent")),
         "verdict": failures[-1] if failures and run.status == "failed" else None,
         "error": content.get("error"),
         "digest": content.get("digest", _NONE),
@@ -110,6 +111,11 @@ def _own(run: Shown) -> dict[str, object]:
         "generations": len(generations),
         "devices": _devices(run),
     }
+
+
+def _parent(content: Mapping[str, Any] | None) -> str | None:
+    """Return the run and the step whose state a run began with; `None` for any other run."""
+    return None if content is None else f"{content.get('directory')}, step {content.get('step')}"
 
 
 def _devices(run: Shown) -> str | None:

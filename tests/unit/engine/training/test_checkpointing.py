@@ -14,6 +14,7 @@ class Counted:
     """A run's state whose gathering is counted."""
 
     is_gathered = True
+    initial = ()
 
     def __init__(self) -> None:
         self.gathered: list[int] = []
@@ -44,7 +45,7 @@ def gathered_at(
     coordination = SimpleNamespace(at_point=lambda _: None)
     context = SimpleNamespace(
         group=None,
-        settings=SimpleNamespace(exact=True, checkpoint_every=0.0),
+        settings=SimpleNamespace(exact=True, checkpoint_every=0.0, anchors=0),
         world=SimpleNamespace(is_main=leads),
         record=SimpleNamespace(warn=lambda _: None, flush=list),
     )

@@ -1,0 +1,107 @@
+"""`ReplayedSteps`: in a replay, records samples, stops in the debugger, and ends the run after a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import pdb
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.training.listeners import PointListener
+from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.variables import script_frames
+
+#: Environment variable with the fields of `Request` as JSON, which `lockstep replay` sets.
+VARIABLE = "LOCKSTEP_REPLAY"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The steps of a replay, and what to do in them.
+
+    Attributes:
+        step: the first step of interest, counted from 1.
+        until: the step after which the run ends.
+        samples: path of the file for samples; each rank appends its number to the name.
+        debugs: replica before whose microbatch in step `step` the debugger stops; `None` for none.
+        anomaly: whether to switch on torch's anomaly detection in step `step`.
+        saves: whether to save the state after step `until`.
+    """
+
+    step: int
+    until: int
+    samples: str
+    debugs: int | None = None
+    anomaly: bool = False
+    saves: bool = False
+
+
+class ReplayedSteps(PointListener):
+    """Records the samples of steps, stops in the debugger, and ends the run after the last step.
+
+    `save` requests a checkpoint after the current batch.
+    """
+
+    def __init__(self, request: Request, loop: Loop, save: Callable[[None], None]) -> None:
+        self._request, self._loop, self._save = request, loop, save
+        path = Path(f"{request.samples}-{os.getpid()}.jsonl")
+        self._file = path.open("w", encoding="utf-8")
+
+    @staticmethod
+    def of(
+        environ: Mapping[str, str], loop: Loop, save: Callable[[None], None]
+    ) -> ReplayedSteps | None:
+        """Return the listener that `lockstep replay` asks for; `None` in any other run."""
+        text = environ.get(VARIABLE)
+        return None if not text else ReplayedSteps(Request(**json.loads(text)), loop, save)
+
+    def microbatch_begins(self, microbatch: Microbatch) -> None:
+        """Record the samples of a microbatch of the requested steps; stop in the debugger before it."""
+        request, step = self._request, self._loop.steps + 1
+        if self._loop.is_replaying or not (request.step <= step <= request.until):
+            return
+        if not torch.is_grad_enabled():
+            return  # an evaluation
+        samples = microbatch.indices[: microbatch.size].tolist()
+        entry = {"step": step, "loader": microbatch.loader, "replica": microbatch.replica}
+        self._file.write(json.dumps({**entry, "samples": samples}) + "\n")
+        self._file.flush()
+        if step == request.step:
+            if request.anomaly:
+                torch.autograd.set_detect_anomaly(True)
+            if request.debugs == microbatch.replica:
+                frame = next(script_frames(sys._getframe()))
+                _Debugger(nosigint=True).stop_in(frame)
+
+    def step_ends(self, step: int, microbatch: Microbatch) -> None:
+        """Switch anomaly detection off after the requested step; save the state after the last one."""
+        if self._request.anomaly and step == self._request.step:
+            torch.autograd.set_detect_anomaly(False)
+        if self._request.saves and step == self._request.until:
+            self._save(None)
+
+    def at_point(self) -> None:
+        """End the run after the last requested step, as `sys.exit(0)` would."""
+        if self._loop.steps >= self._request.until:
+            self._file.close()
+            sys.exit(0)
+
+
+class _Debugger(pdb.Pdb):
+    def stop_in(self, frame: FrameType) -> None:
+        """Stop before the next line of `frame`, and in no function that returns to it."""
+        self.reset()
+        outer: FrameType | None = frame
+        while outer is not None:
+            outer.f_trace = self.trace_dispatch
+            self.botframe = outer
+            outer = outer.f_back
+        self.set_next(frame)
+        sys.settrace(self.trace_dispatch)

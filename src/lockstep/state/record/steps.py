@@ -1,0 +1,138 @@
+"""Step record: bits of each loss and hashes of gradients and parameters, which `lockstep replay` compares.
+
+Every rank writes entries of 24 bytes to `steps/rank-RANK.START-NUMBER.bin` in the run directory: one for
+each backward pass, and two for each step whose gradients and parameters are hashed. Each start of the run
+begins a new file, and so does a full file. The oldest files of a rank are removed, so that a rank never has
+more than `_BYTES * _FILES` bytes: with one replica on each rank, at least the latest 3.5 million steps.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import RunDirectoryError
+from lockstep.state.files.directory import owner_only
+from lockstep.state.files.run_file import cannot_write
+
+#: Name of the directory in a run directory.
+DIRECTORY = "steps"
+#: Kinds of entries, in the order in which a step makes them.
+KINDS = ("loss", "gradients", "parameters")
+LOSS, GRADIENTS, PARAMETERS = range(len(KINDS))
+#: Step, replica, kind, bytes of the value, number of the backward pass, checksum of samples, value.
+_ENTRY = struct.Struct("<IIBBHI8s")
+_NAME = re.compile(r"rank-(\d+)\.(\d+)-(\d+)\.bin")
+#: Size of a file, and number of files that a rank keeps.
+_BYTES, _FILES = 1 << 24, 16
+_FLUSH_SECONDS = 1.0
+#: Returns the bytes of a value that may still be on a device.
+Value = Callable[[], bytes]
+
+
+class Key(NamedTuple):
+    """Identifies an entry: step, place of its kind in `KINDS`, replica, number of the backward pass."""
+
+    step: int
+    kind: int
+    replica: int = 0
+    nth: int = 0
+
+
+class Entry(NamedTuple):
+    """The bytes of a loss or of a hash, and for a loss the checksum of the microbatch's sample ids."""
+
+    value: bytes
+    samples: int = 0
+
+
+class StepRecord:
+    """Writes the entries of one rank since one (re)start.
+
+    Raises:
+        RunDirectoryError: if the files cannot be written.
+    """
+
+    def __init__(self, directory: Path, rank: int, start: int) -> None:
+        self._directory, self._stem = directory / DIRECTORY, f"rank-{rank}."
+        self._start, self._number, self._size = start, 0, _BYTES
+        self._pending: list[tuple[Key, int, Value]] = []
+        self._step, self._passes = 0, Counter[tuple[int, int]]()
+        self._flushed = time.monotonic()
+
+    def add(
+        self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
+    ) -> None:
+        """Record a value of a step; `value` is called when the entry is written."""
+        if step != self._step:
+            self._step = step
+            self._passes.clear()
+        nth = self._passes[kind, replica]
+        self._passes[kind, replica] += 1
+        self._pending.append((Key(step, kind, replica, nth), samples, value))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all pending entries, so that a kill cannot lose them."""
+        self._flushed = time.monotonic()
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        data = b"".join(
+            _ENTRY.pack(key.step, key.replica, key.kind, len(own := value()), key.nth, samples, own)
+            for key, samples, value in pending
+        )
+        try:
+            if self._size + len(data) > _BYTES:
+                self._begin_file()
+            path = self._directory / f"{self._stem}{self._start}-{self._number}.bin"
+            with open(path, "ab", opener=owner_only) as file:
+                file.write(data)
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
+        self._size += len(data)
+
+    def _begin_file(self) -> None:
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._number, self._size = self._number + 1, 0
+        own = [path for path in paths(self._directory) if path.name.startswith(self._stem)]
+        for path in own[: max(0, len(own) - _FILES + 1)]:
+            path.unlink(missing_ok=True)
+
+
+def paths(directory: Path) -> list[Path]:
+    """Return the files of a directory of step records, the oldest start first."""
+    found = {}
+    for path in directory.glob("rank-*.bin"):
+        if name := _NAME.fullmatch(path.name):
+            rank, start, number = map(int, name.groups())
+            found[start, number, rank] = path
+    return [found[key] for key in sorted(found)]
+
+
+def read(run_directory: Path, last: int | None = None) -> dict[Key, Entry]:
+    """Return the entries of a run, up to step `last`; a step that was computed again has its latest values.
+
+    Raises:
+        RunDirectoryError: if a file cannot be read.
+    """
+    entries: dict[Key, Entry] = {}
+    for path in paths(run_directory / DIRECTORY):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{path} cannot be read: {error.strerror or error}",
+                hint="restore the file, or remove it",
+            ) from error
+        whole = len(data) - len(data) % _ENTRY.size  # the writer may have been killed
+        for step, replica, kind, size, nth, samples, value in _ENTRY.iter_unpack(data[:whole]):
+            if last is None or step <= last:
+                entries[Key(step, kind, replica, nth)] = Entry(value[:size], samples)
+    return entries

@@ -1,0 +1,135 @@
+"""Compare a replay with its run's records: samples, bits of losses, hashes of gradients and parameters."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.state.record.provenance import changed_files
+from lockstep.state.record.steps import KINDS, LOSS, Entry, Key
+from lockstep.tools.replay.recorded import RecordedRun
+from lockstep.tools.replay.replaying import Asked, Replayed
+
+#: Formats of losses, by their number of bytes; half precision has two.
+_FORMATS = {4: "<f", 8: "<d"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A replay beside the records of its run."""
+
+    run: RecordedRun
+    asked: Asked
+    replayed: Replayed
+
+    @property
+    def difference(self) -> str | None:
+        """The first thing that differs between records and replay, in words; `None` if nothing does."""
+        recorded, again = self.run.entries, self.replayed.entries
+        span = range(self.replayed.begin + 1, self.asked.until + 1)
+        for key in sorted({key for key in (*recorded, *again) if key.step in span}):
+            one, other = recorded.get(key), again.get(key)
+            place = f"step {key.step}" + f", replica {key.replica}" * (key.kind == LOSS)
+            if one is None:  # hashed more often, or the record is incomplete
+                continue
+            if other is None:
+                return (
+                    f"{place}: the replay has no {KINDS[key.kind]}, recorded is {shown(key, one)}"
+                )
+            if one.samples != other.samples:
+                samples = self.replayed.samples.get((key.step, key.replica))
+                which = "" if samples is None else f": {samples[:8]}"
+                return f"{place}: the replay has other samples than recorded{which}"
+            if one.value != other.value:
+                both = f"{shown(key, one)} recorded, {shown(key, other)} in the replay"
+                return f"{place}: the {KINDS[key.kind]}: {both}"
+        return None
+
+    @property
+    def compared(self) -> int:
+        """Number of values of the requested steps that both have."""
+        both = self.run.entries.keys() & self.replayed.entries.keys()
+        return sum(self.asked.step <= key.step <= self.asked.until for key in both)
+
+    @property
+    def same(self) -> bool:
+        """Whether the replay has everything that was recorded of its steps, with the same bits."""
+        return self.difference is None and self.compared > 0
+
+    def notes(self) -> list[str]:
+        """Return what differs between the run and its replay and may change bits, one line each."""
+        content, now = self.run.content, self.replayed.content
+        lines = _changed(self.run.identity, now.get("identity", {}), ("device", "method"))
+        before, after = (one.get("identity", {}).get("versions", {}) for one in (content, now))
+        lines += _changed(before, after)
+        before, after = (one.get("provenance", {}).get("environment", {}) for one in (content, now))
+        lines += _changed(before, after)
+        for loader, parts in content.get("data", {}).items():
+            own = now.get("data", {}).get(loader)
+            changed = [] if own is None else _changed(parts, own)
+            lines += [f"the data of loader {loader}: {line}" for line in changed]
+        changed = changed_files(content.get("provenance", {}).get("sources", {}))
+        return lines + [f"{file} has changed since the run" for file in changed]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result for `--json`."""
+        asked, difference = self.asked, self.difference
+        return {
+            "same": self.same,
+            "step": asked.step,
+            "until": asked.until,
+            "begin": self.replayed.begin,
+            "samples": [
+                {"step": step, "replica": replica, "samples": samples}
+                for (step, replica), samples in sorted(self.replayed.samples.items())
+                if asked.replica in (None, replica)
+            ],
+            "losses": [
+                self._both(key) | {"replica": key.replica} for key in self._keys(losses=True)
+            ],
+            "hashes": [
+                self._both(key) | {"of": KINDS[key.kind]} for key in self._keys(losses=False)
+            ],
+            "compared": self.compared,
+            "difference": difference,
+            "notes": self.notes(),
+        }
+
+    def _keys(self, *, losses: bool) -> Iterator[Key]:
+        for key in sorted(self.replayed.entries):
+            is_shown = self.asked.replica in (None, key.replica) or not losses
+            if self.asked.step <= key.step <= self.asked.until and (key.kind == LOSS) == losses:
+                yield from [key] * is_shown
+
+    def _both(self, key: Key) -> dict[str, Any]:
+        recorded, own = self.run.entries.get(key), self.replayed.entries[key]
+        bits = None if recorded is None else recorded.value.hex()
+        value = {"value": number(own.value)} if key.kind == LOSS else {}
+        return {"step": key.step, **value, "bits": own.value.hex(), "recorded": bits}
+
+
+def number(value: bytes) -> float | str | None:
+    """Return a loss as a number, or as text if it is not finite; `None` for half precision."""
+    if len(value) not in _FORMATS:
+        return None
+    found: float = struct.unpack(_FORMATS[len(value)], value)[0]
+    return found if math.isfinite(found) else str(found)
+
+
+def shown(key: Key, entry: Entry) -> str:
+    """Return a loss with its bits, or a hash, as text."""
+    value = number(entry.value) if key.kind == LOSS else None
+    return entry.value.hex() if value is None else f"{value} ({entry.value.hex()})"
+
+
+def _changed(
+    before: Mapping[str, Any], after: Mapping[str, Any], names: tuple[str, ...] | None = None
+) -> list[str]:
+    return [
+        f"{name}: {before.get(name)} recorded, {after.get(name)} now"
+        for name in dict.fromkeys(names or [*before, *after])
+        if before.get(name) != after.get(name)
+    ]

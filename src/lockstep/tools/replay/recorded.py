@@ -1,0 +1,153 @@
+"""`RecordedRun`: a run directory that is only read: its command, states on disk and step record."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.launch.command import RunCommand
+from lockstep.settings import TABLE, write
+from lockstep.state.checkpoint import catalog
+from lockstep.state.files import run_file
+from lockstep.state.files.atomic_file import make_directory
+from lockstep.state.record import steps
+from lockstep.state.record.reading import Recorded
+from lockstep.state.record.steps import Entry, Key
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run that can be started again from its records."""
+
+    directory: Path
+    content: dict[str, Any]  # of `run.json`
+
+    @staticmethod
+    def of(directory: Path) -> RecordedRun:
+        """Read the records in a run directory.
+
+        Raises:
+            UsageError: if the directory has no run, or its script cannot be started again.
+            RunDirectoryError: if `run.json` is damaged.
+        """
+        run = RecordedRun(directory.absolute(), Recorded.of(directory).run)
+        command = run._command
+        if not isinstance(command.get("script"), str):
+            raise UsageError(
+                f"{directory} does not record how its script was started; expected the path of a script",
+                hint="runs of an older version, and runs in notebooks, cannot be replayed",
+            )
+        if command.get("run"):
+            raise UsageError(
+                f"{directory} is run number {command['run'] + 1} of its script; expected the first one",
+                hint="make one lockstep.Run per script: then every run can be replayed",
+            )
+        for name in ("script", "directory"):
+            if not Path(command[name]).exists():
+                raise UsageError(
+                    f"{command[name]}, the {name} of the recorded command, is gone; expected it to exist",
+                    hint="put it back where it was when the run began",
+                )
+        return run
+
+    @property
+    def _command(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.content.get("provenance", {}).get("command", {})
+        return found
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the run's result depends on, as recorded."""
+        found: Mapping[str, Any] = self.content.get("identity", {})
+        return found
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings with which another start computes the same."""
+        found: Mapping[str, Any] = self.content["provenance"].get("settings", {})
+        return found
+
+    @property
+    def working_directory(self) -> Path:
+        """The directory in which the script was started."""
+        return Path(self._command["directory"])
+
+    @cached_property
+    def entries(self) -> dict[Key, Entry]:
+        """The step record."""
+        return steps.read(self.directory)
+
+    @property
+    def last(self) -> int:
+        """The last step that the run has recorded."""
+        known = (self.content.get("steps", 0), self.content.get("step", 0))
+        return int(max(*known, *(key.step for key in self.entries)))
+
+    def command(self, options: list[str], arguments: list[str] | None = None) -> RunCommand:
+        """Return the command of another start; `arguments` replace the recorded ones of the script."""
+        module, given = self._command.get("module"), self._command["arguments"]
+        script = [module or self._command["script"], *(given if arguments is None else arguments)]
+        return RunCommand(script, [*(["-m"] if module else []), *options], [])
+
+    def variables(self, *without: str) -> dict[str, str]:
+        """Return environment variables with the run's settings, except those named and the strategy."""
+        return {
+            TABLE[name].variable: write(value)
+            for name, value in self.settings.items()
+            if name in TABLE and name not in (*without, "strategy")
+        }
+
+    @property
+    def strategy(self) -> str | None:
+        """The strategy of the run; `None` for the default."""
+        name = self.settings.get("strategy", "auto")
+        return None if name == "auto" else str(name)
+
+    def state_at(self, first: int, last: int) -> Path | None:
+        """Return the newest undamaged checkpoint of the steps `first` to `last`, or `None`.
+
+        A message names each damaged one.
+        """
+        for (step, _), path in catalog.paths(self.directory / catalog.DIRECTORY).items():
+            if first <= step <= last:
+                try:
+                    return catalog.look(path).path
+                except CheckpointError as error:
+                    print(f"lockstep: {path} is skipped: {error.message}", file=sys.stderr)  # noqa: T201
+        return None
+
+    def begin(self, state: Path | None, directory: Path, *, stays: bool) -> None:
+        """Make the run directory of a run that begins with the state of this run at `state`.
+
+        Its checkpoint is copied if the new run `stays` or this run may remove it; else it has links.
+
+        Raises:
+            UsageError: if `state` is `None`, and this run itself began with the state of another run.
+        """
+        if state is None:
+            if "parent" in self.content:
+                raise UsageError(
+                    f"{self.directory} began with the state of another run, which is gone; expected "
+                    f"{self.content['parent'].get('checkpoint')} in its checkpoints",
+                    hint="name a step after one of its checkpoints",
+                )
+            return
+        own = directory / catalog.DIRECTORY / state.name
+        make_directory(own)
+        own.chmod(catalog.DIRECTORY_MODE)
+        copies = stays or self.content.get("status") == "running"
+        for file in state.iterdir():
+            if copies:
+                shutil.copy(file, own / file.name)
+            else:
+                (own / file.name).symlink_to(file)
+        key = catalog.key_of(state)
+        assert key is not None, "it is a checkpoint"
+        parent = {"directory": str(self.directory), "step": key[0], "checkpoint": state.name}
+        run_file.write(directory, {"format": run_file.FORMAT, "parent": parent})

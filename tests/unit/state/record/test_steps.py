@@ -1,0 +1,48 @@
+"""The step record: its files, their limit, and what is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.state.record import steps
+from lockstep.state.record.steps import LOSS, PARAMETERS, Entry, Key, StepRecord, paths, read
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    first, again = StepRecord(tmp_path, 0, 0), StepRecord(tmp_path, 1, 1)
+    first.add(1, LOSS, lambda: b"abcd", replica=2, samples=7)
+    first.add(1, LOSS, lambda: b"efgh", replica=2, samples=7)
+    first.add(1, PARAMETERS, lambda: b"12345678")
+    again.add(1, PARAMETERS, lambda: b"87654321")  # after a restart
+    for record in (again, first):
+        record.flush()
+    assert read(tmp_path) == {
+        Key(1, LOSS, 2, 0): Entry(b"abcd", 7),
+        Key(1, LOSS, 2, 1): Entry(b"efgh", 7),
+        Key(1, PARAMETERS): Entry(b"87654321"),
+    }
+    path = paths(tmp_path / "steps")[0]
+    path.write_bytes(path.read_bytes()[:-1])  # its writer was killed
+    assert len(read(tmp_path)) == 3
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_full_file_is_followed_by_another_and_the_oldest_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_BYTES", 48)
+    monkeypatch.setattr(steps, "_FILES", 2)
+    record = StepRecord(tmp_path, 0, 0)
+    for step in (1, 2):
+        record.add(step, PARAMETERS, lambda: b"12345678")
+        record.flush()
+    assert len(paths(tmp_path / "steps")) == 1
+    for step in (3, 4):
+        record.add(step, PARAMETERS, lambda: b"12345678")
+        record.flush()
+    assert {key.step for key in read(tmp_path)} == {1, 2, 3, 4}
+    record.add(5, PARAMETERS, lambda: b"12345678")
+    record.flush()
+    assert {key.step for key in read(tmp_path)} == {3, 4, 5}
