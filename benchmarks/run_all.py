@@ -23,6 +23,7 @@ NAMES = (
         "sharded_state",
         "slow_link",
         "hosts",
+        "launchers",
         "staleness",
         "projection",
     ),

@@ -11,7 +11,9 @@ import errno
 import ipaddress
 import os
 import re
+import resource
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ _CARRIED = re.compile(r"(?:^|\D)(\d{1,3})[-_](\d{1,3})[-_](\d{1,3})[-_](\d{1,3})
 #: Port for a UDP socket that sends nothing, and only queries the routing table.
 _NO_PORT = 9
 LOOPBACK = "127.0.0.1"
+#: Number of open files of a launcher besides connections.
+_OWN_FILES = 256
 #: Environment variables that set the network interface of Gloo, NCCL and TensorPipe.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _UNREACHED = {
@@ -192,6 +196,25 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
             f"this host cannot listen for the others: {reason(error)}",
             hint="raise the limit of open files: ulimit -n",
         ) from error
+
+
+def require_files(connections: int, more: int) -> None:
+    """Raise this process's limit of open files for `connections`, and if the host allows it for `more`.
+
+    Raises:
+        WorldError: if the host does not allow as many files as `connections` need.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if allowed < connections + _OWN_FILES:
+        raise WorldError(
+            f"this host allows {hard} open files for a process; {connections} other launchers need "
+            f"{connections + _OWN_FILES}",
+            hint="raise the hard limit of open files (ulimit -Hn) on the host of launcher 0",
+        )
+    wanted = min(allowed, connections + more + _OWN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listens_locally(address: str | None) -> bool:

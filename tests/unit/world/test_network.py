@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import time
 
@@ -173,3 +174,32 @@ def test_a_host_without_a_free_descriptor_says_so(
 def test_reasons(error: OSError, words: str, unreached: str) -> None:
     assert network.reason(error) == words
     assert network.why_unreached(error).startswith(unreached)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "more", "limit"),
+    [
+        (1024, 4096, 0, 1024),
+        (1024, 4096, 1000, 2256),
+        (1024, 4096, 99_999, 4096),
+        (1024, resource.RLIM_INFINITY, 99_999, 101_255),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 99_999, resource.RLIM_INFINITY),
+        (1024, 1256, 99_999, 1256),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(
+    soft: int, hard: int, more: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    network.require_files(1000 if more else 700, more)
+    assert limits == {resource.RLIMIT_NOFILE: (limit, hard)}
+
+
+def test_a_host_that_allows_too_few_open_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1255))
+    expected = "allows 1255 open files for a process; 1000 other launchers need 1256"
+    with pytest.raises(WorldError, match=expected) as caught:
+        network.require_files(1000, 0)
+    assert "ulimit -Hn" in str(caught.value.hint)

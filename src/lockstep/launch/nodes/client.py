@@ -2,15 +2,16 @@
 
     launcher k: report ──> launcher 0: coordinator ──> decision
 
-A thread sends and receives, so that a slow network does not block the launcher. A connection without an
-answer is replaced after two seconds: TCP would retransmit at growing intervals, and ten seconds without a
-network would look like a dead host.
+A thread sends and receives, so that a slow network does not block the launcher. Each report is answered,
+and a decision arrives without a report, too. A connection without an answer is replaced after two seconds:
+TCP would retransmit at growing intervals, and ten seconds without a network would look like a dead host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import socket
 import threading
 import time
@@ -22,19 +23,15 @@ from typing import Any
 from lockstep.errors import shortened
 from lockstep.launch.agent.failure import Decision, FailureReport, Policy
 from lockstep.launch.nodes import coordinator
-from lockstep.launch.nodes.coordinator import (
-    LINE,
-    Answer,
-    Coordinator,
-    LauncherReport,
-    lost_verdict,
-)
+from lockstep.launch.nodes.coordinator import Coordinator, beat_seconds, lost_verdict
+from lockstep.launch.nodes.lines import READ, LineReader, Waker
 from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.messages import Answer, LauncherReport, shortened_failure
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.waiting import Check
 
-_BEAT_SECONDS = 0.25
+#: Seconds between two looks of launcher 0, which makes decisions for all.
 _INTERVAL = 0.02
 #: Seconds without an answer after which the client opens another connection.
 _ANSWER_SECONDS = 2.0
@@ -88,7 +85,7 @@ class CoordinatorClient:
         self._lock = threading.Lock()
         self._report = LauncherReport(index=membership.index, round=number, generation=generation)
         self._answer = Answer()
-        self._wake, self._stop = threading.Event(), threading.Event()
+        self._stop = threading.Event()
         self._main_thread = ThreadActivity()
         self.server = at if isinstance(at, CoordinatorServer) else None
         self._connection = (
@@ -107,7 +104,7 @@ class CoordinatorClient:
 
     def fail(self, failure: FailureReport) -> None:
         """Report that this launcher's workers failed."""
-        self._update(failure=coordinator.shortened(failure))
+        self._update(failure=shortened_failure(failure))
 
     def done(self) -> None:
         """Report that this launcher's workers ended well."""
@@ -142,7 +139,7 @@ class CoordinatorClient:
         if self.server is not None:
             with self.server.locked(self._number):
                 self._own.enter(generation)
-        self._wake.set()
+        self._wake()
         opened = False
         while True:
             check()
@@ -153,7 +150,9 @@ class CoordinatorClient:
                 return port
             if self.server is not None and not opened and self._own.all_entered:
                 opened = True
-                self._own.open(open_store())
+                port = open_store()
+                with self.server.locked(self._number):
+                    self._own.open(port)
             time.sleep(_INTERVAL)
 
     @property
@@ -181,7 +180,7 @@ class CoordinatorClient:
     def close(self) -> None:
         """Stop the heartbeats; on launcher 0, wait until all launchers have received the last decision."""
         self._stop.set()
-        self._wake.set()
+        self._wake()
         self._thread.join(_ANSWER_SECONDS + _CONNECT_SECONDS + 0.5)
         if self.server is not None:
             self.server.linger(self._number)
@@ -189,52 +188,76 @@ class CoordinatorClient:
     def _update(self, **changes: Any) -> None:
         with self._lock:
             self._report = replace(self._report, **changes)
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._connection is not None:
+            self._connection.waker.wake()
 
     def _run(self) -> None:
-        while True:
-            stopping = self._stop.is_set()
+        while not (self._stop.is_set() or self._is_over):
             stuck = self._main_thread.is_stuck()
             if self.server is not None:
                 self.server.is_silent = stuck
-            if not stuck:
-                self._exchange()
-            decision = self._answer.decision
-            is_last = decision is not None and decision.is_last
-            if stopping or is_last:
-                break
-            self._wake.wait(self._pause)
-            self._wake.clear()
-        if is_last:
+                self._exchange_here(silent=stuck)
+            else:
+                self._exchange(silent=stuck)
+        if not self._is_over:
+            self._report_last()
+        if self._is_over:
             self._update(heard=True)
-            self._exchange()
+            self._report_last()
         if self._connection is not None:
-            self._connection.close()
+            self._connection.end()
 
     @property
-    def _pause(self) -> float:
-        """Seconds until the next report: shorter while this launcher waits for a decision."""
-        report, waiting = self._report, self._answer.port == 0
-        has_news = report.done or bool(report.leaves) or report.failure is not None
-        return _INTERVAL if waiting or has_news or self.server is not None else _BEAT_SECONDS
+    def _is_over(self) -> bool:
+        decision = self._answer.decision
+        return decision is not None and decision.is_last
 
-    def _exchange(self) -> None:
-        """Send the current report, and store the coordinator's answer."""
-        with self._lock:
-            report = self._report
-        if self.server is not None:
-            answer: Answer | None = self.server.receive(report)
-        else:
-            answer = self._ask(report)
+    def _exchange_here(self, *, silent: bool) -> None:
+        """Pass the report of launcher 0 to its server, and wait until the next look is due."""
+        assert self.server is not None, "this is launcher 0"
+        if not silent:
+            self._store(self.server.receive(self._report))
+        self._stop.wait(_INTERVAL)
+
+    def _exchange(self, *, silent: bool) -> None:
+        """Send the report, and store answers until it changes, or the next one is due."""
+        connection = self._connection
+        assert connection is not None, "this is not launcher 0"
+        if not silent:
+            connection.send(asdict(self._report))
+        due = time.monotonic() + beat_seconds(self._membership.count)
+        while (now := time.monotonic()) < due and not self._is_over:
+            if not connection.is_open:
+                due = min(due, now + coordinator.BEAT_SECONDS)
+            if self._receive(connection, due - now):
+                return
+
+    def _report_last(self) -> None:
+        """Send the report, and wait for its answer."""
+        connection = self._connection
+        if connection is None:
+            assert self.server is not None, "a launcher has a connection or the server"
+            self._store(self.server.receive(self._report))
+            return
+        connection.send(asdict(self._report))
+        while connection.is_waiting:
+            self._receive(connection, _ANSWER_SECONDS)
+
+    def _receive(self, connection: _Connection, seconds: float) -> bool:
+        """Store the answers that arrive; return whether the report has changed meanwhile."""
+        changed, answers = connection.receive(seconds)
+        for fields in answers:
+            self._store(decode(Answer, fields))
+        return changed
+
+    def _store(self, answer: Answer) -> None:
         with self._lock:
             # Ignore answers to reports from before the last restart.
-            if answer is not None and report.generation == self._report.generation:
+            if answer.generation == self._report.generation:
                 self._answer = answer
-
-    def _ask(self, report: LauncherReport) -> Answer | None:
-        assert self._connection is not None
-        fields = self._connection.ask(asdict(report))
-        return None if fields is None else decode(Answer, fields)
 
 
 class ThreadActivity:
@@ -270,34 +293,77 @@ class _Connection:
     def __init__(self, host: str, address: ServerAddress) -> None:
         self._host, self._address = host, address
         self._socket: socket.socket | None = None
-        self._reader: Any = None
+        self._reader = LineReader()
+        #: Ends a wait for answers, because the report has changed.
+        self.waker, self._selector = Waker(), selectors.DefaultSelector()
+        self._selector.register(self.waker.reader, selectors.EVENT_READ)
         self._heard = time.monotonic()
+        self._asked: float | None = None
         self._refused: float | None = None
 
-    def ask(self, report: dict[str, Any]) -> dict[str, Any] | None:
-        """Send a report; return the answer, or `None` after an error or timeout."""
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, as far as this end knows."""
+        return self._socket is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last report on this connection has no answer yet."""
+        return self._asked is not None
+
+    def send(self, report: dict[str, Any]) -> None:
+        """Send a report; close the connection after an error or timeout."""
+        text = json.dumps({"token": self._address.token, "report": report})
         try:
             if self._socket is None:
-                end = (self._host, self._address.port)
-                self._socket = socket.create_connection(end, timeout=_CONNECT_SECONDS)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._socket.settimeout(_ANSWER_SECONDS)
-                self._reader = self._socket.makefile("rb")
-            text = json.dumps({"token": self._address.token, "report": report})
+                self._open()
+            assert self._socket is not None, "it was opened"
             self._socket.sendall(text.encode() + b"\n")
-            line = self._reader.readline(LINE)
-            if not line.endswith(b"\n"):
-                raise ConnectionAbortedError
-            answer: dict[str, Any] = json.loads(line)
         except ConnectionRefusedError:
             self._refused = self._refused or time.monotonic()
             self.close()
-        except (OSError, ValueError):
+        except OSError:
             self.close()
         else:
-            self._heard, self._refused = time.monotonic(), None
-            return answer
-        return None
+            self._asked = self._asked or time.monotonic()
+
+    def _open(self) -> None:
+        end = (self._host, self._address.port)
+        self._socket = socket.create_connection(end, timeout=_CONNECT_SECONDS)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(_ANSWER_SECONDS)
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._reader = LineReader()
+
+    def receive(self, seconds: float) -> tuple[bool, list[dict[str, Any]]]:
+        """Wait up to `seconds` for answers; return whether the report has changed, and the answers.
+
+        Closes the connection after an error, or if a report has no answer for some seconds.
+        """
+        if self._asked is not None:
+            seconds = min(seconds, self._asked + _ANSWER_SECONDS - time.monotonic())
+        ready = [key.fileobj for key, _ in self._selector.select(max(seconds, 0))]
+        answers: list[dict[str, Any]] = []
+        if self._socket in ready:
+            answers = self._read(self._socket)
+        if answers:
+            self._heard, self._asked, self._refused = time.monotonic(), None, None
+        elif self._asked is not None and time.monotonic() - self._asked >= _ANSWER_SECONDS:
+            self.close()
+        changed = self.waker.reader in ready
+        if changed:
+            self.waker.clear()
+        return changed, answers
+
+    def _read(self, connection: socket.socket) -> list[dict[str, Any]]:
+        try:
+            data = connection.recv(READ)
+            if not data:
+                raise ConnectionAbortedError
+            return [json.loads(line) for line in self._reader.feed(data)]
+        except (OSError, ValueError):
+            self.close()
+            return []
 
     @property
     def lost(self) -> str | None:
@@ -311,8 +377,15 @@ class _Connection:
 
     def close(self) -> None:
         """Close the socket; the next report opens another."""
+        self._asked = None
         if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._reader.close()
-                self._socket.close()
+            with contextlib.suppress(KeyError):  # it was not opened completely
+                self._selector.unregister(self._socket)
+            self._socket.close()
             self._socket = None
+
+    def end(self) -> None:
+        """Close the connection for good."""
+        self.close()
+        self._selector.close()
+        self.waker.close()

@@ -11,11 +11,18 @@ from lockstep.launch.nodes.keys import Card, RendezvousKeys
 
 #: First and longest pause, in seconds, between two reads of the store.
 _FIRST_PAUSE, _PAUSE = 0.002, 0.05
+#: Number of reads of the store that all waiting launchers together make in a second.
+READS_PER_SECOND = 4000
+#: Number of launchers that read the entries of all others, and may start the round; the rest do so only if
+#: these have not started it in time, as N launchers that read N entries need N² reads.
+_READERS = 4
 #: Seconds that a later round waits for more launchers, if the expected launchers are known.
 _SETTLE_SECONDS = 3.0
 #: Seconds that a later round waits for more launchers, if no launchers are known to come.
 _CAUTIOUS_SECONDS = 10.0
 _LOOK_SECONDS = 5.0
+#: Maximum number of launchers that a message names.
+_NAMES = 8
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
@@ -49,7 +56,8 @@ class Join:
         self._keys, self._number, self._own = keys, number, own
         self._expected, self._may_close, self._config = set(expected), may_close, config
         self._hint = hint
-        self._began = self._changed = self._looked = time.monotonic()
+        self._began = self._changed = self._looked = self._stalled = time.monotonic()
+        self._place = expected.index(own.token) if own.token in expected else None
         self._cards: list[Card] = []
 
     def wait(self) -> tuple[Card, ...] | None:
@@ -59,34 +67,56 @@ class Join:
             NotNeeded: if the launch ends during the wait.
             WorldError: if too few launchers join in time, or this launcher cannot join.
         """
-        self._keys.arrive(self._number, self._own)
-        pause = _FIRST_PAUSE
+        arrival = self._keys.arrive(self._number, self._own)
+        if self._place is None:
+            self._place = arrival
+        pause, longest = _FIRST_PAUSE, max(_PAUSE, self._config.count / READS_PER_SECOND)
         while (cards := self._keys.closed(self._number)) is None:
             self._keys.check()
             self._keys.check_over()
             self._keys.check_failed(self._number)
             self._look(time.monotonic())
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSE)
+            pause = min(2 * pause, longest)
         return cards if self._own.token in {card.token for card in cards} else None
 
     def _look(self, now: float) -> None:
-        if len(self._cards) < self._keys.arrived(self._number):
-            cards = self._keys.cards(self._number, self._cards)
-            if len(cards) != len(self._cards):
-                self._cards, self._changed = cards, now
-        self._check_numbers()
-        if self._may_close and self._can_start(now):
-            self._keys.close(self._number, order(self._cards, self._config.count))
-        elif not self._may_close and now - self._looked > _LOOK_SECONDS:
-            newest, _ = self._keys.newest()
+        """Read what has changed in the store; start the round if that is up to this launcher, and due."""
+        if self._reads_cards(now):
+            self._read_cards(now)
+            self._check_numbers()
+            if self._may_close and self._can_start(now):
+                cards = order(self._cards, self._config.count)
+                self._keys.close(self._number, cards, self._own.token)
+        if not self._may_close and now - self._looked > _LOOK_SECONDS:
+            newest = self._keys.newest_number
             self._may_close = newest == self._number - 1 and self._keys.has_ended(newest)
             self._looked = time.monotonic()
         if now - self._began > self._config.seconds and (
             # No timeout for a launcher that waits until another launcher leaves.
             self._may_close or len(self._keys.newest()[1]) < self._config.count
         ):
+            self._read_cards(now)
             self._raise_missing()
+
+    def _reads_cards(self, now: float) -> bool:
+        """Return whether this launcher reads the entries of all others, as one that may start the round.
+
+        The first launchers of the last round do, or the first that joined; the others after some seconds
+        in which enough launchers have joined, and the round has not started.
+        """
+        assert self._place is not None, "known after the arrival"
+        if self._place < _READERS or now - self._stalled > self._longest_wait + _LOOK_SECONDS:
+            return True
+        if self._keys.arrived(self._number) < self._config.needed:
+            self._stalled = now
+        return False
+
+    def _read_cards(self, now: float) -> None:
+        if len(self._cards) < self._keys.arrived(self._number):
+            cards = self._keys.cards(self._number, self._cards)
+            if len(cards) != len(self._cards):
+                self._cards, self._changed = cards, now
 
     def _check_numbers(self) -> None:
         """Raise an error if two launchers were given the same node rank."""
@@ -104,9 +134,14 @@ class Join:
             return False
         if here >= self._expected if self._expected else len(here) >= self._config.count:
             return True
+        return now - self._changed > self._longest_wait
+
+    @property
+    def _longest_wait(self) -> float:
+        """Seconds to wait for further launchers once there are enough."""
         longest = self._config.seconds if self._number == 1 else _CAUTIOUS_SECONDS
         longest = _SETTLE_SECONDS if self._expected else longest
-        return now - self._changed > min(self._config.last_call, longest)
+        return min(self._config.last_call, longest)
 
     def _raise_missing(self) -> None:
         seconds = f"{self._config.seconds:g} s"
@@ -118,8 +153,9 @@ class Join:
         came, least = {card.index for card in self._cards}, self._config.needed
         absent = [f"node {index}" for index in range(least) if index not in came]
         numbered = self._config.fixed and max(came, default=least) < least
-        which = f": {', '.join(absent[:8])}{' …' * (len(absent) > 8)}" if numbered else ""
-        names = ", ".join(card.launcher.name for card in self._cards)
+        which = f": {', '.join(absent[:_NAMES])}{' …' * (len(absent) > _NAMES)}" if numbered else ""
+        names = ", ".join(card.launcher.name for card in self._cards[:_NAMES])
+        names += " …" * (len(self._cards) > _NAMES)
         self._fail(
             WorldError(
                 f"{least - len(self._cards)} of {least} nodes did not come within {seconds}{which}; "

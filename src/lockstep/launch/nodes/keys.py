@@ -1,9 +1,10 @@
 """`RendezvousKeys`: keys in the store through which launchers find each other.
 
-    newest              number of the newest round, and the cards of its launchers
+    newest              number of the newest round, and the key of its launchers' cards
     over                the launch has ended
     round/N/ ...
       card/K, arrivals  launchers that have joined the round
+      cards/TOKEN       cards of all launchers of the round, as the launcher with this token wrote them
       failed, heard     error of a round that cannot begin; number of launchers that read it
       loss/K, alive/K   a launcher lost the connection to launcher 0; launcher 0 still runs
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -147,18 +149,31 @@ class RendezvousKeys:
 
     # Rounds.
 
+    @property
+    def newest_number(self) -> int:
+        """Number of the newest rendezvous round; 0 before the first round."""
+        return int(json.loads(self._newest() or "[0]")[0])
+
     def newest(self) -> tuple[int, tuple[Card, ...]]:
         """Return number and launchers of the newest rendezvous round; number 0 before the first round."""
-        number, cards = json.loads(self._newest() or "[0, []]")
+        before = self._newest()
+        if not before:
+            return 0, ()
+        number, key = json.loads(before)
+        cards = json.loads(zlib.decompress(self.store.get(key)))
         return number, tuple(map(Card.parse, cards))
 
     def _newest(self) -> str:
         return self.store.get("newest").decode() if self._has("newest") else ""
 
-    def arrive(self, number: int, card: Card) -> None:
-        """Join rendezvous round `number`: write `card`, the entry of this launcher, to the store."""
+    def arrive(self, number: int, card: Card) -> int:
+        """Join rendezvous round `number`: write `card`, the entry of this launcher, to the store.
+
+        Returns how many launchers have begun to join before.
+        """
         arrival = self.store.add(f"round/{number}/arrivals", 1) - 1
         self._write(f"round/{number}/card/{arrival}", asdict(card))
+        return arrival
 
     def arrived(self, number: int) -> int:
         """Return how many launchers have begun to join a round; some may not have written an entry yet."""
@@ -179,21 +194,26 @@ class RendezvousKeys:
             cards.setdefault(card.token, card)
         return list(cards.values())
 
-    def close(self, number: int, cards: Sequence[Card]) -> None:
+    def close(self, number: int, cards: Sequence[Card], token: str) -> None:
         """Start round `number` with the launchers in `cards`, unless it or a newer round has started.
 
-        A single atomic write stores the number and the launchers, so that the store stays consistent if
-        this launcher dies or is stopped here.
+        The launchers are written first, at a key of the launcher `token` that calls this method. A single
+        atomic write of the round's number then starts the round, so that the store stays consistent if this
+        launcher dies or is stopped here. Launchers that wait read the number alone, and often.
         """
         before = self._newest()
         if json.loads(before or "[0]")[0] < number:
-            text = json.dumps([number, [asdict(card) for card in cards]])
-            self.store.compare_set("newest", before, text)
+            key = f"round/{number}/cards/{token}"
+            text = json.dumps([asdict(card) for card in cards])
+            self.store.set(key, zlib.compress(text.encode()))  # type: ignore[arg-type]  # bytes, as get
+            self.store.compare_set("newest", before, json.dumps([number, key]))
 
     def closed(self, number: int) -> tuple[Card, ...] | None:
         """Return the launchers of round `number`: `None` before its start, an empty tuple after its end."""
+        if self.newest_number < number:
+            return None
         newest, cards = self.newest()
-        return None if newest < number else cards if newest == number else ()
+        return cards if newest == number else ()
 
     # Launcher 0 of a round.
 
@@ -214,7 +234,7 @@ class RendezvousKeys:
         answer = f"round/{number}/alive/{loss}"
         if await_any(self.store, [[answer]], _ALIVE_SECONDS, self.check) == 0:
             return False
-        return self.newest()[0] == number
+        return self.newest_number == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
         """Write that launcher 0 runs, for launchers that lost the connection to it; return their numbers.

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from lockstep.world.network import LOOPBACK
 
+#: Maximum number of launchers that a message names.
+_NAMES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
@@ -147,6 +150,8 @@ class Membership:
             f"{name}{place and f' at {place}'}"
             for name, place in zip(self.names, places, strict=True)
         ]
+        if self.count > _NAMES:
+            each[_NAMES:] = [f"and {self.count - _NAMES} more"]
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         launchers = "1 launcher" if self.count == 1 else f"{self.count} launchers"
         return f"{ranks} by {launchers}: {', '.join(each)}"

@@ -44,6 +44,8 @@ _TRIES = 3
 _PATIENCE, _ROUND_PATIENCE = 30.0, 4.0
 #: Seconds that a launcher with a wrong network interface waits for others, to end their launch too.
 _SECONDS_TO_FAIL = 20.0
+#: Number of connections of a rank to the workers' store.
+_STORE_CLIENTS = 4
 
 
 class Rounds:
@@ -75,6 +77,12 @@ class Rounds:
         if interface is not None and all(own.name != interface for own in network.interfaces()):
             # Join anyway: the connectivity check then reports the interface on all launchers.
             config = replace(config, seconds=min(config.seconds, _SECONDS_TO_FAIL))
+        if config.index in (
+            None,
+            0,
+        ):  # it may become launcher 0, to which all launchers and ranks connect
+            ranks = _STORE_CLIENTS * config.needed * own.ranks
+            network.require_files(config.needed - 1, ranks)
         self._config = config
         self._token = secrets.token_hex(8)
         self._watch: StoreWatch | None = None
@@ -365,7 +373,7 @@ class StoreWatch:
             [] if self._server.is_silent else self._keys.answer_losses(self._number, self._answered)
         )
         self._answered += len(lost)
-        superseded = self._keys.newest()[0] > self._number
+        superseded = self._keys.newest_number > self._number
         waiting: list[Card] = []
         with contextlib.suppress(WorldError):  # a new launcher has another version of Lockstep
             waiting = self._keys.cards(self._number + 1)[: self._room] if self._room else []

@@ -10,13 +10,17 @@ import contextlib
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
-from lockstep.launch.nodes.coordinator import LINE, Answer, Coordinator, LauncherReport
+from lockstep.launch.nodes.coordinator import Coordinator
+from lockstep.launch.nodes.lines import READ, LineReader, Waker
+from lockstep.launch.nodes.messages import LINE, Answer, LauncherReport
 from lockstep.world import network
 from lockstep.world.rendezvous.decode import decode
 
@@ -27,6 +31,8 @@ _LINGER_SECONDS = 5.0
 _IDLE_SECONDS = 30.0
 #: Maximum number of connections that have not sent the token yet; seconds that each has to send it.
 _UNKNOWN, _GREETING_SECONDS = 128, 5.0
+#: Seconds between two searches for connections to close.
+_SWEEP_SECONDS = 1.0
 #: Seconds that a launcher has to answer at one of its addresses.
 _PING_SECONDS = 2.0
 
@@ -67,6 +73,9 @@ class ServerAddress:
 class CoordinatorServer:
     """TCP server of a launcher; on launcher 0, it passes the launchers' reports to the coordinator.
 
+    One thread serves all connections. It answers each report, and sends a further answer to each launcher
+    whose answer has changed.
+
     Args:
         loopback: whether to listen on the loopback interface alone, because all launchers are on this host.
         addresses: addresses of this host for other launchers.
@@ -75,10 +84,18 @@ class CoordinatorServer:
     def __init__(self, *, loopback: bool, addresses: tuple[str, ...] = (network.LOOPBACK,)) -> None:
         self._coordinators: dict[int, Coordinator] = {}
         self._lock = threading.Lock()
-        self._callers: dict[tuple[int, int], object] = {}
+        #: Reports of rounds that this launcher has not begun yet.
+        self._early: dict[tuple[int, int], LauncherReport] = {}
+        #: All connections; those without a token yet; and those of launchers, by round and index.
+        self._connections, self._unknown = set[_Connection](), set[_Connection]()
+        self._launchers: dict[tuple[int, int], _Connection] = {}
+        #: Number of changes of a round's answers that the launchers have received.
+        self._sent: dict[int, int] = {}
+        self._encoded: tuple[Answer | None, bytes] = None, b""
         self._listener = network.listen(0, loopback=loopback)
+        self._listener.setblocking(False)
+        self._waker, self._selector = Waker(), selectors.DefaultSelector()
         self._closed = threading.Event()
-        self._room = threading.BoundedSemaphore(_UNKNOWN)
         port = self._listener.getsockname()[1]
         self.address = ServerAddress(port=port, token=secrets.token_hex(16), addresses=addresses)
         #: Whether to stop answering, so that the other launchers continue without this one.
@@ -92,20 +109,29 @@ class CoordinatorServer:
         """Pass the reports of rendezvous round `number` to this coordinator."""
         with self._lock:
             self._coordinators[number] = coordinator
+            for launcher in [one for one in self._early if one[0] == number]:
+                with contextlib.suppress(KeyError):  # a launcher that takes no part
+                    coordinator.receive(self._early.pop(launcher), time.monotonic())
 
     def receive(self, report: LauncherReport) -> Answer:
         """Return the coordinator's answer to a report; an empty answer before the report's round begins."""
-        with self._lock:
-            coordinator = self._coordinators.get(report.round)
+        with self.locked(report.round) as coordinator:
             if coordinator is None:
-                return Answer()
+                self._early[report.round, report.index] = report
+                return Answer(generation=report.generation)
             return coordinator.receive(report, time.monotonic())
 
     @contextlib.contextmanager
     def locked(self, number: int) -> Iterator[Coordinator | None]:
-        """Lock and yield the coordinator of a rendezvous round; `None` before the round begins."""
+        """Lock and yield the coordinator of a rendezvous round; `None` before the round begins.
+
+        If the answers have changed at the end, the other launchers receive them.
+        """
         with self._lock:
-            yield self._coordinators.get(number)
+            coordinator = self._coordinators.get(number)
+            yield coordinator
+        if coordinator is not None and coordinator.changes != self._sent.get(number):
+            self._waker.wake()
 
     def linger(self, number: int) -> None:
         """If this launcher leaves, wait until all launchers have received the last decision."""
@@ -120,84 +146,201 @@ class CoordinatorServer:
     def close(self) -> None:
         """Close the listening socket and end the server's thread."""
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._waker.wake()
         self._thread.join(2.0)
 
     def _serve(self) -> None:
-        with self._listener:
+        with self._selector as selector, self._listener, contextlib.closing(self._waker):
+            selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
+            swept = time.monotonic()
             while not self._closed.is_set():
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:  # closed, or out of descriptors for a moment
-                    self._closed.wait(_INTERVAL / 2)
-                    continue
-                if self.is_silent or not self._room.acquire(blocking=False):
-                    connection.close()  # the launcher then connects again
-                    continue
-                line = threading.Thread(
-                    target=self._converse,
-                    args=(connection,),
-                    name="lockstep-coordinator-line",
-                    daemon=True,
-                )
-                try:
-                    line.start()
-                except RuntimeError:  # out of threads for a moment
-                    self._room.release()
-                    connection.close()
+                for key, _ in selector.select(_SWEEP_SECONDS if self._connections else None):
+                    key.data()
+                self._send_changes()
+                if (now := time.monotonic()) - swept > _SWEEP_SECONDS:
+                    swept = now
+                    self._close_idle(now)
+            for connection in tuple(self._connections):
+                self._drop(connection)
 
-    def _converse(self, connection: socket.socket) -> None:
-        me, caller = object(), (0, 0)
-        with (
-            contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
-            connection,
-        ):
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of descriptors for a moment
+            self._closed.wait(_INTERVAL / 2)
+            return
+        if self.is_silent or len(self._unknown) >= _UNKNOWN:
+            accepted.close()  # the launcher then connects again
+            return
+        connection = _Connection(accepted, self.address.start)
+        self._connections.add(connection)
+        self._unknown.add(connection)
+        self._selector.register(
+            accepted, selectors.EVENT_READ, partial(self._serve_one, connection)
+        )
+
+    def _serve_one(self, connection: _Connection) -> None:
+        """Send what is left of earlier answers to a connection, and answer what arrives on it."""
+        try:
+            connection.flush()
+            lines = connection.read()
+            if connection.known:
+                self._unknown.discard(connection)
+            for line in lines:
+                self._answer(connection, line)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            self._drop(connection)
+        else:
+            self._await(connection)
+
+    def _answer(self, connection: _Connection, line: bytes) -> None:
+        message = json.loads(line)
+        if message["token"] != self.address.token or self.is_silent:
+            raise ValueError("another token, or no answers")
+        if "ping" in message:
+            connection.send(b"{}\n")
+            return
+        report = decode(LauncherReport, message["report"])
+        if report.index < 1:
+            raise ValueError("launcher 0 has no connection to itself")
+        answer = self.receive(report)
+        launcher = report.round, report.index
+        if connection.launcher not in (None, launcher):
+            raise ValueError("a connection of two launchers")
+        connection.launcher, connection.answer = launcher, answer
+        self._launchers[launcher] = connection
+        connection.send(self._encode(answer))
+
+    def _encode(self, answer: Answer) -> bytes:
+        """Return the line of an answer; encode an answer to many launchers once."""
+        if self._encoded[0] is not answer:
+            self._encoded = answer, json.dumps(asdict(answer)).encode() + b"\n"
+        return self._encoded[1]
+
+    def _send_changes(self) -> None:
+        """Send the answer to each launcher whose answer has changed since the last one."""
+        for number, coordinator in tuple(self._coordinators.items()):
+            if self.is_silent or coordinator.changes == self._sent.get(number):
+                continue
+            with self._lock:
+                self._sent[number] = coordinator.changes
+                changed = [
+                    (connection, answer)
+                    for (round_, index), connection in self._launchers.items()
+                    if round_ == number
+                    and index < coordinator.count
+                    and (answer := coordinator.answer(index)) is not connection.answer
+                ]
+            for connection, answer in changed:
+                self._send_change(connection, answer)
+
+    def _send_change(self, connection: _Connection, answer: Answer) -> None:
+        if answer != connection.answer:
             try:
-                start = self._read_start(connection)
-            finally:
-                self._room.release()
-            connection.settimeout(_IDLE_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with connection.makefile("rb") as reader:
-                while line := reader.readline(LINE):
-                    message, start = json.loads(start + line), b""
-                    wrong = message["token"] != self.address.token
-                    if wrong or self._closed.is_set() or self.is_silent:
-                        break
-                    if "ping" in message:
-                        connection.sendall(b"{}\n")
-                        continue
-                    report = decode(LauncherReport, message["report"])
-                    if report.index < 1:
-                        break
-                    caller = report.round, report.index
-                    self._callers[caller] = me
-                    answer = self.receive(report)
-                    connection.sendall(json.dumps(asdict(answer)).encode() + b"\n")
-        with self._lock:
-            coordinator = self._coordinators.get(caller[0])
-            if coordinator is not None and self._callers.get(caller) is me:
-                coordinator.disconnect(caller[1], time.monotonic())
+                connection.send(self._encode(answer))
+            except OSError:
+                return self._drop(connection)
+            self._await(connection)
+        connection.answer = answer
+        return None
 
-    def _read_start(self, connection: socket.socket) -> bytes:
-        """Read the first message up to its token, and check the token before reading more.
+    def _await(self, connection: _Connection) -> None:
+        """Wait for messages of a connection, and for room in it while a part of an answer is left."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more else 0)
+        if connection.events != events:
+            connection.events = events
+            serve = partial(self._serve_one, connection)
+            self._selector.modify(connection.socket, events, serve)
+
+    def _close_idle(self, now: float) -> None:
+        for connection in tuple(self._connections):
+            longest = _IDLE_SECONDS if connection.known else _GREETING_SECONDS
+            if now - connection.active > longest:
+                self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        """Close a connection; if it is that of a launcher, the launcher has a moment to connect again."""
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._connections.discard(connection)
+        self._unknown.discard(connection)
+        launcher = connection.launcher
+        if launcher is None or self._launchers.get(launcher) is not connection:
+            return
+        del self._launchers[launcher]
+        with self._lock:
+            coordinator = self._coordinators.get(launcher[0])
+            if coordinator is not None:
+                coordinator.disconnect(launcher[1], time.monotonic())
+
+
+class _Connection:
+    """A connection of the server, with the pieces of messages that are not complete yet.
+
+    Attributes:
+        known: whether the client has sent the token.
+        launcher: round and index of the launcher that reports on this connection.
+        answer: the last answer that was sent to the launcher.
+        active: time of the last message; before the token, of the connection.
+        events: what the server waits for.
+    """
+
+    __slots__ = (
+        *("_first", "_more", "_reader", "_start", "active", "answer"),
+        *("events", "known", "launcher", "socket"),
+    )
+
+    def __init__(self, accepted: socket.socket, start: bytes) -> None:
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self._start, self._first = accepted, start, b""
+        self._reader, self._more = LineReader(), list[memoryview]()
+        self.known, self.active = False, time.monotonic()
+        self.launcher: tuple[int, int] | None = None
+        self.answer: Answer | None = None
+        self.events = selectors.EVENT_READ
+
+    def read(self) -> list[bytes]:
+        """Return the messages that have arrived completely.
 
         Raises:
-            ValueError: if the token is wrong.
-            TimeoutError: if the client takes more than a few seconds to send it.
+            ValueError: if the first bytes are not the token.
+            ConnectionError: if the client has closed the connection.
         """
-        start, found = self.address.start, b""
-        deadline = time.monotonic() + _GREETING_SECONDS
-        while len(found) < len(start):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            connection.settimeout(left)
-            part = connection.recv(len(start) - len(found))
-            if not part:
-                raise ValueError("no message")
-            found += part
-        if not hmac.compare_digest(found, start):
-            raise ValueError("another token")
-        return found
+        try:
+            data = self.socket.recv(READ)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionAbortedError
+        if not self.known:
+            data = self._first = self._first + data
+            if len(data) < len(self._start):
+                return []
+            if not hmac.compare_digest(data[: len(self._start)], self._start):
+                raise ValueError("another token")
+            self.known, self._first = True, b""
+        self.active = time.monotonic()
+        return self._reader.feed(data)
+
+    def send(self, data: bytes) -> None:
+        """Send as much as the client takes at once, and keep the rest."""
+        self._more.append(memoryview(data))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much of the rest as the client takes at once."""
+        with contextlib.suppress(BlockingIOError):
+            while self._more:
+                sent = self.socket.send(self._more[0])
+                self._more[0] = self._more[0][sent:]
+                if not self._more[0]:
+                    del self._more[0]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a part of an answer is not sent yet."""
+        return bool(self._more)

@@ -3,8 +3,9 @@
 The members (one per node) share a store already; collectives also need connections between all pairs.
 Each member listens and sends a token, since an address such as Docker's 172.17.0.1 exists on many hosts.
 First, all members try the interfaces of member 0; the interface on a member's route to member 0 becomes
-that member's interface, unless the user chose one. Then all pairs try these interfaces. The result is the
-same on all members: an interface and address for each, or an error that lists pairs without a connection.
+that member's interface, unless the user chose one. Then all pairs try these interfaces; of many members,
+each tries those at a distance of 1, 2, 4, 8, … in both directions. The result is the same on all members:
+an interface and address for each, or an error that lists pairs without a connection.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 _QUICK = 0.5
 #: Maximum number of simultaneous connection attempts.
 _AT_ONCE = 64
+#: Maximum number of members of which all pairs are tried: member 0 reads the result of each attempt.
+_ALL_PAIRS = 128
 #: Maximum number of interfaces of a member that are tried; hosts with more have them for containers.
 _MOST_OFFERS = 8
 _MOST_PAIRS = 6
@@ -111,6 +114,19 @@ def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
         first.setdefault(interface.name, interface)
     ranked = sorted(first.values(), key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
     return tuple(Reach(interface.name, interface.address) for interface in ranked[:_MOST_OFFERS])
+
+
+def partners(index: int, count: int) -> list[int]:
+    """Return the members that member `index` of `count` tries to reach.
+
+    Beyond `_ALL_PAIRS` members these are the ones at a distance of a power of two, in both directions
+    around the ring of members. Of each pair that is tried, both members try.
+    """
+    if count <= _ALL_PAIRS:
+        return [member for member in range(count) if member != index]
+    distances = [1 << power for power in range((count - 1).bit_length())]
+    found = {(index + sign * distance) % count for distance in distances for sign in (1, -1)}
+    return sorted(found - {index})
 
 
 def check_connectivity(
@@ -201,16 +217,16 @@ class _Member:
                 break
         others = [
             (member, place)
-            for member, there in enumerate(places)
-            for place in there
-            if member not in (0, self._index)
+            for member in partners(self._index, len(cards))
+            for place in places[member]
+            if member != 0
         ]
         report += self._try(cards, others, self._seconds)
         found = self._members.ask(
             "pairs",
             [asdict(attempt) for attempt in report],
             lambda values: self._result(cards, places, values),
-            self._seconds * math.ceil(len(cards) / _AT_ONCE) + self._patience,
+            self._seconds * math.ceil(max(1, len(others)) / _AT_ONCE) + self._patience,
         )
         return tuple(Reach(*place) for place in found)
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _hints = functools.cache(get_type_hints)
+#: Types whose values are the same in JSON.
+_PLAIN = (bool, int, float, str)
 
 
 def decode(kind: type[T], fields: Any) -> T:
@@ -27,10 +29,14 @@ def decode(kind: type[T], fields: Any) -> T:
 
 
 def _decode(kind: Any, fields: Any) -> Any:
+    if kind in _PLAIN:
+        return fields
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return None if fields is None else _decode(arguments[0], fields)
     if origin is tuple:
+        if arguments[0] in _PLAIN:  # a launcher's card has the numbers of all its CPUs
+            return tuple(fields)
         return tuple(_decode(arguments[0], part) for part in fields)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = _hints(kind)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.agent.failure import Kind, Verdict
+from lockstep.launch.agent.failure import Decision, FailureReport, Kind, Verdict
 from lockstep.launch.nodes.coordinator import (
-    Answer,
+    LOST_SECONDS,
     Coordinator,
-    Decision,
-    FailureReport,
-    LauncherReport,
+    beat_seconds,
     lost_verdict,
 )
 from lockstep.launch.nodes.membership import Membership
+from lockstep.launch.nodes.messages import Answer, LauncherReport
+from lockstep.launch.nodes.reports import Reports
 from lockstep.world.rendezvous.decode import decode
 
 
@@ -216,10 +216,10 @@ def test_a_failure_that_may_pass_starts_all_again() -> None:
     say(coordinator, 0, generation=1)
     assert say(coordinator, 2).decision == restart, "it is late"
     assert not coordinator.all_entered
-    assert say(coordinator, 2, generation=1) == Answer()
+    assert say(coordinator, 2, generation=1) == Answer(generation=1)
     assert coordinator.all_entered, "now all are"
     coordinator.open(77)
-    assert say(coordinator, 1, generation=1) == Answer(port=77)
+    assert say(coordinator, 1, generation=1) == Answer(generation=1, port=77)
     assert say(coordinator, 2, done=True) == Answer(decision=restart), (
         "what is of an earlier generation"
     )
@@ -290,3 +290,75 @@ def test_a_round_that_was_overtaken_is_over() -> None:
     assert say(coordinator, 1).decision == Decision(
         kind="round", text="a newer round has begun without this node"
     )
+
+
+# Many launchers.
+
+
+@pytest.mark.parametrize(
+    ("count", "seconds"), [(2, 0.25), (250, 0.25), (251, 0.251), (3000, 3.0), (3001, 3.0)]
+)
+def test_many_launchers_report_less_often(count: int, seconds: float) -> None:
+    assert beat_seconds(count) == seconds
+    assert 5 * seconds <= LOST_SECONDS
+
+
+@pytest.mark.parametrize(("count", "silent"), [(300, 217), (1000, 999)])
+def test_one_of_many_that_falls_silent_is_named(count: int, silent: int) -> None:
+    coordinator, beat = make(count, least=1), beat_seconds(count)
+    beats = int(LOST_SECONDS / beat)
+    for number in range(1, beats + 2):
+        assert kind(coordinator) is None, f"{number} of {beats} intervals have passed"
+        for index in range(count):
+            if index != silent:
+                say(coordinator, index, number * beat)
+    assert coordinator.decision is not None
+    assert f"node {silent} (host{silent}) was lost: no sign" in coordinator.decision.text
+    assert coordinator.decision.staying == tuple(k for k in range(count) if k != silent)
+
+
+def test_consequences_wait_for_an_interval_of_many_launchers() -> None:
+    """Of 1,000 launchers, which report once a second, none is silent after 1.9 seconds."""
+    coordinator = make(1000)
+    consequence = told(1, consequence=True)
+    say(coordinator, 1, 0.0, failure=consequence)
+    for index in range(2, 1000):
+        say(coordinator, index, 0.3)
+    say(coordinator, 1, 2.1, failure=consequence)
+    assert coordinator.decision == end(1)
+    coordinator = make(1000)
+    say(coordinator, 1, 0.0, failure=consequence)
+    say(coordinator, 1, 2.1, failure=consequence)
+    assert coordinator.decision is None, "the others may be the cause"
+
+
+def report_of(data: st.DataObject) -> LauncherReport:
+    failure = data.draw(st.sampled_from([None, told(1), told(2, consequence=True)]))
+    return LauncherReport(
+        index=data.draw(st.integers(0, 3)),
+        generation=data.draw(st.integers(0, 2)),
+        done=data.draw(st.booleans()),
+        failure=failure,
+        leaves=data.draw(st.sampled_from(["", "stopped"])),
+    )
+
+
+@given(st.data())
+def test_counts_are_those_of_the_last_reports(data: st.DataObject) -> None:
+    reports, generation = Reports(4, 0), 0
+    last = {index: LauncherReport(index=index, generation=-1) for index in range(4)}
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.integers(0, 3)) == 0:
+            generation = data.draw(st.integers(0, 2))
+            reports.begin(generation)
+        else:
+            one = report_of(data)
+            last[one.index] = one
+            reports.store(one)
+    here = {k for k, one in last.items() if one.generation == generation}
+    failed = {k: failure for k in here if (failure := last[k].failure) is not None}
+    assert reports.here == here
+    assert reports.done == {k for k in here if last[k].done}
+    assert reports.failures() == [failed[k] for k in sorted(failed)]
+    assert reports.causes == {k for k, failure in failed.items() if not failure.consequence}
+    assert reports.leaving == {k for k, one in last.items() if one.leaves}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,3 +70,9 @@ def test_what_launchers_tell_each_other_survives_json() -> None:
 def test_in_words() -> None:
     one, two = memberships([(2, 0), (1, 1)])
     assert str(one) == str(two) == "3 ranks by 2 launchers: node 0, node 1"
+
+
+@pytest.mark.parametrize(("count", "end"), [(64, "node 63"), (65, "node 63, and 1 more")])
+def test_of_many_launchers_some_are_named(count: int, end: str) -> None:
+    (one, *_) = memberships([(1, k) for k in range(count)])
+    assert str(one).endswith(f" by {count} launchers: " + ", ".join(one.names[:63]) + f", {end}")

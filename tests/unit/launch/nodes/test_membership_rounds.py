@@ -26,7 +26,7 @@ from lockstep.launch.nodes import (
 )
 from lockstep.launch.nodes.client import RoundOverError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
-from lockstep.launch.nodes.join import order
+from lockstep.launch.nodes.join import Join, order
 from lockstep.launch.nodes.keys import Card, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, NotNeeded
 from lockstep.launch.nodes.membership_rounds import Rounds
@@ -251,9 +251,9 @@ def test_of_three_at_once_the_third_waits_for_the_round_of_the_others(
     """It has seen no round, and round 1 starts without it: after its arrival, or before."""
     close, approach = RendezvousKeys.close, Rounds._approach
 
-    def close_in_time(own: RendezvousKeys, number: int, cards: Sequence[Card]) -> None:
+    def close_in_time(own: RendezvousKeys, number: int, cards: Sequence[Card], token: str) -> None:
         if is_late or own.arrived(1) == 3:
-            close(own, number, cards)
+            close(own, number, cards, token)
 
     def approach_early(own: Rounds) -> Any:
         found = approach(own)
@@ -310,20 +310,20 @@ def cut(node: Node) -> None:
     assert node.place.coordinator is not None
     caller = node.place.coordinator._connection
     assert caller is not None
-    caller.ask = lambda _: None  # type: ignore[method-assign]
+    caller.send = lambda report: None  # type: ignore[method-assign]
     caller.close()
 
 
 def test_one_that_was_overtaken_stops(site: Callable[..., Any]) -> None:
     (a,) = site("a")
     generation([a])
-    a.rounds.keys.close(2, [])
+    a.rounds.keys.close(2, [], "b")
     assert a.decided == "round"
     assert generation([a]) == ["a"]
     assert a.rounds.number == 3
 
 
-@pytest.mark.parametrize("newest", ["", "[2, [{}]]"])
+@pytest.mark.parametrize("newest", ["", '[2, "others"]'])
 def test_a_launcher_of_another_lockstep_does_not_stop_the_watch(
     newest: str, site: Callable[..., Any]
 ) -> None:
@@ -332,6 +332,7 @@ def test_a_launcher_of_another_lockstep_does_not_stop_the_watch(
     own = a.rounds.keys
     before = own.store.get("newest").decode()
     own.store.set("round/2/card/0", "{}")
+    own.store.set("others", "[{}]")
     own.store.set("newest", newest or before)
     for loss in range(2):  # the second answer comes from a second look
         own.store.set(f"round/1/loss/{loss}", "-1")
@@ -339,8 +340,80 @@ def test_a_launcher_of_another_lockstep_does_not_stop_the_watch(
         while not own.store.check([f"round/1/alive/{loss}"]):
             assert time.monotonic() < deadline, "the watch has ended"
             time.sleep(0.01)
-    own.store.set("newest", "[2, []]")
+    own.store.set("newest", '[2, "none"]')
     assert a.decided == "round", "it hears that it was overtaken"
+
+
+# Many that join at once.
+
+
+class Counting:
+    """A store that notes which cards its user reads."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.cards = store, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        if "/card/" in key:
+            self.cards.append(key)
+        return bytes(self._store.get(key))
+
+
+def joins(store: Any, index: int, *, number: int = 1, expected: Sequence[str] = ()) -> Join:
+    """Make the wait of launcher `index` of five."""
+    return Join(
+        RendezvousKeys(store, lambda: None),
+        number,
+        card(f"{index}", number - 1, index),
+        expected,
+        may_close=True,
+        config=RendezvousConfig(name="x", count=5, address="x", source="", seconds=9.0),
+        hint=str,
+    )
+
+
+@pytest.mark.parametrize(("arrival", "starts"), [(3, True), (4, False)])
+def test_four_launchers_read_the_cards_of_all(arrival: int, starts: bool) -> None:
+    """All five have joined, of which one looks: the fourth starts the round, the fifth waits."""
+    store = dist.HashStore()
+    for index in range(5):
+        RendezvousKeys(store, lambda: None).arrive(1, card(f"{index}", 0, index))
+    user = Counting(store)
+    one = joins(user, arrival)
+    one._keys.arrive = lambda *_: arrival  # type: ignore[method-assign]
+    waiting = threads.Party(one.wait)
+    found = waiting.end(0.5)
+    assert isinstance(found, tuple if starts else TimeoutError)
+    assert len(user.cards) == (5 if starts else 0)
+    RendezvousKeys(store, lambda: None).close(1, [card(f"{k}", 0, k) for k in range(5)], "0")
+    assert [one.token for one in waiting.end()] == list("01234")
+
+
+def test_the_last_round_says_who_reads_the_cards() -> None:
+    """Launchers that waited for a place have joined before those of the last round."""
+    store = dist.HashStore()
+    users = [Counting(store) for _ in range(5)]
+    for spare in "abcd":
+        RendezvousKeys(store, lambda: None).arrive(2, card(spare, 0, 5))
+    expected = tuple("01234")
+    calls = [joins(user, k, number=2, expected=expected).wait for k, user in enumerate(users)]
+    found = together(*calls)
+    assert [[one.token for one in cards] for cards in found] == [list("01234")] * 5
+
+
+def test_the_fifth_starts_the_round_if_the_first_four_are_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(join, "_LOOK_SECONDS", 0.2)
+    store = dist.HashStore()
+    for index in range(4):
+        RendezvousKeys(store, lambda: None).arrive(1, card(f"{index}", 0, index))
+    fifth = joins(store, 4)
+    fifth._config = replace(fifth._config, last_call=0.2)
+    assert [one.token for one in fifth.wait() or ()] == list("01234")
 
 
 # What does not fit.
@@ -387,33 +460,36 @@ def test_the_host_of_the_store_is_the_first_and_ends_the_launch(
 
 
 class Mortal:
-    """A store whose user dies after its first write."""
+    """A store whose user dies before one of its writes."""
 
-    def __init__(self, store: Any) -> None:
-        self._store, self._writes = store, 0
+    def __init__(self, store: Any, writes: int) -> None:
+        self._store, self._left = store, writes
 
     def __getattr__(self, name: str) -> Any:
         if name in ("set", "compare_set"):
-            self._writes += 1
-            if self._writes > 1:
+            if self._left == 0:
                 raise InterruptedError
+            self._left -= 1
         return getattr(self._store, name)
 
 
-def test_a_round_begins_with_one_write() -> None:
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_a_round_begins_with_all_launchers_or_not_at_all(writes: int) -> None:
     store = dist.HashStore()
-    mortal: Any = Mortal(store)
+    mortal: Any = Mortal(store, writes)
     with contextlib.suppress(InterruptedError):
-        RendezvousKeys(mortal, lambda: None).close(1, [card("a", 0, 0)])
+        RendezvousKeys(mortal, lambda: None).close(1, [card("a", 0, 0)], "a")
     seen = RendezvousKeys(store, lambda: None)
-    assert seen.newest()[0] == 1
-    assert seen.closed(1) is not None
+    if writes < 2:
+        assert seen.newest() == (0, ())
+        seen.close(1, [card("b", 0, 0)], "b")
+    assert [one.token for one in seen.closed(1) or ()] == ["a" if writes == 2 else "b"]
 
 
 def test_a_closer_that_was_stopped_does_not_undo_a_newer_round() -> None:
     seen = RendezvousKeys(dist.HashStore(), lambda: None)
-    seen.close(2, [card("b", 0, 0)])
-    seen.close(1, [card("a", 0, 0)])
+    seen.close(2, [card("b", 0, 0)], "b")
+    seen.close(1, [card("a", 0, 0)], "a")
     assert seen.newest()[0] == 2
     assert [one.token for one in seen.closed(2) or ()] == ["b"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.launch.agent.failure import Decision, FailureReport, Verdict
-from lockstep.launch.nodes.coordinator import LINE, Answer, shortened
+from lockstep.launch.nodes.messages import LINE, Answer, shortened_failure
 from lockstep.state.record import error_report
 
 
@@ -26,13 +26,13 @@ def told(length: int) -> FailureReport:
 def test_what_fits_is_told_as_it_is(size: int) -> None:
     one = told(size)
     assert len(json.dumps(asdict(one))) == size
-    assert shortened(one) is one
+    assert shortened_failure(one) is one
     assert answer(one) < LINE
 
 
 @pytest.mark.parametrize("size", [LINE // 2 + 1, LINE, 2_000_000])
 def test_what_is_too_long_says_so(size: int) -> None:
-    one = shortened(told(size))
+    one = shortened_failure(told(size))
     assert answer(one) < 2000
     assert one.verdict.text.startswith(
         f"lockstep: rank 1 failed, and its verdict of {size} bytes is too long for the other launchers; "
@@ -54,7 +54,7 @@ def test_a_verdict_of_any_exception_fits(letter: str) -> None:
     text = f"{report.exception}: {report.message}"
     verdict = Verdict(text=text, exit_code=1, name="rank 1", traceback=report.traceback, brief=text)
     one = FailureReport(verdict=verdict, consequence=False, time=1.0)
-    assert shortened(one) is one
+    assert shortened_failure(one) is one
     assert answer(one) < LINE
 
 

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +25,7 @@ from lockstep.world.rendezvous.connectivity_check import (
     check_connectivity,
     choose,
     offers,
+    partners,
     problem,
 )
 from lockstep.world.rendezvous.port_discovery import Announcer
@@ -132,6 +134,35 @@ def test_where_members_are_tried(
 def test_which_pairs_are_named(reports: list[list[Attempt]], said: list[str]) -> None:
     cards = [card(member) for member in range(len(reports))]
     assert problem(cards, reports, LABELS).splitlines() == said
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, 1), (128, 127), (129, 14), (1000, 20)])
+def test_each_pair_that_is_tried_is_tried_by_both(count: int, most: int) -> None:
+    tried = {(by, to) for by in range(count) for to in partners(by, count)}
+    assert tried == {(to, by) for by, to in tried}
+    assert all(by != to for by, to in tried)
+    assert max(len(partners(by, count)) for by in range(count)) == most
+    if count <= 128:
+        assert len(tried) == count * (count - 1), "all pairs"
+
+
+def test_what_a_sample_of_pairs_finds() -> None:
+    """Of 200 nodes: one that no other reaches, and a network that is divided in two."""
+    labels = [f"node {k}" for k in range(200)]
+    cards = [card(k) for k in range(200)]
+
+    def of(apart: Callable[[int, int], bool]) -> str:
+        tried = [
+            [miss(to) if apart(by, to) else reach(to) for to in partners(by, 200)]
+            for by in range(200)
+        ]
+        return problem(cards, tried, labels)
+
+    assert of(lambda by, to: False) == ""
+    assert of(lambda by, to: 77 in (by, to)).endswith("all of these pairs have node 77 in common")
+    for border in (1, 100, 199):
+        divided = of(lambda by, to: (by < border) != (to < border))  # noqa: B023 - called at once
+        assert "cannot reach each other" in divided
 
 
 def test_many_pairs_are_not_all_told() -> None:

@@ -1,0 +1,53 @@
+"""`LineReader` and `Waker`: what client and server of the launchers use to wait for sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from lockstep.launch.nodes.messages import LINE
+
+#: Maximum number of bytes that are read from a socket at once.
+READ = 1 << 16
+
+
+class LineReader:
+    """Joins the pieces in which lines arrive from a socket."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that end in `data`; keep what follows the last of them.
+
+        Raises:
+            ValueError: if a line is longer than the longest message.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if max(map(len, (*lines, self._rest))) > LINE:
+            raise ValueError(f"a line of more than {LINE} bytes")
+        return lines
+
+
+class Waker:
+    """Ends another thread's wait for sockets, of which `reader` is one."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def wake(self) -> None:
+        """End the current wait, or the next one."""
+        with contextlib.suppress(OSError):  # closed, or full of calls that were not read yet
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Read all calls of `wake`, so that the next wait does not end at once."""
+        with contextlib.suppress(OSError):
+            self.reader.recv(READ)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.reader.close()
+        self._writer.close()

@@ -1,0 +1,51 @@
+"""`Reports`: the last report of each launcher, counted by what the coordinator's decisions depend on."""
+
+from __future__ import annotations
+
+from lockstep.launch.agent.failure import FailureReport
+from lockstep.launch.nodes.messages import LauncherReport
+
+
+class Reports:
+    """The last report of each launcher, with sets of launchers that no message has to search for.
+
+    Attributes:
+        here: launchers whose last report is of the current generation; `done`, `failed` and `causes` are
+            among them, and `causes` are failures that do not follow from another rank's failure.
+        leaving: launchers that leave.
+    """
+
+    def __init__(self, count: int, generation: int) -> None:
+        self._last = [LauncherReport(index=index, generation=-1) for index in range(count)]
+        self._generation = generation
+        self.here, self.done = set[int](), set[int]()
+        self.failed, self.causes, self.leaving = set[int](), set[int](), set[int]()
+
+    def __getitem__(self, index: int) -> LauncherReport:
+        return self._last[index]
+
+    def failures(self) -> list[FailureReport]:
+        """Return the failures of the current generation, in the order of launchers."""
+        return [one for index in sorted(self.failed) if (one := self._last[index].failure)]
+
+    def store(self, report: LauncherReport) -> None:
+        """Replace the last report of a launcher."""
+        self._last[report.index] = report
+        failure, here = report.failure, report.generation == self._generation
+        for launchers, belongs in (
+            (self.here, here),
+            (self.done, here and report.done),
+            (self.failed, here and failure is not None),
+            (self.causes, here and failure is not None and not failure.consequence),
+            (self.leaving, bool(report.leaves)),
+        ):
+            if belongs:
+                launchers.add(report.index)
+            else:
+                launchers.discard(report.index)
+
+    def begin(self, generation: int) -> None:
+        """Make `generation` the current one."""
+        self._generation = generation
+        for report in self._last:
+            self.store(report)
