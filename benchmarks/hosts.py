@@ -8,7 +8,8 @@ Measured: the hosts are network namespaces of this machine, and what leaves each
 bucket (`tc … tbf rate 1gbit burst 64kb latency 50ms`). Ranks have one thread. The model is an MLP of
 2.2 million parameters (9 MB) with one sample per rank, so that a step is mostly its exchange. `tree` and
 `native` (Gloo's all-reduce) are started by `lockstep run`, plain DDP and Accelerate by torchrun; all take
-turns, a launch each. `flat` is `tree` that takes each rank for a host. Bytes are those that leave the main
+turns, a launch each. `flat` is `tree` that takes each rank for a host, `direct` is `tree` without recursive
+halving, which begins with 8 hosts. Bytes are those that leave the main
 rank's interface, with all headers. Needs root.
 """
 
@@ -37,6 +38,7 @@ TREE = "tree"
 CONTESTANTS = {
     TREE: "tree",
     "flat": "flat",
+    "direct": "direct",
     "native": "native",
     PLAIN: "ddp",
     "Accelerate": "accelerate",
@@ -52,7 +54,7 @@ def command(by: str, hosts: int, ranks: int, node: int, main: Host) -> list[str]
         run = ["torch.distributed.run", "--nnodes", str(hosts), "--nproc-per-node", str(ranks)]
         run += ["--node-rank", str(node), "--master-addr", main.address, "--master-port", "29500"]
     else:
-        exchange = "tree" if by == "flat" else by
+        exchange = "native" if by == "native" else "tree"
         run = ["lockstep", "run", "--nnodes", str(hosts), "-n", str(ranks), "--exchange", exchange]
         run += ["--node-rank", str(node), "--master-addr", main.name]
     return [sys.executable, "-m", *run, str(SCRIPT), "--by", by]
@@ -117,7 +119,8 @@ def main() -> None:
     parser = options_parser(__doc__, pairs=3)
     parser.add_argument("--rate", default="1gbit", help="of the links, in the words of tc")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="hosts x ranks of each")
-    here = [name for name in CONTESTANTS if name != "Accelerate" or find_spec("accelerate")]
+    here = [name for name in CONTESTANTS if name != "direct"]
+    here = [name for name in here if name != "Accelerate" or find_spec("accelerate")]
     parser.add_argument("--contestants", default=",".join(here), help="some of these")
     options = parser.parse_args()
     report = Report("Several hosts", options.json)

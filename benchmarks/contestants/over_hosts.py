@@ -1,7 +1,8 @@
 """Train an MLP of 2.2 million parameters; the main rank prints a step's milliseconds and its host's bytes.
 
 `--by` names what sums the gradients: an exchange of Lockstep, started by `lockstep run`, or plain DDP or
-Accelerate, started by torchrun. `flat` is the exchange `tree` that takes each rank for a host of its own.
+Accelerate, started by torchrun. `flat` is the exchange `tree` that takes each rank for a host of its own;
+`direct` is the one whose hosts each send to each other one, however many there are.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Meter:
         if step == WARM_UP and self._began is None:  # an audited batch comes here twice
             dist.barrier()
             self._before, self._began = self._sent(), time.perf_counter()
+            self._computing = time.process_time()
         if step == WARM_UP + self.steps and self._began is not None:
             dist.barrier()
             self._seconds = time.perf_counter() - self._began
+            self._computing = time.process_time() - self._computing
             self._bytes = self._sent() - self._before
 
     def _sent(self) -> float:
@@ -46,6 +49,7 @@ class Meter:
         """Print a line of JSON."""
         told = {
             "milliseconds": 1000 * self._seconds / self.steps,
+            "processor_milliseconds": 1000 * self._computing / self.steps,
             "bytes": self._bytes / self.steps,
             "model": 4 * parameters,
             "digest": digest,
@@ -70,11 +74,14 @@ def samples(count: int) -> torch.Tensor:
 def with_lockstep(by: str, meter: Meter) -> None:
     """Train with an exchange of Lockstep."""
     import lockstep
+    from lockstep.engine.layout import halving
     from lockstep.world import host
 
     with lockstep.Run("hosts", seed=0, progress=False, threads=1, exact=by != "native") as run:
         if by == "flat":
             host.identity = lambda: f"rank {run.world.rank}"  # type: ignore[assignment]
+        if by in ("direct", "flat"):
+            halving.FEWEST = 1 << 30
         model = run.model(network())
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
         data = TensorDataset(samples(run.world.size * (WARM_UP + meter.steps)))

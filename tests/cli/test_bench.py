@@ -177,6 +177,14 @@ def test_a_run_of_one_step_is_too_short(bench: Lockstep) -> None:
             "--bandwidth is '25'; expected a positive number with a unit",
         ),
         ("--project 8 --latency fast", "--latency is 'fast'"),
+        ("--project 8x8", "--project names 8x8, 8 hosts; expected --bandwidth"),
+        ("--project 8x", "--project names '8x'"),
+        ("--local-latency 2us", "--local-latency without --project"),
+        (
+            "--project 8 --local-bandwidth 9",
+            "--local-bandwidth is '9'; expected a positive number with a unit",
+        ),
+        ("--project 8 --gradients 3GB", "--gradients beside train.py"),
         ("--compare nothing.json", "--compare nothing.json: No such file or directory"),
         ("--compare train.py", "--compare train.py: it is no JSON"),
         (
@@ -192,6 +200,48 @@ def test_usage(bench: Lockstep, words: str, said: str) -> None:
     assert said in done.err
     assert "hint: " in done.err or "expected" in done.err
     assert "round" not in done.err, "nothing has run"
+
+
+GIVEN = "--project 2x8,1x4 --gradients 14GB --compute 300ms"
+SPEEDS = "--bandwidth 400Gbit/s --local-bandwidth 200GB/s"
+
+
+def test_given_numbers_are_projected_without_a_script(lockstep: Lockstep) -> None:
+    done = lockstep("bench", *f"{GIVEN} {SPEEDS} --json out.json".split())
+    assert done.code == 0, done.err
+    content = written(lockstep)
+    assert (content["kind"], content["results"]) == ("arithmetic", [])
+    one, two = content["projection"]
+    assert [(row["ranks"], row["hosts"]) for row in (one, two)] == [(4, 1), (16, 2)]
+    assert one["exchange_seconds"] == pytest.approx(1.5 * 14 / 200, rel=1e-5)
+    # 14 GB within each host, then half of them out of it and half of the sums back.
+    assert two["exchange_seconds"] == pytest.approx(14 / 50 + 1.75 * 14 / 200, rel=1e-5)
+    assert two["ring_step_seconds"] == pytest.approx(0.3 + 1.875 * 14 / 50, rel=1e-5)
+    assert two["step_seconds"] == two["hosts_step_seconds"] < two["flat_step_seconds"]
+    assert "nothing was measured" in done.out
+    on_gpus = lockstep("bench", *f"{GIVEN} {SPEEDS} --devices gpu --json out.json".split())
+    assert on_gpus.code == 0, on_gpus.err
+    row = written(lockstep)["projection"][1]
+    assert row["step_seconds"] == row["flat_step_seconds"] == two["flat_step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "no SCRIPT; expected one, or --project with --gradients and --compute"),
+        ("--project 8 --compute 1s", "no SCRIPT"),
+        (f"{GIVEN} --bandwidth 1GB/s", "--project without SCRIPT and without --local-bandwidth"),
+        (f"{GIVEN} {SPEEDS} --compute 0s", "--compute is 0"),
+        (f"{GIVEN} {SPEEDS} --gradients 14", "--gradients is '14'"),
+        (f"{GIVEN} {SPEEDS} --strategies ddp,ps", "--strategies without SCRIPT"),
+        (f"{GIVEN} {SPEEDS} --json no/out.json", "expected a file in a directory that exists"),
+    ],
+)
+def test_usage_without_a_script(lockstep: Lockstep, words: str, said: str) -> None:
+    done = lockstep("bench", *words.split())
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
 
 
 def test_without_plotly_a_page_is_refused_before_anything_runs(bench: Lockstep) -> None:

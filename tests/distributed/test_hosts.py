@@ -40,6 +40,14 @@ def train_conv(hosts: list[int], refused: int | None, settings: dict[str, Any]) 
     return digest, [len(ranks) for ranks in found]
 
 
+def train_halving(hosts: list[int], settings: dict[str, Any]) -> Any:
+    """Train with recursive halving between hosts, however few they are; return what `train_conv` does."""
+    from lockstep.engine.layout import halving
+
+    halving.FEWEST = 2
+    return train_conv(hosts, None, settings)
+
+
 def train_gan(hosts: list[int]) -> str:
     """Train two models."""
     pretend(hosts, None)
@@ -58,6 +66,15 @@ def train_gan(hosts: list[int]) -> str:
 def test_one_digest_on_every_layout_of_hosts(hosts: list[int], replicas: int) -> None:
     (expected,) = run_ranks(jobs.train_conv, 1, {"replicas": replicas}, {})
     found = run_ranks(train_conv, sum(hosts), hosts, None, {"replicas": replicas})
+    assert found == [(expected, hosts)] * sum(hosts)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "replicas"), [([2, 2], 4), ([1, 1, 1, 1], 4), ([1, 1, 1, 1], 8)], ids=str
+)
+def test_one_digest_with_recursive_halving(hosts: list[int], replicas: int) -> None:
+    (expected,) = run_ranks(jobs.train_conv, 1, {"replicas": replicas}, {})
+    found = run_ranks(train_halving, sum(hosts), hosts, {"replicas": replicas})
     assert found == [(expected, hosts)] * sum(hosts)
 
 

@@ -42,6 +42,12 @@ def ends(self, slots, **more):
     return start(self, slots, **more)
 SharedMemoryExchange.start = ends
 """
+#: Lets recursive halving begin with two hosts.
+HALVES = """
+from lockstep.engine.layout import halving
+
+halving.FEWEST = 2
+"""
 
 
 def launch(
@@ -87,8 +93,12 @@ def test_two_hosts_with_one_name(hosts: Hosts, tmp_path: Path, expected: str) ->
     assert json.loads((tmp_path / "found").read_text()) == [2, 2]
 
 
-def test_a_host_that_drops_out_of_an_exchange(hosts: Hosts, tmp_path: Path, expected: str) -> None:
-    (tmp_path / "train.py").write_text(FOUND + ENDS + SCRIPT)
+@pytest.mark.wide(beyond=1)
+@pytest.mark.parametrize("halves", ["", HALVES], ids=["direct", "recursive halving"])
+def test_a_host_that_drops_out_of_an_exchange(
+    hosts: Hosts, tmp_path: Path, expected: str, halves: str
+) -> None:
+    (tmp_path / "train.py").write_text(halves + FOUND + ENDS + SCRIPT)
     first, second = hosts.finish(launch(hosts.lan(2), tmp_path, (2, 2)))
     assert digest_of(first.out) == expected
     for told in (first.err, second.err):

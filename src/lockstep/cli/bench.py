@@ -13,20 +13,34 @@ from lockstep.cli.several_launches import add_shared_flags, kept_directory, run_
 from lockstep.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lockstep.tools.bench.benchmark import Benchmark
+    from lockstep.tools.bench.projection import Link
+    from lockstep.tools.bench.traffic import Layout
 
 HELP = "measure a script on several layouts, and project it to others"
 USAGE = "[options] SCRIPT [[--] ARG ...]"
 EPILOG = """\
 The script runs on every combination of ranks, strategies and exchanges, K times, in rounds: all
 combinations, then all again. The first step of each run is left out. Arguments for the script come
-last, or after `--`. A script without lockstep.Run is measured by its wall time. Exit codes: 0 done, 1
-the script failed on a layout (the others are reported), 2 usage, or results that do not compare.
+last, or after `--`. A script without lockstep.Run is measured by its wall time. Without SCRIPT, --project
+computes the steps of given --gradients and --compute; nothing runs. Exit codes: 0 done, 1 the script failed
+on a layout (the others are reported), 2 usage, or results that do not compare.
 """
 EXAMPLES = {
     "lockstep bench train.py --ranks 1,2,4": "compare 1, 2 and 4 ranks",
     "lockstep bench train.py --project 8,64 --html bench.html": "project to 8 and 64 ranks, with charts",
+    "lockstep bench train.py --project 2x8,8x8 --bandwidth 25Gbit/s": "project to 2 and 8 hosts of 8 ranks",
     "lockstep bench train.py -- --epochs 1": "--epochs 1 is for the script",
+}
+
+
+_LINK = {
+    "--bandwidth": "bandwidth of each projected host's network, such as 25Gbit/s",
+    "--latency": "latency of the projected network, such as 20us",
+    "--local-bandwidth": "bandwidth of a rank within a projected host, such as 200GB/s",
+    "--local-latency": "latency of a message within a projected host, such as 2us",
 }
 
 
@@ -53,11 +67,13 @@ def add_flags(parser: Parser) -> None:
     )
     add(
         "--project",
-        metavar="N,…",
-        help="fit a model to the results, and project them to these numbers of ranks",
+        metavar="N,HxR,…",
+        help="fit a model to the results, and project them to these numbers of ranks, or hosts x ranks",
     )
-    add("--bandwidth", metavar="B", help="bandwidth of the projected network, such as 25Gbit/s")
-    add("--latency", metavar="L", help="latency of the projected network, such as 20us")
+    for flag, help_ in _LINK.items():
+        add(flag, metavar="L" if "latency" in flag else "B", help=help_)
+    add("--gradients", metavar="BYTES", help="without SCRIPT: size of all gradients, such as 14GB")
+    add("--compute", metavar="T", help="without SCRIPT: time of a step without its exchange: 300ms")
     add(
         "--compare",
         metavar="FILE",
@@ -72,10 +88,20 @@ def add_flags(parser: Parser) -> None:
         threads="intra-op threads per rank (default: the script's, else cores / the most ranks)",
         kept="keep the run directories in DIR",
     )
+    (script,) = (action for action in parser._actions if action.dest == "target")
+    script.nargs, script.required = "?", False  # not needed with --gradients
 
 
 def handle(options: argparse.Namespace) -> int:
     """Run the measurements; return the exit code."""
+    if options.target is None:
+        return _show_given(options)
+    for flag in ("--gradients", "--compute"):
+        if _value(options, flag) is not None:
+            raise UsageError(
+                f"{flag} beside {options.target}; expected one of them, for the script is measured",
+                hint="lockstep bench --project 8x8 --gradients 14GB --compute 300ms … runs no script",
+            )
     benchmark = _benchmark(options)
     _check_outputs(options)
     with kept_directory(options.keep_runs, "bench") as directory:
@@ -90,29 +116,74 @@ def handle(options: argparse.Namespace) -> int:
 def _benchmark(options: argparse.Namespace) -> Benchmark:
     from lockstep.tools.bench.benchmark import Benchmark
     from lockstep.tools.bench.combinations import choose_exchanges, combine, parse_counts
-    from lockstep.tools.bench.projection import Link
-    from lockstep.tools.quantities import parse_bandwidth, parse_latency
 
     command, strategies = run_command(options, "exchange")
     exchanges = choose_exchanges(options.exchange, options.exchanges)
-    for flag, value in (("--bandwidth", options.bandwidth), ("--latency", options.latency)):
-        if value is not None and options.project is None:
-            raise UsageError(
-                f"{flag} without --project; expected both: it is of the link to project to",
-                hint=f"for example --project 8,64 {flag} {value}",
-            )
+    link, wanted = _projected(options)
     return Benchmark(
         command=command,
         combinations=combine(parse_counts("--ranks", options.ranks), strategies, exchanges),
         repeat=options.repeat,
         restarts=options.restart,
-        wanted=parse_counts("--project", options.project) if options.project else [],
-        link=Link(
-            None if options.bandwidth is None else parse_bandwidth(options.bandwidth),
-            None if options.latency is None else parse_latency(options.latency),
-        ),
+        wanted=wanted,
+        link=link,
         other=options.compare,
     )
+
+
+def _projected(options: argparse.Namespace) -> tuple[Link, Sequence[Layout]]:
+    """Return the given speeds, and the layouts to project to."""
+    from lockstep.tools.bench.combinations import parse_layouts
+    from lockstep.tools.bench.projection import Link
+    from lockstep.tools.quantities import parse_bandwidth, parse_latency
+
+    given = {flag: _value(options, flag) for flag in _LINK}
+    known = {}
+    for flag, value in given.items():
+        if value is not None and options.project is None:
+            raise UsageError(
+                f"{flag} without --project; expected both: it is of the network to project to",
+                hint=f"for example --project 8,64 {flag} {value}",
+            )
+        parse = parse_latency if "latency" in flag else parse_bandwidth
+        known[flag] = None if value is None else parse(value, flag)
+    link = Link(*known.values())
+    return link, parse_layouts("--project", options.project, link) if options.project else []
+
+
+def _value(options: argparse.Namespace, flag: str) -> str | None:
+    value: str | None = getattr(options, flag.removeprefix("--").replace("-", "_"))
+    return value
+
+
+def _show_given(options: argparse.Namespace) -> int:
+    """Project a step whose numbers are all given; return the exit code."""
+    from lockstep.tools.bench.given import Given
+    from lockstep.tools.quantities import parse_latency, parse_size
+
+    if None in (options.gradients, options.compute, options.project):
+        raise UsageError(
+            "no SCRIPT; expected one, or --project with --gradients and --compute",
+            hint="lockstep bench train.py, or lockstep bench --project 8x8 --gradients 14GB --compute "
+            "300ms --bandwidth 400Gbit/s --local-bandwidth 200GB/s",
+        )
+    for flag in ("--compare", "--html", "--strategy", "--strategies", "--exchange", "--exchanges"):
+        if _value(options, flag) is not None:
+            raise UsageError(
+                f"{flag} without SCRIPT; expected it only where a script is measured",
+                hint=f"leave out {flag}, or name a script in place of --gradients and --compute",
+            )
+    link, wanted = _projected(options)
+    _check_outputs(options)
+    given = Given(
+        gradients=parse_size(options.gradients, "--gradients"),
+        compute=parse_latency(options.compute, "--compute"),
+        wanted=wanted,
+        link=link,
+        on_cpu=options.devices != "gpu",
+    )
+    _write(given.content(), options)
+    return 0
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

@@ -10,40 +10,53 @@ from lockstep.errors import UsageError
 
 _NUMBER = r"(?P<number>\d+(\.\d+)?)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?P<prefix>[kMGT]?)(?P<unit>bit|B)/s")
+_SIZE = re.compile(_NUMBER + r"(?P<prefix>[kMGT]?)B")
 _TIME = re.compile(_NUMBER + r"(?P<unit>ns|us|µs|ms|s)")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-def parse_bandwidth(text: str) -> float:
+def parse_bandwidth(text: str, flag: str = "--bandwidth") -> float:
     """Return a bandwidth such as `25Gbit/s` or `3GB/s` in bytes per second.
 
     Raises:
-        UsageError: if `text` is not a bandwidth.
+        UsageError: if `text`, the value of `flag`, is not a bandwidth.
     """
     found = _BANDWIDTH.fullmatch(text.strip())
     if found is None or not float(found["number"]):
-        raise UsageError(
-            f"--bandwidth is {text!r}; expected a positive number with a unit",
-            hint="for example --bandwidth 25Gbit/s, or 3GB/s",
-        )
+        raise _unreadable(flag, text, "a positive number", "25Gbit/s, or 3GB/s")
     bits = 8 if found["unit"] == "bit" else 1
     return float(found["number"]) * _PREFIXES[found["prefix"]] / bits
 
 
-def parse_latency(text: str) -> float:
+def parse_size(text: str, flag: str) -> float:
+    """Return a size such as `14GB` in bytes.
+
+    Raises:
+        UsageError: if `text`, the value of `flag`, is not a size.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not float(found["number"]):
+        raise _unreadable(flag, text, "a positive number", "14GB, or 350MB")
+    return float(found["number"]) * _PREFIXES[found["prefix"]]
+
+
+def parse_latency(text: str, flag: str = "--latency") -> float:
     """Return a time such as `20us` in seconds.
 
     Raises:
-        UsageError: if `text` is not a time.
+        UsageError: if `text`, the value of `flag`, is not a time.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
-        raise UsageError(
-            f"--latency is {text!r}; expected a number with a unit",
-            hint="for example --latency 20us, or 1.5ms",
-        )
+        raise _unreadable(flag, text, "a number", "20us, or 1.5ms")
     return float(found["number"]) * _SECONDS[found["unit"]]
+
+
+def _unreadable(flag: str, text: str, expected: str, example: str) -> UsageError:
+    return UsageError(
+        f"{flag} is {text!r}; expected {expected} with a unit", hint=f"for example {flag} {example}"
+    )
 
 
 def seconds(value: float) -> str:

@@ -3,7 +3,8 @@
 In each host ranks sum the gradients of its replicas as far as the reduction tree allows, in shared memory
 (`shared_memory.py`). Each bucket is then cut into shares. Each of a host's first ranks sums one share with
 the ranks of other hosts that have the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H
-hosts. The additions are those of the tree over replicas, so the sum has the same bits as on one rank.
+hosts, or 2 log2(H) for 8 hosts and more whose sums are equal nodes of the tree (`halving.py`). The
+additions are those of the tree over replicas, so the sum has the same bits as on one rank.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engine.exchange import shared_memory
-from lockstep.engine.exchange.base import Exchange, ExchangeContext
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
+from lockstep.engine.exchange.halving import HalvingExchange
 from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
+from lockstep.engine.layout import halving
 from lockstep.world import accelerator, host
 
 #: Tag of the messages between hosts, far from 0, where the tags of a script's own messages are.
@@ -54,7 +57,7 @@ class MessageWire:
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], own: int) -> None:
-        self._group, self._own = group, own
+        self._group, self._ranks, self._own = group, ranks, own
         # From the next one on, so that first peers differ.
         places = [(own + step) % len(ranks) for step in range(1, len(ranks))]
         self._others = [(place, ranks[place]) for place in places]
@@ -70,6 +73,16 @@ class MessageWire:
         """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
         size = len(self._others) + 1
         return self._begin([part] * size, total.chunk(size))
+
+    def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> _Messages:
+        """Begin to send `outgoing` to one of the ranks, by index, and to receive `incoming` from it."""
+        rank = self._ranks[other]
+        works = [
+            dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG),
+            dist.isend(outgoing, group=self._group, group_dst=rank, tag=_TAG),
+        ]
+        self.sent += outgoing.nbytes
+        return _Messages(works, [outgoing, incoming])
 
     def _begin(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
@@ -127,16 +140,23 @@ def build(context: ExchangeContext) -> Exchange:
     """Return the exchange `tree`: if several hosts have several ranks, each host sums its gradients first.
 
     Otherwise, and on accelerators, it is an all-to-all and an all-gather of the whole process group.
+    Between many hosts with equal nodes of the tree it is recursive halving and doubling.
     """
     forest, group = context.forest, context.group
     if forest.size > 2 and not any(map(accelerator.holds, context.parameters)):
         hosts = find_hosts(group)
         if 1 < len(hosts) < forest.size:
             return shared_memory.build(context, hosts, _across(context, hosts))
+        if len(hosts) == forest.size and _pays_halving(forest):
+            return HalvingExchange(MessageWire(group, range(forest.size), forest.rank), forest)
     return TreeExchange(GroupWire(group), forest)
 
 
-def _across(context: ExchangeContext, hosts: Sequence[range]) -> TreeExchange | None:
+def _pays_halving(forest: Forest) -> bool:
+    return halving.pays(forest.blocks, forest.replicas)
+
+
+def _across(context: ExchangeContext, hosts: Sequence[range]) -> Exchange | None:
     """Return the exchange that sums this rank's share of a bucket over hosts; `None` without a share.
 
     The first ranks of each host have a share each; further ranks of a larger host have none.
@@ -146,4 +166,5 @@ def _across(context: ExchangeContext, hosts: Sequence[range]) -> TreeExchange | 
     if share >= shared_memory.shares_of(hosts):
         return None
     ranks = [ranks[share] for ranks in hosts]
-    return TreeExchange(MessageWire(context.group, ranks, between.rank), between)
+    wire = MessageWire(context.group, ranks, between.rank)
+    return (HalvingExchange if _pays_halving(between) else TreeExchange)(wire, between)

@@ -204,7 +204,9 @@ class Watchdog(Listener):
                     f"rank {other} left this loop in batch {left[0]}, "
                     f"rank {self._rank} waits for it in batch {self._step}"
                 )
-            if ended is not None:
+            # A rank that has made this call already may end while its messages are still on a slow link.
+            has_sent = left is not None and left[1] > self._collectives
+            if ended is not None and not has_sent:
                 self._end_early(
                     f"rank {other} ended after {ended[0]} loops over loaders, "
                     f"rank {self._rank} waits for it in loop {self._loops}"

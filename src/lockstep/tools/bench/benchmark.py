@@ -19,6 +19,7 @@ from lockstep.tools.bench.comparing import FORMAT, RESULT, check_scripts, compar
 from lockstep.tools.bench.launches import Launches, Listener, Runner, choose_threads
 from lockstep.tools.bench.projecting import project
 from lockstep.tools.bench.projection import Link
+from lockstep.tools.bench.traffic import Layout
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
 from lockstep.world.host import processor
@@ -32,7 +33,7 @@ class Benchmark:
     combinations: Sequence[Combination]
     repeat: int  # number of launches of each combination
     restarts: bool  # whether to measure a restart of each combination
-    wanted: Sequence[int]  # numbers of ranks to project to
+    wanted: Sequence[Layout]  # layouts to project to
     link: Link
     other: str | None  # name of the results to compare with
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from lockstep.errors import UsageError
 from lockstep.launch.command import parse_names
 from lockstep.launch.devices.gpus import Gpu, list_gpus, visible
 from lockstep.registry import EXCHANGES, STRATEGIES
+from lockstep.tools.bench.projection import Link
+from lockstep.tools.bench.traffic import Layout
 from lockstep.tools.quantities import counted
 
 #: The strategy of one rank with several GPUs.
@@ -90,6 +93,39 @@ def parse_counts(flag: str, text: str) -> list[int]:
                 hint=f"for example {flag} 1,2,4",
             )
     return sorted({int(word) for word in words})
+
+
+def parse_layouts(flag: str, text: str, link: Link) -> list[Layout]:
+    """Return the layouts in the value of a flag, such as `8,64,8x8` (hosts x ranks of each), sorted.
+
+    N ranks are on N hosts if a link between hosts is given, else on one.
+
+    Raises:
+        UsageError: for a word that is no layout, or names several hosts without the link's bandwidth.
+    """
+    linked = (link.bandwidth, link.latency) != (None, None)
+    found = set()
+    for word in (word.strip() for word in text.split(",")):
+        layout = _LAYOUT.fullmatch(word)
+        if layout is None:
+            raise UsageError(
+                f"{flag} names {word!r}; expected numbers of ranks, or hosts x ranks, of at least 1",
+                hint=f"for example {flag} 8,64,8x8",
+            )
+        first, second = int(layout[1]), layout[2]
+        if second is None:
+            found.add(Layout(first, 1) if linked else Layout(1, first))
+            continue
+        if first > 1 and link.bandwidth is None:
+            raise UsageError(
+                f"{flag} names {word}, {first} hosts; expected --bandwidth, the speed of each host's link",
+                hint=f"for example {flag} {word} --bandwidth 25Gbit/s --latency 20us",
+            )
+        found.add(Layout(first, int(second)))
+    return sorted(found, key=lambda one: (one.ranks, one.hosts))
+
+
+_LAYOUT = re.compile(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?")
 
 
 def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | None]:

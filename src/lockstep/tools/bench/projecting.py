@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.registry import STRATEGIES
 from lockstep.tools.bench.projection import (
-    AT_SERVERS,
-    SHARDED,
     Batches,
     Cost,
     Link,
@@ -19,6 +17,7 @@ from lockstep.tools.bench.projection import (
     fit_model,
 )
 from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
+from lockstep.tools.bench.traffic import SHARDED, Layout, Way
 from lockstep.tools.quantities import rounded
 
 #: Strategies whose ranks do not each compute a share of the samples.
@@ -27,6 +26,14 @@ _UNEVEN = "with {} ranks do not share the samples evenly; there is no model of t
 _NO_BATCH = "the samples of a step are neither the same on all layouts nor the same for each rank"
 _NO_EXCHANGE = (
     "no layout with several ranks is left to fit the exchange to; --bandwidth says its cost"
+)
+_NO_LOCAL = (
+    "no layout with several ranks of one host is left to fit the speed within a host to; "
+    "--local-bandwidth says it"
+)
+_FORMULA = (
+    "step = overhead + compute * samples + data * samples + latency * messages + bytes / bandwidth, the "
+    "last two between hosts and within a host"
 )
 _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
@@ -45,8 +52,7 @@ class Projection:
     def model(self) -> dict[str, Any]:
         """The content of the field `model` of the results file."""
         return {
-            "formula": "step = overhead + compute * samples + data * samples + latency * messages "
-            "+ bytes / bandwidth",
+            "formula": _FORMULA,
             "parameters": self.parameters,
             "residuals": self.residuals,
             "assumptions": self.assumptions,
@@ -54,8 +60,8 @@ class Projection:
         }
 
 
-def project(rows: Sequence[Row], wanted: Sequence[int], link: Link) -> Projection:
-    """Project the step time of each strategy and exchange to other numbers of ranks."""
+def project(rows: Sequence[Row], wanted: Sequence[Layout], link: Link) -> Projection:
+    """Project the step time of each strategy and exchange to other layouts."""
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
@@ -67,14 +73,14 @@ def _project_group(
     done: Projection,
     of: tuple[str | None, str | None],
     members: Sequence[Row],
-    wanted: Sequence[int],
+    wanted: Sequence[Layout],
     link: Link,
 ) -> None:
     usable = [one for one in members if one.get("measured_by") == BY_STEPS]
     strategy = next((one["strategy_used"] for one in reversed(usable)), of[0])
     points = [
         Point(
-            ranks=one["ranks"],
+            layout=_layout(one),
             batch=one["batch"],
             replicas=one["replicas"] or one["ranks"],
             step=one["step_seconds"],
@@ -87,7 +93,7 @@ def _project_group(
     used = [point for point in points if not point.left_out]
     batches = Batches.of(used) if used else None
     cost = _cost(usable, strategy)
-    why = _refusal(strategy, usable, used, batches, cost, link)
+    why = _refusal(strategy, usable, used, batches, cost) or _no_speed(used, wanted, link)
     if why is not None or batches is None or cost is None:
         named = "/".join(filter(None, of)) or "the script's own strategy"
         done.refused.append(f"{named}: {why}")
@@ -95,11 +101,12 @@ def _project_group(
     fitted = fit_model(points, cost, batches)
     model = fitted.over(link)
     names = {"strategy": of[0], "exchange": of[1]}
-    done.parameters.append(names | _parameters(model, link))
+    done.parameters.append(names | parameters_of(model, link))
     done.residuals += [names | _residual(fitted, point) for point in points]
     base = min(usable, key=lambda one: one["ranks"])
-    done.rows += [names | _row(model, ranks, base) for ranks in wanted]
-    assumed = _assumptions(model, cost, link, used)
+    each = base["samples_per_second"] / base["ranks"]
+    done.rows += [names | row_of(model, layout, each) for layout in wanted]
+    assumed = _assumptions(model, cost, link, used, wanted)
     done.assumptions += [line for line in assumed if line not in done.assumptions]
 
 
@@ -115,9 +122,16 @@ def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
     return cost_of(
         last.get("exchange_used") or "none" if several else "tree",
         strategy,
-        sent=(last["ranks"], sent) if several and sent is not None else None,
+        sent=(_layout(last), sent) if several and sent is not None else None,
         gradients=gradients,
+        on_cpu=last["device"] == "cpu",
     )
+
+
+def _layout(one: Row) -> Layout:
+    """Return the hosts and ranks of a row; `lockstep bench` itself measures on one host."""
+    hosts = one.get("hosts", 1)
+    return Layout(hosts, one["ranks"] // hosts)
 
 
 def _refusal(
@@ -126,26 +140,34 @@ def _refusal(
     used: Sequence[Point],
     batches: Batches | None,
     cost: Cost | None,
-    link: Link,
 ) -> str | None:
     """Return the reason why no model can be fitted; `None` if one can."""
-    alone = all(one.ranks == 1 for one in used)
     checks = [
         (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
         (not usable, "no steps were measured"),
         (not used, "every layout has more threads than this machine has cores"),
         (batches is None, _NO_BATCH),
         (cost is None, "the bytes that its exchange sends are not recorded"),
-        (alone and link.bandwidth is None, _NO_EXCHANGE),
     ]
     return next((why for applies, why in checks if applies), None)
 
 
+def _no_speed(used: Sequence[Point], wanted: Sequence[Layout], link: Link) -> str | None:
+    """Return which speed of the wanted layouts was neither measured nor given; `None` if none."""
+    if link.bandwidth is None and all(one.ranks == 1 for one in used):
+        return _NO_EXCHANGE
+    is_local = any(one.hosts > 1 and one.per_host > 1 for one in wanted)
+    if is_local and link.local_bandwidth is None and all(one.layout.per_host == 1 for one in used):
+        return _NO_LOCAL
+    return None
+
+
 def _residual(model: Model, point: Point) -> Row:
     """Return a point's measured step time, the one that the model predicts, and the relative error."""
-    predicted = model.step(point.ranks)
+    predicted = model.step(point.layout)
     return {
         "ranks": point.ranks,
+        "hosts": point.layout.hosts,
         "step_seconds": point.step,
         "predicted_step_seconds": rounded(predicted),
         "error": rounded(predicted / point.step - 1),
@@ -153,11 +175,14 @@ def _residual(model: Model, point: Point) -> Row:
     }
 
 
-def _parameters(model: Model, link: Link) -> Row:
+def parameters_of(model: Model, link: Link) -> Row:
+    """Return the parameters of a model, and which of them the user has given."""
     per_byte = model.parameters.seconds_per_byte
+    local = model.parameters.local_seconds_per_byte
     return {
         **{name: rounded(value) for name, value in asdict(model.parameters).items()},
         "bandwidth_bytes_per_second": rounded(1 / per_byte) if per_byte else None,
+        "local_bandwidth_bytes_per_second": rounded(1 / local) if local else None,
         "given": [name for name, value in asdict(link).items() if value is not None],
         "exchange_modelled": model.cost.exchange,
         "shared_bytes": rounded(model.cost.volume),
@@ -167,23 +192,43 @@ def _parameters(model: Model, link: Link) -> Row:
     }
 
 
-def _row(model: Model, ranks: int, base: Mapping[str, Any]) -> Row:
-    gain = model.rate(ranks) / base["samples_per_second"]
-    return {
+def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
+    """Return the row of a layout; `rate_of_rank`: measured samples per second and rank.
+
+    Beside it are the step times with the other ways to sum gradients over ranks.
+    """
+    ranks = layout.ranks
+    efficiency = model.rate(layout) / ranks / rate_of_rank
+    row = {
         "ranks": ranks,
-        "samples_per_second": rounded(model.rate(ranks)),
-        "step_seconds": rounded(model.step(ranks)),
-        "speedup": rounded(gain),
-        "efficiency": rounded(gain * base["ranks"] / ranks),
+        "hosts": layout.hosts,
+        "samples_per_second": rounded(model.rate(layout)),
+        "step_seconds": rounded(model.step(layout)),
+        "speedup": rounded(efficiency * ranks),
+        "efficiency": rounded(efficiency),
         "compute_seconds": rounded(model.compute(ranks)),
-        "exchange_seconds": rounded(model.exchange(ranks)),
+        "exchange_seconds": rounded(model.exchange(layout)),
         "data_seconds": rounded(model.data(ranks)),
     }
+    if model.cost.way in _BESIDE and layout.hosts > 1:
+        row |= {name: rounded(model.by(way).step(layout)) for way, name in _BESIDE.items()}
+    return row
 
 
-def _assumptions(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
+#: Fields with the step time by each way to sum gradients that moves the same bytes.
+_BESIDE = {
+    Way.HOSTS: "hosts_step_seconds",
+    Way.FLAT: "flat_step_seconds",
+    Way.RING: "ring_step_seconds",
+}
+
+
+def _assumptions(
+    model: Model, cost: Cost, link: Link, used: Sequence[Point], wanted: Sequence[Layout]
+) -> list[str]:
     """Return the assumptions of the model in words."""
-    counted, batches = ", ".join(str(one.ranks) for one in used), model.batches
+    counted = ", ".join(_named(one.layout) for one in used)
+    batches = model.batches
     lines = [
         f"fitted to {counted} ranks, medians of the repeats",
         "every rank has a processor of its own, as fast as the measured ones",
@@ -196,18 +241,20 @@ def _assumptions(model: Model, cost: Cost, link: Link, used: Sequence[Point]) ->
         if batches.replicas is not None:
             many = f"on more than {batches.replicas} ranks"
             lines.append(f"{many} a run has as many replicas as ranks")
-    return lines + _on_exchange(model, cost, link, used)
+    return lines + _on_fit(model, cost, link, used) + on_traffic(model, link, wanted)
 
 
-def _on_exchange(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
+def _named(layout: Layout) -> str:
+    """Return a layout as `--project` has it: the number of ranks, or hosts x ranks of each."""
+    return str(layout.ranks) if layout.hosts == 1 else f"{layout.hosts}x{layout.per_host}"
+
+
+def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
+    """Return what the fit assumes of the exchange."""
     several = [one for one in used if one.ranks > 1]
-    by_ring = "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes"
-    by_server = "all ranks send their gradients over the one link of each server"
-    lines = [by_server if model.cost.exchange in AT_SERVERS else by_ring]
+    lines = []
     if link.bandwidth is None:
         lines.append("what of the exchange is hidden behind the backward pass stays hidden")
-    else:
-        lines.append("over the given link nothing of the exchange is hidden")
     if model.cost.exchange != cost.exchange:
         between = f"over a link between hosts the exchange is {model.cost.exchange}"
         lines.append(f"{cost.exchange} was measured; {between}")
@@ -222,3 +269,23 @@ def _on_exchange(model: Model, cost: Cost, link: Link, used: Sequence[Point]) ->
             "the exchange is not measured apart from computing: it is fitted to the whole step"
         )
     return lines
+
+
+def on_traffic(model: Model, link: Link, wanted: Sequence[Layout]) -> list[str]:
+    """Return which messages and bytes the model counts, and what of them it does not hide."""
+    way = model.cost.way
+    lines = [_COUNTED[way if any(one.hosts > 1 for one in wanted) else _ON_ONE_HOST.get(way, way)]]
+    if link.bandwidth is not None:
+        lines.append("over the given link nothing of the exchange is hidden")
+    return lines
+
+
+_COUNTED = {
+    Way.HOSTS: "ranks sum within their host first; then a rank sends 2 (H - 1) messages per sum to other "
+    "hosts (2 log2 H by recursive halving), and each of H hosts (C + 1) (H - 1) / H of the shared bytes, "
+    "for C tree nodes of a host",
+    Way.FLAT: "each rank sends its share to each other one, whichever host it is on",
+    Way.RING: "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes",
+    Way.SERVERS: "all ranks send their gradients over the one link of each server",
+}
+_ON_ONE_HOST = {Way.HOSTS: Way.RING, Way.FLAT: Way.RING}

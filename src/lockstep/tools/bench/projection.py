@@ -1,10 +1,11 @@
-"""Model of the step time on other numbers of ranks, fitted to measured points.
+"""Model of the step time on other layouts, fitted to measured points.
 
-    step(N) = overhead + compute · s + data · s + latency · m + bytes / bandwidth
+    step = overhead + compute · s + data · s + exchange
+    exchange = local latency · m' + bytes' / local bandwidth + latency · m + bytes / bandwidth
 
-`s` is the largest number of samples of a rank; `m` and `bytes` are the messages and bytes that a rank
-sends. Each message takes a latency, and its bytes take their number divided by the bandwidth (Hockney 1994,
-the alpha-beta model).
+`s` is the largest number of samples of a rank; `m` and `bytes` are messages and bytes between hosts, `m'`
+and `bytes'` those within a host (`traffic.py`). Each message takes a latency, and its bytes take their
+number divided by the bandwidth (Hockney 1994, the alpha-beta model).
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from itertools import chain, combinations
 import numpy as np
 
 from lockstep.engine.layout.replicas import block
-from lockstep.registry import EXCHANGES, STRATEGIES
+from lockstep.tools.bench.traffic import (
+    SHARDED,
+    Layout,
+    Traffic,
+    Way,
+    sent_by_rank,
+    traffic,
+    way_of,
+)
 
 #: Relative difference up to which batch sizes count as equal: the last batch of an epoch may be short.
 _ALIKE = 0.02
@@ -35,69 +44,59 @@ _OF_GRADIENTS = {
 }
 #: Bytes exchanged per byte of gradients with FSDP2: half an all-reduce, and two gathers of parameters.
 _OF_SHARDED = 1.5
-SHARDED = STRATEGIES.where(lambda one: one.shards)
-AT_SERVERS = EXCHANGES.where(lambda one: one.at_servers)
 #: Bytes of DistributedDataParallel's first bucket of gradients, and of its other buckets.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Messages and bytes per step of one script, for one way to sum gradients over ranks.
-
-    Without parameter servers these are as many as those of a ring all-reduce of each bucket of gradients.
-    """
+    """Way, bytes and number of the sums of gradients in a step of one script."""
 
     exchange: str
-    volume: float  # bytes that a rank sends in a step, divided by 2 (N - 1) / N
+    volume: float  # bytes of all that is summed in a step
     sums: float  # sums in a step
+    way: Way = Way.HOSTS
 
-    def messages(self, ranks: int) -> float:
-        """Return the number of messages that a rank sends in a step."""
-        if self.exchange in AT_SERVERS:
-            return 2 * self.sums if ranks > 1 else 0
-        return 2 * (ranks - 1) * self.sums
-
-    def sent(self, ranks: int) -> float:
-        """Return the number of bytes on the busiest link in a step, in one direction.
-
-        With parameter servers this is a server's link, which carries the gradients of every rank.
-        """
-        if self.exchange in AT_SERVERS:
-            return self.volume * ranks if ranks > 1 else 0
-        return 2 * (ranks - 1) / ranks * self.volume
+    def traffic(self, layout: Layout, replicas: int | None = None) -> Traffic:
+        """Return the messages and bytes of a step on a layout."""
+        return traffic(self.way, layout, replicas).times(self.sums, self.volume)
 
 
 def cost_of(
     exchange: str,
     strategy: str | None,
     *,
-    sent: tuple[int, float] | None,
+    sent: tuple[Layout, float] | None,
     gradients: float | None,
+    on_cpu: bool = True,
 ) -> Cost | None:
-    """Return the messages and bytes of an exchange of gradients; `None` if the bytes are not known.
+    """Return the way, bytes and number of sums of an exchange; `None` if the bytes are not known.
 
-    `sent` is a number of ranks, and the bytes that each of these sent in a step. `gradients` is the size of
-    all gradients in bytes.
+    `sent` is a layout, and the bytes that each of its ranks sent in a step. `gradients` is the size of all
+    gradients in bytes.
     """
-    if sent is not None and exchange in AT_SERVERS:
-        volume = sent[1]
-    elif sent is not None and exchange != "shared-memory":
-        volume = sent[1] * sent[0] / (2 * (sent[0] - 1))
-    else:  # the traffic of shared memory counts bytes written, which differ from a ring's
-        factor = _OF_SHARDED if strategy in SHARDED else _OF_GRADIENTS.get(exchange)
-        if factor is None or gradients is None:
-            return None
+    way = way_of(exchange, strategy, on_cpu=on_cpu)
+    is_sharded = strategy in SHARDED
+    factor = _OF_SHARDED if is_sharded else _OF_GRADIENTS.get(exchange)
+    if factor and gradients and (sent is None or not is_sharded):
         volume = factor * gradients
-    buckets = 1.0 + max(0.0, -((_FIRST_BUCKET - (gradients or volume)) // _BUCKET))
-    return Cost(exchange, volume, buckets)
+    elif sent is not None and exchange != "shared-memory":  # which counts the bytes written
+        volume = sent[1] / sent_by_rank(way, sent[0])
+    else:
+        return None
+    return Cost(exchange, volume, buckets_of(gradients or volume), way)
+
+
+def buckets_of(gradients: float) -> float:
+    """Return the number of DistributedDataParallel's buckets for so many bytes of gradients."""
+    return 1.0 + max(0.0, -((_FIRST_BUCKET - gradients) // _BUCKET))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The measured step time on one number of ranks, to which the model is fitted."""
+    """The measured step time on one layout, to which the model is fitted."""
 
-    ranks: int
+    layout: Layout
     batch: float  # samples of a step, of all ranks
     replicas: int
     step: float  # seconds
@@ -105,16 +104,26 @@ class Point:
     exchange: float | None  # seconds of the step; `None` if not measured separately
     left_out: str = ""  # why the fit does not use this point; empty if it does
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.layout.ranks
+
 
 Part = Callable[[Point], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bandwidth and latency between ranks, as given by the user; `None`: fitted to the measurements."""
+    """Bandwidths and latencies, as given by the user; `None`: fitted to the measurements.
+
+    The first two are of the link of each host to the others, the last two of a rank within its host.
+    """
 
     bandwidth: float | None = None  # bytes per second
     latency: float | None = None  # seconds per message
+    local_bandwidth: float | None = None
+    local_latency: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,10 @@ class Batches:
         """Return the number of samples of a step, of all ranks."""
         return self.total * (ranks if self.per_rank else 1)
 
+    def of_run(self, ranks: int) -> int:
+        """Return the number of replicas of a run: at least one on each rank."""
+        return ranks if self.replicas is None else max(self.replicas, ranks)
+
     def largest(self, ranks: int) -> float:
         """Return the mean number of samples per step on the rank with the most samples; at least 1."""
         share = 1 / ranks
@@ -155,28 +168,37 @@ class Parameters:
     overhead_seconds: float = 0.0  # of a step with any number of samples
     compute_seconds_per_sample: float = 0.0  # of a rank's own samples
     data_seconds_per_sample: float = 0.0  # of waiting for the loader
-    latency_seconds: float = 0.0  # of a message
+    latency_seconds: float = 0.0  # of a message to another host
     seconds_per_byte: float = 0.0
+    local_latency_seconds: float = 0.0  # of a message within a host
+    local_seconds_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the step time for any number of ranks, fitted to measurements."""
+    """A model of the step time for any layout, fitted to measurements or made of given numbers."""
 
     parameters: Parameters
     cost: Cost
     batches: Batches
 
     def over(self, link: Link) -> Model:
-        """Return the model with the given bandwidth and latency in place of the fitted ones."""
-        parameters, cost = self.parameters, self.cost
-        if link.latency is not None:
-            parameters = replace(parameters, latency_seconds=link.latency)
-        if link.bandwidth is not None:
-            parameters = replace(parameters, seconds_per_byte=1 / link.bandwidth)
-        if link != Link() and cost.exchange == "shared-memory":  # a link connects several hosts
-            cost = replace(cost, exchange="tree")
-        return Model(parameters, cost, self.batches)
+        """Return the model with the given bandwidths and latencies in place of the fitted ones."""
+        given = {
+            "latency_seconds": link.latency,
+            "seconds_per_byte": link.bandwidth and 1 / link.bandwidth,
+            "local_latency_seconds": link.local_latency,
+            "local_seconds_per_byte": link.local_bandwidth and 1 / link.local_bandwidth,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        cost = self.cost
+        if (link.bandwidth, link.latency) != (None, None) and cost.exchange == "shared-memory":
+            cost = replace(cost, exchange="tree")  # a link connects several hosts
+        return Model(replace(self.parameters, **known), cost, self.batches)
+
+    def by(self, way: Way) -> Model:
+        """Return the model of the same step with gradients summed in another way."""
+        return replace(self, cost=replace(self.cost, way=way))
 
     def compute(self, ranks: int) -> float:
         """Return the seconds of a step without the exchange of gradients and without waiting for data."""
@@ -187,18 +209,22 @@ class Model:
         """Return the seconds of each step in which ranks wait for their data loaders."""
         return self.batches.largest(ranks) * self.parameters.data_seconds_per_sample
 
-    def exchange(self, ranks: int) -> float:
+    def exchange(self, layout: Layout) -> float:
         """Return the seconds of each step that the exchange of gradients takes."""
-        waits = self.cost.messages(ranks) * self.parameters.latency_seconds
-        return waits + self.cost.sent(ranks) * self.parameters.seconds_per_byte
+        made, known = self.cost.traffic(layout, self.batches.of_run(layout.ranks)), self.parameters
+        between = (
+            made.link_messages * known.latency_seconds + made.link_bytes * known.seconds_per_byte
+        )
+        local = made.local_messages * known.local_latency_seconds
+        return between + local + made.local_bytes * known.local_seconds_per_byte
 
-    def step(self, ranks: int) -> float:
+    def step(self, layout: Layout) -> float:
         """Return the seconds of a whole step: computing, waiting for data, exchanging gradients."""
-        return self.compute(ranks) + self.data(ranks) + self.exchange(ranks)
+        return self.compute(layout.ranks) + self.data(layout.ranks) + self.exchange(layout)
 
-    def rate(self, ranks: int) -> float:
+    def rate(self, layout: Layout) -> float:
         """Return the samples per second of all ranks."""
-        return self.batches.samples(ranks) / self.step(ranks)
+        return self.batches.samples(layout.ranks) / self.step(layout)
 
 
 def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
@@ -216,10 +242,15 @@ def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
     def samples(point: Point) -> float:
         return batches.largest(point.ranks)
 
+    def moved(point: Point) -> Traffic:
+        return cost.traffic(point.layout, point.replicas)
+
     compute: dict[str, Part] = {"compute_seconds_per_sample": samples}
     exchange: dict[str, Part] = {
-        "seconds_per_byte": lambda point: cost.sent(point.ranks),
-        "latency_seconds": lambda point: cost.messages(point.ranks),
+        "seconds_per_byte": lambda point: moved(point).link_bytes,
+        "latency_seconds": lambda point: moved(point).link_messages,
+        "local_seconds_per_byte": lambda point: moved(point).local_bytes,
+        "local_latency_seconds": lambda point: moved(point).local_messages,
     }
     found = fitted(used, lambda point: point.data, data_seconds_per_sample=samples)
     if any(point.exchange is None for point in used):
@@ -231,6 +262,9 @@ def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
         found |= fitted(
             used, lambda point: point.step - point.data - (point.exchange or 0.0), **compute
         )
+    if all(point.layout.hosts == 1 for point in used):  # the one speed that is known
+        found["latency_seconds"] = found["local_latency_seconds"]
+        found["seconds_per_byte"] = found["local_seconds_per_byte"]
     return Model(Parameters(**found), cost, batches)
 
 

@@ -38,6 +38,11 @@ def show(content: Mapping[str, Any], console: Console) -> None:
             _print_lines(console, "", f"projection: {model['formula']}")
             _print(console, PROJECTED, content["projection"])
             _print(console, _PROJECTED_TIMES, content["projection"])
+            _print(
+                console,
+                BESIDE,
+                [row for row in content["projection"] if "ring_step_seconds" in row],
+            )
         _print_lines(console, *map(parameters, model["parameters"]))
         _print(console, RESIDUALS, model["residuals"])
         _print_lines(console, *(f"assumed: {line}" for line in model["assumptions"]))
@@ -100,6 +105,7 @@ _LAYOUT: list[Column] = [
     ("strategy", "strategy", str),
     ("exchange", "exchange", str),
     ("ranks", "ranks", str),
+    ("hosts", "hosts", str),
 ]
 _GAINED: list[Column] = [
     ("speed-up", "speedup", _hundredths),
@@ -140,6 +146,12 @@ _PROJECTED_TIMES: list[Column] = [
     ("compute", "compute_seconds", seconds),
     ("exchange time", "exchange_seconds", seconds),
     ("data", "data_seconds", seconds),
+]
+BESIDE: list[Column] = [
+    ("step", "step_seconds", seconds),
+    ("tree by hosts", "hosts_step_seconds", seconds),
+    ("flat tree", "flat_step_seconds", seconds),
+    ("ring, not exact", "ring_step_seconds", seconds),
 ]
 RESIDUALS: list[Column] = [
     ("step", "step_seconds", seconds),
@@ -206,15 +218,21 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def parameters(row: Row) -> str:
     """Return a row's fitted parameters of the model of the step time, as one line of text."""
-    bandwidth = row["bandwidth_bytes_per_second"]
-    fast = "not limited" if bandwidth is None else f"{size(bandwidth)}/s"
-    given = {name: " (given)" if name in row["given"] else "" for name in ("bandwidth", "latency")}
+    given = dict.fromkeys(row["given"], " (given)")
+
+    def speed(level: str) -> str:
+        bandwidth = row[f"{level}bandwidth_bytes_per_second"]
+        fast = "not limited" if bandwidth is None else f"{size(bandwidth)}/s"
+        return (
+            f"latency {seconds(row[f'{level}latency_seconds'])}{given.get(f'{level}latency', '')}, "
+            f"bandwidth {fast}{given.get(f'{level}bandwidth', '')}"
+        )
+
     named = "/".join(filter(None, (row["strategy"], row["exchange"]))) or "model"
     return (
         f"{named}: overhead {seconds(row['overhead_seconds'])} a step, "
         f"compute {seconds(row['compute_seconds_per_sample'])} a sample, "
         f"data {seconds(row['data_seconds_per_sample'])} a sample, "
-        f"latency {seconds(row['latency_seconds'])}{given['latency']}, "
-        f"bandwidth {fast}{given['bandwidth']}, {size(row['shared_bytes'])} shared in "
+        f"{speed('')}; within a host {speed('local_')}; {size(row['shared_bytes'])} shared in "
         f"{row['sums']:g} sum{'s' if row['sums'] > 1 else ''} by exchange {row['exchange_modelled']}"
     )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.engine.exchange import hosts as module
 from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.halving import HalvingExchange
 from lockstep.engine.exchange.hosts import find_hosts
 from lockstep.engine.exchange.shared_memory import SharedMemoryExchange, shares_of
 from lockstep.engine.exchange.tree import TreeExchange
@@ -42,6 +43,7 @@ class Network:
         self._counts: defaultdict[tuple[int, int, bool], int] = defaultdict(int)
         self._lock = threading.Lock()
         self.sent: defaultdict[int, int] = defaultdict(int)
+        self.messages: defaultdict[int, int] = defaultdict(int)
 
     def _next(self, source: int, target: int, *, sends: bool) -> queue.Queue[torch.Tensor]:
         with self._lock:
@@ -50,6 +52,7 @@ class Network:
 
     def send(self, source: int, target: int, tensor: torch.Tensor) -> None:
         self.sent[source] += tensor.nbytes
+        self.messages[source] += 1
         self._next(source, target, sends=True).put(tensor.clone())
 
     def receive(self, source: int, target: int, part: torch.Tensor) -> Callable[[], object]:
@@ -73,6 +76,12 @@ class NetworkWire:
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Any:
         size = len(self._ranks)
         return self._begin([part] * size, total.chunk(size))
+
+    def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> Any:
+        own, rank = self._ranks[self._own], self._ranks[other]
+        arriving = Arriving([self._network.receive(rank, own, incoming)])
+        self._network.send(own, rank, outgoing)
+        return arriving
 
     def _begin(self, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Any:
         own, waits = self._ranks[self._own], []
@@ -106,7 +115,8 @@ def exchange_of(
     share, across = forest.rank - hosts[between.rank].start, None
     if share < shares_of(hosts):
         wire = NetworkWire(network, [ranks[share] for ranks in hosts], between.rank)
-        across = TreeExchange(wire, between)
+        halves = module._pays_halving(between)
+        across = HalvingExchange(wire, between) if halves else TreeExchange(wire, between)
     return SharedMemoryExchange(store, "x", forest, hosts=hosts, across=across, **room)
 
 
@@ -188,6 +198,45 @@ def test_bytes_that_leave_a_host(counts: tuple[int, ...], limit: float) -> None:
     network = exchange_all(counts, sum(counts), [size], passes=2)
     for host in ranges(counts):
         assert sum(network.sent[rank] for rank in host) == 2 * 4 * size * limit
+
+
+@pytest.fixture
+def from_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let recursive halving begin with two hosts."""
+    monkeypatch.setattr(module.halving, "FEWEST", 2)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 2, 2, 2), (1,) * 8, (2,) * 8], ids=str)
+@pytest.mark.parametrize("each", [1, 2, 4], ids="{} replicas each".format)
+@pytest.mark.usefixtures("from_two")
+def test_halving_has_the_bits_of_the_tree(counts: tuple[int, ...], each: int) -> None:
+    hosts = len(counts)
+    sizes = [hosts - 1, hosts, hosts + 1, 40_001, 1, 64]
+    network = exchange_all(counts, each * sum(counts), sizes, passes=2)
+    rounds = 2 * (hosts.bit_length() - 1)
+    assert set(network.messages.values()) == {rounds * len(sizes) * 2}
+
+
+def layouts_of(hosts: int, each: int, replicas: int) -> bool:
+    forest = Forest.of(replicas, hosts * each, 0).between(ranges((each,) * hosts))
+    return module._pays_halving(forest)
+
+
+def test_where_halving_is_chosen() -> None:
+    assert [layouts_of(hosts, 1, hosts) for hosts in (4, 7, 8, 9, 16)] == [
+        *(False, False, True, False, True)
+    ]
+    assert layouts_of(8, 2, 16)
+    assert layouts_of(8, 2, 32)  # more replicas than ranks
+    assert not layouts_of(8, 3, 24), "three replicas are two nodes"
+    assert not layouts_of(8, 1, 12), "nodes of different sizes"
+
+
+@pytest.mark.usefixtures("from_two")
+def test_halving_sends_as_many_bytes() -> None:
+    network = exchange_all((2,) * 4, 8, [64_000], passes=2)
+    for host in ranges((2,) * 4):
+        assert sum(network.sent[rank] for rank in host) == 2 * 4 * 64_000 * 1.5
 
 
 def test_shares_are_sent_before_the_last_bucket() -> None:

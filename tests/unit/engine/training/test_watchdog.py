@@ -185,6 +185,24 @@ def test_a_backward_pass_that_failed_is_left_with_its_batch(ranks: list[Rank]) -
     assert not heartbeat.waits
 
 
+def test_a_rank_that_ended_after_the_same_backward_pass_is_waited_for(ranks: list[Rank]) -> None:
+    """Its last gradients may still be on a slow link."""
+    batch = SimpleNamespace(last=True, loader=0, epoch=0, round=0, step=1, turn=0)
+    for rank in ranks:
+        rank.watch.loop_begins(0, 0, 0)
+        rank.watch.backward_begins(batch, [0])  # type: ignore[arg-type]
+    first, second = ranks
+    first.watch.backward_ends()
+    first.watch.loop_ends(0, 0, 0, 1, early=False)
+    first.watch.run_ends()
+    time.sleep(0.3)
+    assert not second.told
+    second.watch.backward_ends()
+    second.watch.backward_begins(batch, [0])  # type: ignore[arg-type] - one more than the other
+    assert until(lambda: second.told)
+    assert "rank 0 ended after 1 loops" in str(second.told[0])
+
+
 def test_a_store_that_does_not_answer_holds_up_no_end(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

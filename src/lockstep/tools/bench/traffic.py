@@ -1,0 +1,149 @@
+"""Messages and bytes of a sum of gradients over ranks, between hosts and within each host.
+
+The numbers are arithmetic: they follow from the number of hosts, of ranks on each, and of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lockstep.engine.layout import halving
+from lockstep.engine.layout.replicas import block
+from lockstep.engine.layout.tree import nodes
+from lockstep.registry import EXCHANGES, STRATEGIES
+from lockstep.tools.quantities import counted
+
+SHARDED = STRATEGIES.where(lambda one: one.shards)
+AT_SERVERS = EXCHANGES.where(lambda one: one.at_servers)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """A number of hosts, each with the same number of ranks."""
+
+    hosts: int
+    per_host: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.hosts * self.per_host
+
+    def __str__(self) -> str:
+        return f"{counted(self.hosts, 'host')} of {counted(self.per_host, 'rank')}"
+
+
+class Way(StrEnum):
+    """How gradients are summed over ranks."""
+
+    HOSTS = "tree by hosts"  # exact: within each host first, then each share between hosts
+    FLAT = "flat tree"  # exact: an all-to-all and an all-gather of all ranks
+    RING = "ring"  # a ring all-reduce, whose order of additions depends on the layout
+    SERVERS = "servers"  # parameter servers
+
+
+def way_of(exchange: str, strategy: str | None, *, on_cpu: bool) -> Way:
+    """Return how an exchange sums gradients; only `tree` on CPUs adds within each host first."""
+    if exchange in AT_SERVERS:
+        return Way.SERVERS
+    if strategy in SHARDED or exchange == "mpi":
+        return Way.FLAT
+    if exchange in ("tree", "shared-memory"):
+        return Way.HOSTS if on_cpu else Way.FLAT
+    return Way.RING
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages and bytes of each step, between hosts and within a host.
+
+    Attributes:
+        link_messages: messages that a rank sends to ranks of other hosts.
+        link_bytes: bytes on the link of the busiest host, in one direction.
+        local_messages: messages that a rank sends to ranks of its host.
+        local_bytes: bytes that a rank gets from ranks of its host.
+    """
+
+    link_messages: float = 0.0
+    link_bytes: float = 0.0
+    local_messages: float = 0.0
+    local_bytes: float = 0.0
+
+    def times(self, sums: float, volume: float) -> Traffic:
+        """Return the traffic of `sums` sums of together `volume` bytes, from that of 1 sum and 1 byte."""
+        return Traffic(
+            self.link_messages * sums,
+            self.link_bytes * volume,
+            self.local_messages * sums,
+            self.local_bytes * volume,
+        )
+
+
+def traffic(way: Way, layout: Layout, replicas: int | None = None) -> Traffic:
+    """Return the messages of one sum, and the bytes per byte of gradients.
+
+    `replicas`: number of replicas of the run; `None` if there are as many as ranks.
+    """
+    if layout.ranks == 1:
+        return Traffic()
+    if layout.hosts == 1:
+        inside = _everywhere(way, layout.ranks)
+        return Traffic(local_messages=inside.link_messages, local_bytes=inside.link_bytes)
+    return _BETWEEN[way](layout, replicas or layout.ranks)
+
+
+def _everywhere(way: Way, count: int) -> Traffic:
+    """Return the traffic of a sum between `count` ranks whose links are alike."""
+    if way == Way.SERVERS:  # a server's link carries the gradients of every rank
+        return Traffic(2, count)
+    return Traffic(2 * (count - 1), 2 * (count - 1) / count)
+
+
+def _by_hosts(layout: Layout, replicas: int) -> Traffic:
+    hosts = layout.hosts
+    blocks = _blocks(layout, replicas, layout.per_host)
+    rounds = hosts.bit_length() - 1 if halving.pays(blocks, replicas) else hosts - 1
+    own = max(len(nodes(one, replicas)) for one in blocks)
+    inside = _everywhere(Way.HOSTS, layout.per_host)
+    sent = (own + 1) * (hosts - 1) / hosts
+    return Traffic(2 * rounds, sent, inside.link_messages, inside.link_bytes)
+
+
+def _flat(layout: Layout, replicas: int) -> Traffic:
+    """Return the traffic of an all-to-all between all ranks, and of an all-gather in a ring of them."""
+    ranks, each = layout.ranks, layout.per_host
+    own = max(len(nodes(one, replicas)) for one in _blocks(layout, replicas, 1))
+    ring = (ranks - 1) / ranks
+    scattered = own * each * (ranks - each) / ranks
+    return Traffic(
+        2 * (ranks - 1), scattered + ring, 0, (own * (each - 1) / ranks + ring) * (each > 1)
+    )
+
+
+def _blocks(layout: Layout, replicas: int, ranks: int) -> list[range]:
+    """Return the replicas of every so many neighbouring ranks together."""
+    each = [block(replicas, layout.ranks, rank) for rank in range(layout.ranks)]
+    firsts = range(0, layout.ranks, ranks)
+    return [range(each[first].start, each[first + ranks - 1].stop) for first in firsts]
+
+
+#: Traffic of each way between several hosts. A ring crosses each host's link once, and its bytes within a
+#: host pass at the same time.
+_BETWEEN: Mapping[Way, Callable[[Layout, int], Traffic]] = {
+    Way.HOSTS: _by_hosts,
+    Way.FLAT: _flat,
+    Way.RING: lambda layout, _: _everywhere(Way.RING, layout.ranks),
+    Way.SERVERS: lambda layout, _: _everywhere(Way.SERVERS, layout.ranks),
+}
+
+
+def sent_by_rank(way: Way, layout: Layout, replicas: int | None = None) -> float:
+    """Return how many bytes a rank counts as sent, per byte of gradients; 0 on one rank."""
+    made = traffic(way, layout, replicas)
+    if way == Way.SERVERS:
+        return 1.0
+    if way == Way.HOSTS and layout.hosts > 1:
+        return made.link_bytes / layout.per_host
+    return _everywhere(way, layout.ranks).link_bytes
