@@ -14,13 +14,17 @@ from lockstep import integrations
 from lockstep.integrations.private_names import PRIVATE_ATTRIBUTES, PRIVATE_NAMES
 from tests import vision  # noqa: F401 (before transformers imports torchvision)
 
+if importlib.util.find_spec("lightning") is not None:
+    import lightning.pytorch  # noqa: F401 (sets a variable of the environment)
+
 FOLDER = Path(integrations.__file__).parent
 
 
 def found(place: str) -> object:
     module, _, names = place.partition(":")
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("needs accelerate, of the extra `test`")
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, of the extra `test`")
     first, *rest = names.split(".")
     owner: object = getattr(
         importlib.import_module(module), first

@@ -18,10 +18,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from lockstep.engine.data.loader import to_device
-from lockstep.integrations import process, refusals
+from lockstep.integrations import alone, process, refusals
 from lockstep.integrations.loaders import global_loader
 
-process.see_alone()
+alone.see_alone()
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Private names of transformers and accelerate that the adapters override or use.
+"""Private names of transformers, accelerate and Lightning that the adapters override or use.
 
 A test checks that the installed versions still have them.
 """
@@ -29,6 +29,25 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "training_step",
     ),
     "transformers:TrainingArguments": ("_setup_devices",),
+    "lightning.pytorch.loops.fit_loop:_FitLoop": ("_should_accumulate", "done", "state_dict"),
+    "lightning.pytorch.loops.fit_loop:RestartStage": ("RESTARTED_MID_EPOCH",),
+    "lightning.pytorch.loops:_Loop": ("_load_from_state_dict", "restarting"),
+    "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization": (
+        "_make_closure",
+        "_make_zero_grad_fn",
+        "_training_step",
+    ),
+    "lightning.pytorch.loops.optimization.manual:_ManualOptimization": (
+        "_on_after_step",
+        "_on_before_step",
+        "on_run_start",
+    ),
+    "lightning.pytorch.plugins.precision:Precision": ("_after_closure", "post_backward"),
+    "lightning.pytorch.strategies:Strategy": ("_configure_launcher", "_setup_model"),
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection": ("log",),
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector": (
+        "register_signal_handlers",
+    ),
 }
 #: Attributes that objects set when they are made, by the method whose source sets them.
 PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -42,4 +61,25 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_initial_num_input_tokens_seen",
     ),
     "transformers:TrainingArguments._setup_devices.func": ("_n_gpu",),
+    "lightning.pytorch:Trainer.__init__": ("_signal_connector", "_logger_connector"),
+    "lightning.pytorch.strategies:Strategy.__init__": ("_forward_redirection",),
+    "lightning.pytorch.strategies:SingleDeviceStrategy.__init__": ("_root_device",),
+    "lightning.pytorch.loops.fit_loop:_FitLoop.__init__": (
+        "_data_fetcher",
+        "_data_source",
+        "_restart_stage",
+    ),
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop.__init__": ("_results",),
+    "lightning.pytorch.callbacks:ModelCheckpoint.__init__": (
+        "_enable_version_counter",
+        "_last_global_step_saved",
+    ),
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.__init__": (
+        "_callback_metrics",
+        "_current_fx",
+        "_first_loop_iter",
+        "_logged_metrics",
+        "_progress_bar_metrics",
+    ),
+    "torchmetrics:Metric.__init__": ("_update_count", "distributed_available_fn"),
 }

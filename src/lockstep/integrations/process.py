@@ -1,21 +1,16 @@
-"""Code that all adapters use: opening a run without a `with` block, hiding other ranks from Accelerate."""
+"""Code that all adapters use: opening a run without a `with` block, refusing an option."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import state as accelerate_state
-from accelerate.utils import DistributedType
-
-from lockstep.engine.training.session import show_plainly
 from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
-from lockstep.world.environments import detect
 
 
 class _Current:
@@ -24,6 +19,7 @@ class _Current:
     def __init__(self) -> None:
         self.run: Run | None = None
         self.settings: dict[str, Any] = {}
+        self.on_open: Callable[[Run], None] | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, if one is open, as leaving its `with` block does; `error`: what ended the script."""
@@ -58,8 +54,19 @@ def open_run(**settings: Any) -> Run:
     name = Path(sys.argv[0]).stem.lstrip("-") or "run"
     run = Run(name, progress=False, **settings)
     _current.run, _current.settings = run.__enter__(), settings
-    see_device(run.device)
+    if _current.on_open is not None:
+        _current.on_open(run)
     return run
+
+
+def current() -> Run | None:
+    """Return this process's open run, or `None`."""
+    return _current.run
+
+
+def when_opened(act: Callable[[Run], None]) -> None:
+    """Call `act` with each run that `open_run` opens from now on."""
+    _current.on_open = act
 
 
 def end_run() -> None:
@@ -97,62 +104,3 @@ def refuse(option: str, instead: str) -> None:
         "itself what the run trains",
         hint=instead,
     )
-
-
-# --- Accelerate's view of the processes ----------------------------------------------------------------
-
-_make_state = accelerate_state.PartialState.__init__
-
-
-def see_alone() -> None:
-    """Make Accelerate treat this process as the only one, but with its rank in the run.
-
-    So Accelerate neither joins a process group nor splits data, and only the main rank writes and logs.
-
-    Raises:
-        UsageError: if Accelerate has joined a process group before.
-    """
-    show_plainly()
-    state = accelerate_state.PartialState
-    if state._shared_state.get("distributed_type", DistributedType.NO) != DistributedType.NO:
-        raise UsageError(
-            "accelerate has joined a process group; expected lockstep.integrations to be imported first",
-            hint="import from lockstep.integrations at the top of the script",
-        )
-    state.__init__ = _init_alone
-    # What decides whether "on the main process only" looks at the rank.
-    state.use_distributed = property(lambda _: detect().size > 1)
-
-
-def _init_alone(self: Any, cpu: bool = False, **settings: Any) -> None:
-    shared = type(self)._shared_state
-    if not shared:
-        world = detect()
-        shared.update(
-            _cpu=cpu,
-            backend=None,
-            debug=False,
-            device=_device(cpu=cpu, local_rank=world.local_rank),
-            distributed_type=DistributedType.NO,
-            num_processes=1,
-            process_index=world.rank,
-            local_process_index=world.local_rank,
-        )
-    _make_state(self, cpu, **settings)
-
-
-def _device(*, cpu: bool, local_rank: int) -> torch.device:
-    if _current.run is not None:
-        return _current.run.device
-    kind = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count()
-    return (
-        torch.device("cpu") if cpu or kind is None else torch.device(kind.type, local_rank % count)
-    )
-
-
-def see_device(device: torch.device) -> None:
-    """Make Accelerate use `device`, the device of the run."""
-    for state in (accelerate_state.PartialState, accelerate_state.AcceleratorState):
-        if state._shared_state:
-            state._shared_state["device"] = device

@@ -18,13 +18,13 @@ import transformers
 from torch.optim import lr_scheduler
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from lockstep.integrations import process, refusals
+from lockstep.integrations import alone, process, refusals
 from lockstep.integrations.loaders import global_loader
 from lockstep.integrations.rows import pack, unpack
 from lockstep.integrations.trainer_state import TrainingProgress
 from lockstep.run import Run
 
-process.see_alone()
+alone.see_alone()
 
 
 class LockstepTrainer:

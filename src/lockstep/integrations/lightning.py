@@ -1,0 +1,261 @@
+"""`LockstepStrategy`: Lightning's `Trainer` and `Fabric` on a `lockstep.Run`.
+
+`L.Trainer(strategy=LockstepStrategy(replicas=8))`: one batch of the DataLoader is one global batch, split
+over the replicas. `training_step` runs once for each replica, on its share; callbacks, loggers and
+optimizers see the global batch. `Fabric(strategy=LockstepStrategy(replicas=8))` is in `fabric.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.strategy import Strategy as StrategyOfFabric
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero
+from torchmetrics import Metric
+
+from lockstep.engine.training.session import show_plainly
+from lockstep.errors import StepError
+from lockstep.integrations import lightning_refusals as refusals
+from lockstep.integrations.fabric import FabricStrategy
+from lockstep.integrations.global_batches import GlobalBatches
+from lockstep.integrations.lightning_loops import AutomaticOptimization, ManualOptimization
+from lockstep.integrations.lightning_results import GlobalResults, numbers_of
+from lockstep.integrations.lightning_run import OnRun
+from lockstep.integrations.lightning_state import FitState
+from lockstep.integrations.replica_threads import ReplicaThreads
+from lockstep.world import detect
+
+
+class LockstepStrategy(OnRun, SingleDeviceStrategy):
+    """Strategy of Lightning's `Trainer` and `Fabric` that trains through a run.
+
+    Args:
+        replicas: number of logical data-parallel workers, which share each batch of a loader; by
+            default the number of processes of the first launch.
+        seed: seed of the run: order of the data, dropout, augmentation; by default that of
+            `L.seed_everything`, or 0.
+
+    Raises:
+        UsageError: for an option that would make the result depend on the layout.
+    """
+
+    strategy_name = "lockstep"
+    lightning_module: Any
+    model: Any
+
+    def __init__(self, *, replicas: int | None = None, seed: int | None = None) -> None:
+        super().__init__()
+        show_plainly()
+        self._world = world = detect()
+        self.global_rank, self.local_rank = world.rank, world.local_rank
+        rank_zero.rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
+        self._replicas, self._seed = replicas, seed
+        self._precision: Any = None  # Fabric's name of the precision plugin
+        self._layer_sync: Any = None
+        self.parallel_devices: list[torch.device] = []
+        self.num_nodes = 1
+        self._kept: list[torch.Tensor | None] = []  # gradients of batches before, to be accumulated
+
+    @property
+    def precision(self) -> Any:
+        """Fabric's name of the precision plugin; setting it makes this object a strategy of Fabric."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        # A strategy of Fabric is another class, with methods of equal names and other arguments. Only here
+        # does Lightning tell whether a Trainer or a Fabric has been given this object.
+        self.__class__ = FabricStrategy  # type: ignore[assignment]
+        self.precision = precision
+
+    # --- processes -----------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        refusals.check_processes(self, self._world)
+
+    def setup_environment(self) -> None:
+        """Open the run."""
+        refusals.check_precision(self.precision_plugin)
+        self._open_run(self.accelerator)
+        super().setup_environment()
+
+    # --- what is trained -----------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Pass the model, its optimizers and schedulers to the run, and replace the loops of a step."""
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):  # every rank evaluates all of the data
+                module.distributed_available_fn = _no_ranks
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        refusals.check_trainer(trainer, self)
+        super().setup(trainer)
+        run, loop = self.run, trainer.fit_loop.epoch_loop
+        trainer._signal_connector.register_signal_handlers = _nothing  # the run has its own
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = lambda own, value: run.clip_grad_norm_(_of(own), value)
+        plugin.clip_grad_by_value = lambda own, value: run.clip_grad_value_(_of(own), value)
+        loop._results = self._results = GlobalResults(run)
+        loop.automatic_optimization = AutomaticOptimization(trainer)
+        loop.manual_optimization = ManualOptimization(trainer)
+        self._threads = ReplicaThreads(self)
+        earlier = sum(isinstance(v, FitState) for v in run._session.state.registered.values())
+        self._state = FitState(trainer, self, earlier + 1)
+        run.register(f"fit-{earlier + 1}" if earlier else "fit", self._state)
+
+    def _setup_model(self, model: Any) -> Any:
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return model
+        return self._model_of(model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make optimizers and schedulers as the module configures them; pass them to the run."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            refusals.check_optimizer(optimizer)
+            self.run.optimizer(optimizer)
+        for config in self.lr_scheduler_configs:
+            self.run.scheduler(config.scheduler)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader of global batches for training; evaluation loops keep their DataLoader."""
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return _seeded_equally(dataloader)
+        refusals.check_data(dataloader, trainer)
+        self._batches = GlobalBatches(trainer, self.run, dataloader)
+        return self._batches
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch to the device; a global batch's microbatches are moved when they are computed."""
+        if getattr(self, "_batches", None) is not None and self._batches.is_current(batch):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def on_train_start(self) -> None:
+        """If the run resumes, restore its state, and continue behind the last batch before the stop."""
+        self._batches.begin()
+        self._state.restore_if_resumed(self._batches)
+
+    def on_train_end(self) -> None:
+        """End the run's loop over epochs."""
+        self._batches.end()
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *rest: Any) -> Any:
+        """Train on this rank's microbatches of a global batch; return means over the global batch."""
+        module, run = self.lightning_module, self.run
+        if not module.automatic_optimization:
+            with self._state.frozen():
+                return self._threads.train(batch, rest, self._results)
+        with self._state.frozen():
+            sums = run.sum(self._microbatches(batch, rest), per_sample=False)
+        self._accumulate(module)
+        self._results.apply(sums, self.root_device)
+        outputs = self._results.outputs(sums, self.root_device)
+        plugin = self.precision_plugin
+        plugin.post_backward(plugin.pre_backward(outputs["loss"], module), module)
+        return outputs
+
+    def _microbatches(self, batch: Any, rest: Any) -> Iterator[dict[str, Any]]:
+        """Compute this rank's microbatches; yield what each has logged and returned, to be summed."""
+        parts = self.lightning_module.trainer.accumulate_grad_batches
+        for data in batch:
+            output = self.compute(data, rest, self._forward)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if not isinstance(loss, torch.Tensor):
+                raise StepError(
+                    f"training_step returned {type(loss).__name__} for a microbatch; expected a loss",
+                    hint="to leave out samples, return their loss times 0",
+                )
+            self.run.backward(loss / parts if parts > 1 else loss)
+            yield self._results.taken() | numbers_of(output, self.run)
+
+    def compute(self, data: Any, rest: Any, call: Callable[..., Any]) -> Any:
+        """Return the result of `call`, the module's `training_step`, for one microbatch."""
+        data = super().batch_to_device(self.precision_plugin.convert_input(data))
+        with (
+            self._results.collecting(self.lightning_module),
+            self.precision_plugin.train_step_context(),
+        ):
+            return call(data, *rest)
+
+    def _forward(self, *inputs: Any) -> Any:
+        """Call `training_step` as the forward pass of the model, in which the run watches the model."""
+        module = self.lightning_module
+        return self._forward_redirection(self.model, module, "training_step", *inputs)
+
+    def _accumulate(self, module: Any) -> None:
+        """Add the gradients of earlier batches to those of this one; keep them if no step follows."""
+        trainer = module.trainer
+        is_kept = trainer.fit_loop._should_accumulate()
+        if not (self._kept or is_kept):
+            return
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        for parameter, old in zip(parameters, self._kept, strict=bool(self._kept)):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        self._kept = [p.grad for p in parameters] if is_kept else []
+        if is_kept:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the gradients of the mean loss of this microbatch, in `manual_backward`."""
+        refusals.check_backward(args, kwargs)
+        self.run.backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step once per global batch, when its gradients are complete."""
+        result = closure()
+        if self._threads.is_inside:
+            self._threads.wait_for_step(optimizer)
+            return result
+        self.precision_plugin._after_closure(self.lightning_module, optimizer)
+        optimizer.step(**kwargs)
+        return result
+
+    def teardown(self) -> None:
+        """Release the plugins; the model remains on its device, since the run goes on."""
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+StrategyOfFabric.register(LockstepStrategy)
+
+
+def _of(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _seeded_equally(data: Any) -> Any:
+    """Make Lightning seed the workers of a DataLoader by their number, and not by the rank; return it."""
+    if os.environ.get("PL_SEED_WORKERS") == "1" and getattr(data, "worker_init_fn", 1) is None:
+        data.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
+    return data
+
+
+def _no_ranks() -> bool:
+    return False
+
+
+def _nothing() -> None:
+    pass

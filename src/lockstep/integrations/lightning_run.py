@@ -1,0 +1,52 @@
+"""`OnRun`: base class of the strategies of Lightning's `Trainer` and `Fabric`: their run, and its ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lockstep.engine.training.columns import of_all
+from lockstep.integrations import process
+from lockstep.run import Run
+from lockstep.world import World
+
+
+class OnRun:
+    """A strategy whose processes are the ranks of a run, while Lightning sees one process.
+
+    Attributes:
+        run: the run that executes the training loop; open from `setup_environment` on.
+    """
+
+    run: Run
+    _world: World
+    _replicas: int | None
+    _seed: int | None
+
+    def _open_run(self, accelerator: Any) -> None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
+        on_cpu = type(accelerator).__name__ == "CPUAccelerator"
+        self.run = process.open_run(
+            seed=seed, replicas=self._replicas, devices="cpu" if on_cpu else "auto"
+        )
+        self._root_device = self.run.device
+
+    def _model_of(self, module: Any) -> Any:
+        """Pass `module` to the run, unless an earlier fit has; return the module to call."""
+        for known in self.run._session.state.models:
+            if known.module is module:
+                return known.wrapped
+        return self.run.model(module)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is rank 0, which logs, prints and writes checkpoints."""
+        return self._world.is_main
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """Wait for all ranks."""
+        self.run.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the value of `obj` on rank `src`: a number, text or `None`, or containers of them."""
+        return of_all(obj, self.run._session.context.group)[src]

@@ -1,0 +1,221 @@
+"""`FitState`: state of a Lightning `Trainer` while it fits, as `run.register` saves and restores it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.loops.loop import _Loop
+
+#: Attributes of Lightning's logger connector that are carried from batch to batch.
+_CONNECTOR = (
+    "_progress_bar_metrics",
+    "_logged_metrics",
+    "_callback_metrics",
+    "_current_fx",
+    "_first_loop_iter",
+)
+#: Arguments of `self.log` that a logged value keeps.
+_LOG = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+#: Sums of a logged value over the batches of an epoch.
+_SUMS = ("value", "cumulated_batch_size", "_forward_cache", "has_reset", "_update_count")
+
+
+class FitState:
+    """Saves and restores the loops, callbacks, datamodule and logged values of a fit.
+
+    Paths of checkpoints are saved without their directory, which is no part of the result.
+    """
+
+    def __init__(self, trainer: Any, strategy: Any, number: int) -> None:
+        self._trainer, self._strategy, self._run = trainer, strategy, strategy.run
+        self._loops: dict[str, Any] | None = None
+        self._frozen: dict[str, Any] | None = None
+        self._register_callbacks()
+        self._fix_directories(self._run.directory / f"lightning-{number}.json")
+
+    def _register_callbacks(self) -> None:
+        """Save callbacks of the script with the run, if they have a `state_dict` of their own."""
+        registered = self._run._session.state.registered
+        for callback in self._trainer.callbacks:
+            if _is_of_script(callback) and all(callback is not one for one in registered.values()):
+                same = [name for name in registered if name.startswith(callback.state_key)]
+                name = callback.state_key if not same else f"{callback.state_key}-{len(same) + 1}"
+                self._run.register(name, callback)
+
+    def _fix_directories(self, path: Path) -> None:
+        """Let checkpoints go where those before a restart went; loggers begin a new version."""
+        callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
+        own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
+        found = None
+        if self._run.is_main_process:
+            if self._run.is_replaying and path.exists():
+                found = json.loads(path.read_text())
+            else:
+                path.write_text(json.dumps(own))
+        found = self._strategy.broadcast(found)
+        for callback, directory in zip(callbacks, found or (), strict=False):
+            callback.dirpath = directory
+            # Files that were written after the saved state are written again, under the same names.
+            callback._enable_version_counter = False
+
+    # --- saving ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loops, callbacks, datamodule and logged values."""
+        if self._frozen is not None:
+            return self._frozen
+        trainer = self._trainer
+        connector = trainer._logger_connector
+        return {
+            "loops": trainer.fit_loop.state_dict(),
+            "should_stop": trainer.should_stop,
+            "callbacks": [self._of(callback) for callback in trainer.callbacks],
+            "logged": {name: copy.copy(getattr(connector, name)) for name in _CONNECTOR},
+            "results": {
+                key: _of_result(own) for key, own in self._results.items() if own.is_tensor
+            },
+            "hooks": self._hooks("on_save_checkpoint", {}),
+            "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+        }
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Return a context in which the state stays as it is, while replicas log one after the other."""
+        self._frozen = self.state_dict()
+        yield
+        self._frozen = None
+
+    @property
+    def _results(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop._results
+
+    def _of(self, callback: Any) -> dict[str, Any]:
+        state = {} if _is_of_script(callback) else callback.state_dict()
+        if isinstance(callback, ModelCheckpoint):
+            more = {"dirpath": None, "last_step": callback._last_global_step_saved}
+            state = _renamed({**state, **more}, _name)
+        return dict(state)
+
+    def _hooks(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
+        """Call a hook of callbacks and module with the parts of a checkpoint; return what it has added."""
+        trainer = self._trainer
+        module = trainer.lightning_module
+        owners = [*trainer.callbacks, module]
+        if all(getattr(type(one), name).__module__.startswith("lightning.") for one in owners):
+            return {}
+        own = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": module.state_dict(),
+        }
+        checkpoint = {**own, **extra}
+        for callback in trainer.callbacks:
+            getattr(callback, name)(trainer, module, checkpoint)
+        getattr(module, name)(checkpoint)
+        return {key: value for key, value in checkpoint.items() if key not in own}
+
+    # --- restoring -------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set loops, callbacks, datamodule and logged values to what `state_dict` returned."""
+        trainer = self._trainer
+        self._loops = state["loops"]
+        self.restore_loops()
+        trainer.should_stop = state["should_stop"]
+        for callback, own in zip(trainer.callbacks, state["callbacks"], strict=False):
+            if isinstance(callback, ModelCheckpoint):
+                callback.load_state_dict(_with_directory(own, callback.dirpath))
+                callback.current_score = own["current_score"]  # which it leaves out
+                callback._last_global_step_saved = own["last_step"]
+            elif own:
+                callback.load_state_dict(own)
+        for name, value in state["logged"].items():
+            setattr(trainer._logger_connector, name, value)
+        self._results.clear()
+        for key, own in state["results"].items():
+            self._restore_result(key, own)
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(state["datamodule"])
+        self._hooks("on_load_checkpoint", state["hooks"])
+
+    def _restore_result(self, key: str, own: dict[str, Any]) -> None:
+        results = self._results
+        results.log(
+            own["fx"],
+            own["name"],
+            torch.zeros((), device=own["value"].device),
+            reduce_fx=getattr(torch, own["reduce"]),
+            sync_dist_fn=self._trainer.strategy.reduce,
+            batch_size=1,
+            **own["log"],
+        )
+        for name, value in own["sums"].items():
+            setattr(results[key], name, value)
+
+    def restore_loops(self) -> None:
+        """Set the counters of the loops."""
+        assert self._loops is not None
+        _load(self._trainer.fit_loop, self._loops)
+
+    def restore_if_resumed(self, batches: Any) -> None:
+        """If the run resumes, go on to where it stopped, in the middle of an epoch or at the end."""
+        if not self._run.is_replaying:
+            return
+        batches.resume()
+        fit = self._trainer.fit_loop
+        _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined] # set by a checkpoint that the script loads
+        if not fit.done:
+            self._loops = fit.state_dict()
+            fit._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+            batches.restore = self.restore_loops
+
+
+def _is_of_script(callback: Any) -> bool:
+    """Whether a callback of the script has state."""
+    kind = type(callback)
+    own = kind.state_dict.__module__
+    return not own.startswith("lightning.")
+
+
+def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
+    """Load the counters of a loop and of its parts, without what Lightning does to repeat a batch."""
+    loop._load_from_state_dict(state, prefix)
+    for name, part in vars(loop).items():
+        if isinstance(part, _Loop):
+            _load(part, state, f"{prefix}{name}.")
+
+
+def _of_result(result: Any) -> dict[str, Any]:
+    meta = result.meta
+    return {
+        "fx": meta.fx,
+        "name": meta.name,
+        "reduce": meta.reduce_fx.__name__,
+        "log": {name: getattr(meta, name) for name in _LOG},
+        "value": result.value,
+        "sums": {name: getattr(result, name) for name in _SUMS if hasattr(result, name)},
+    }
+
+
+def _renamed(state: Any, rename: Any) -> dict[str, Any]:
+    """Return the state of a `ModelCheckpoint` with `rename(path)` in the place of each path."""
+    new = {k: rename(v) if k.endswith("_path") else v for k, v in state.items()}
+    new["best_k_models"] = {rename(path): v for path, v in state["best_k_models"].items()}
+    return new
+
+
+def _with_directory(state: dict[str, Any], directory: Any) -> dict[str, Any]:
+    renamed = _renamed(state, lambda name: str(Path(directory or "", name)) if name else name)
+    return {**renamed, "dirpath": directory}
+
+
+def _name(path: str) -> str:
+    return Path(path).name if path else path
