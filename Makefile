@@ -10,7 +10,11 @@ MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 # The longest first.
 TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slurm test-mpi test-integrations test-adversarial test-nodes
 
-.PHONY: install mpi demo test $(TESTS) test-wide test-adversary lint docs bench test-gpu clean
+# The lowest versions with which test-frameworks passes, and what they need beside them.
+LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
+NEWEST := transformers accelerate
+
+.PHONY: install mpi demo test $(TESTS) test-frameworks test-wide test-adversary lint docs bench test-gpu clean
 
 install: $(STAMP)
 
@@ -55,6 +59,15 @@ test-mpi:
 
 test-unit:
 	$(PYTEST) tests/unit
+
+# The adapters with the lowest and with the newest transformers and accelerate, in place of the pinned ones.
+test-frameworks: install
+	for set in LOWEST NEWEST; do \
+	  if [ $$set = LOWEST ]; then packages="$(LOWEST)"; else packages="$(NEWEST)"; fi; \
+	  rm -rf build/frameworks && \
+	  $(BIN)/python -m pip install --quiet --no-deps --target build/frameworks $$packages && \
+	  PYTHONPATH=build/frameworks $(BIN)/python -m pytest -m "not wide" tests/integrations || exit 1; \
+	done
 
 test-adversarial:
 	$(PYTEST) tests/adversary

@@ -96,3 +96,40 @@ Accelerator(cpu=True, {made})
     assert named in done.err
     assert "hint:" in done.err
     assert "Traceback" not in done.err
+
+
+IN_LOOP = """
+import torch
+from torch.utils.data import DataLoader
+from lockstep.integrations.accelerate import Accelerator
+accelerator = Accelerator(cpu=True, replicas=4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.arange(128.0).view(32, 4) / 128
+model, optimizer, train = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+for number, x in enumerate(train):
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 1:
+        accelerator.save_state("second")
+after = {name: value.clone() for name, value in model.state_dict().items()}
+accelerator.load_state("second")
+assert not torch.equal(after["weight"], model.weight)
+accelerator.set_trigger()
+accelerator.print("trigger", accelerator.check_trigger())
+for x in train:
+    accelerator.check_trigger()
+"""
+
+
+def test_a_state_asked_for_before_an_update_is_saved_after_it_and_triggers_are_refused(
+    lockstep: Lockstep,
+) -> None:
+    """A trigger in a loop depends on what one rank has seen."""
+    done = lockstep.python(lockstep.script(IN_LOOP), env=ENV)
+    assert "trigger True" in done.out
+    assert (lockstep.directory / "second/model.safetensors").exists()
+    assert done.code == 1
+    assert "check_trigger in a loop over a loader" in done.err
+    assert "Traceback" not in done.err

@@ -112,6 +112,42 @@ results(trainer)
         assert own == pytest.approx(theirs, rel=2e-4)
 
 
+OWN_LOADERS = (
+    TEXT
+    + """
+from torch.utils.data import DataLoader, IterableDataset
+from lockstep.integrations.transformers import Trainer
+
+class Own(Trainer):
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, self.args.train_batch_size, shuffle=True, collate_fn=collate)
+    def get_eval_dataloader(self, eval_dataset=None):
+        return DataLoader(self.eval_dataset, 5, collate_fn=collate)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from map(Text(45).__getitem__, range(45))
+
+made = {"args": arguments(max_steps=3), "data_collator": collate, "replicas": 4}
+trainer = Own(model=gpt2(), train_dataset=Text(61), eval_dataset=Text(13, 500), **made)
+trainer.train()
+trainer.train()  # again, with the optimizer of the first time
+losses = [trainer.evaluate()["eval_loss"]]
+trainer = Trainer(model=gpt2(), train_dataset=Stream(), eval_dataset=Stream(), **made)
+trainer.train()
+results(trainer, losses=[*losses, trainer.evaluate()["eval_loss"]])
+"""
+)
+
+
+def test_own_loaders_streams_and_a_second_training_are_the_same_on_every_layout(
+    lockstep: Lockstep,
+) -> None:
+    results = verified(lockstep, OWN_LOADERS, "1", "3", "2,kill@5")
+    assert results == [results[0]] * 3
+    assert len(json.loads(results[0])["losses"]) == 2
+
+
 def test_lora_is_the_same_on_every_layout(lockstep: Lockstep) -> None:
     if importlib.util.find_spec("peft") is None:
         pytest.skip("needs peft, of the extra `test`")
@@ -172,7 +208,10 @@ Trainer(model=gpt2(), args=arguments(gradient_accumulation_steps=2), train_datas
     assert "Traceback" not in done.err
 
 
-def test_a_script_that_fails_fails_its_run(lockstep: Lockstep) -> None:
+@pytest.mark.parametrize(
+    "failure", ['raise ValueError("of the script")', 'print("of the script"); sys.exit(1)']
+)
+def test_a_script_that_fails_fails_its_run(lockstep: Lockstep, failure: str) -> None:
     """One that fails after training: the run has no `with` block that would see the error."""
     script = lockstep.script(
         TEXT
@@ -180,8 +219,8 @@ def test_a_script_that_fails_fails_its_run(lockstep: Lockstep) -> None:
 from lockstep.integrations.transformers import Trainer
 trainer = Trainer(model=gpt2(), args=arguments(max_steps=2), train_dataset=Text(60), data_collator=collate, replicas=4)
 trainer.train()
-raise ValueError("of the script")
 """
+        + failure
     )
     for words in (("run", "-n", "2", script), None):
         done = lockstep(*words, env=ENV) if words else lockstep.python(script, env=ENV)

@@ -8,7 +8,8 @@ iterates over all of the data by itself, so that `gather_for_metrics` gets all r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,6 +51,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         self.scaler = None  # the run scales losses by itself
         self._is_in_loop = False
+        self._late_saves: list[Callable[[], Any]] = []
 
     # --- what is trained -------------------------------------------------------------------------------
 
@@ -129,6 +131,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: the gradients that a script reads are never scaled by a loss scale."""
 
+    def set_trigger(self) -> None:
+        """Set the flag of `check_trigger`; in a loop over a loader, raise a `UsageError`."""
+        self._refuse_in_loop("set_trigger")
+        super().set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Return whether `set_trigger` was called; in a loop over a loader, raise a `UsageError`."""
+        self._refuse_in_loop("check_trigger")
+        return bool(super().check_trigger())
+
+    def _refuse_in_loop(self, method: str) -> None:
+        if self._is_in_loop:
+            process.refuse(
+                f"{method} in a loop over a loader",
+                "a decision after the epoch, from an evaluation, which has the same values on every rank",
+            )
+
     # --- ranks -----------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
@@ -143,8 +162,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     local_main_process_first = main_process_first
 
     def print(self, *values: Any, sep: str = " ", **_: Any) -> None:
-        """Print values on the main rank only."""
-        self._run.print(*values, sep=sep)
+        """Print values on the main rank, but not again while a resumed run repeats earlier calls."""
+        if not self._run.is_replaying:
+            self._run.print(*values, sep=sep)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Log values on the main rank, but not again while a resumed run repeats earlier calls."""
@@ -156,12 +176,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **arguments: Any
     ) -> Any:
-        """Save models, optimizers and schedulers in accelerate's file format, on the main rank."""
+        """Save models, optimizers and schedulers in accelerate's file format, on the main rank.
+
+        In a loop over a loader, the state is that after the update, and is saved when it is complete.
+        """
         saved = None
-        if self.is_main_process and self.sync_gradients and not self._run.is_replaying:
-            saved = super().save_state(output_dir, safe_serialization, **arguments)
+        if self.is_main_process and not self._run.is_replaying:
+            save = functools.partial(
+                super().save_state, output_dir, safe_serialization, **arguments
+            )
+            if self.sync_gradients:
+                saved = save()
+            else:
+                self._late_saves.append(save)
         self.wait_for_everyone()
         return saved
+
+    def _save_late(self) -> None:
+        """Save what `save_state` was asked for in microbatches that were not the last of their batch."""
+        while self._late_saves and self.sync_gradients:
+            self._late_saves.pop(0)()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and restore `objects` with the run, and with accelerate's own checkpoints."""
@@ -233,6 +267,7 @@ class _PreparedLoader:
             for batch in loader:
                 accelerator._is_in_loop = True
                 yield batch
+                accelerator._save_late()
         finally:
             accelerator._is_in_loop = False
 

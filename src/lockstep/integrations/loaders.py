@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.engine.data.loader import Loader
+from lockstep.integrations.process import refuse
 from lockstep.run import Run
 
 
@@ -38,8 +39,18 @@ class _Together:
             self._batches.set_epoch(epoch)
 
 
-def global_loader(run: Run, data: DataLoader[Any], times: int | None = None) -> Loader:
-    """Return a loader whose global batch is `times` batches of `data`; by default, one per replica."""
+def global_loader(run: Run, data: Any, times: int | None = None) -> Loader:
+    """Return a loader whose global batch is `times` batches of `data`; by default, one per replica.
+
+    `data`: a DataLoader; a loader of the run is returned unchanged.
+
+    Raises:
+        UsageError: for another iterable, of which the samples that make a batch are unknown.
+    """
+    if isinstance(data, Loader):
+        return data
+    if not isinstance(data, DataLoader):
+        refuse(f"a loader of type {type(data).__name__}", "a torch.utils.data.DataLoader")
     times = times or run.replicas
     workers: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": data.pin_memory}
     if data.num_workers:
@@ -53,13 +64,9 @@ def global_loader(run: Run, data: DataLoader[Any], times: int | None = None) -> 
     together: DataLoader[Any] = DataLoader(
         data.dataset,
         batch_size=data.batch_size * times,
-        sampler=data.sampler if _has_order(data) else None,
+        sampler=None if isinstance(data.dataset, IterableDataset) else data.sampler,
         drop_last=data.drop_last,
         collate_fn=data.collate_fn,
         **workers,
     )
     return run.loader(together)
-
-
-def _has_order(data: DataLoader[Any]) -> bool:
-    return hasattr(data.dataset, "__getitem__")

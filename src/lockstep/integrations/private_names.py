@@ -57,7 +57,6 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_tr_loss",
         "_total_loss_scalar",
         "_globalstep_last_logged",
-        "_initial_global_step",
         "_initial_num_input_tokens_seen",
     ),
     "transformers:TrainingArguments._setup_devices.func": ("_n_gpu",),
@@ -83,3 +82,5 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "torchmetrics:Metric.__init__": ("_update_count", "distributed_available_fn"),
 }
+#: Attributes that only newer versions read, and the first of them; the adapters set them for all versions.
+NEWER_ATTRIBUTES: dict[str, str] = {"_initial_global_step": "transformers 5.20"}

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
 
@@ -32,6 +33,8 @@ class _Current:
         error = getattr(sys, "last_value", None)
         try:
             self.end(error)
+        except Preempted:
+            return  # the script was ended by the same exception, which has set the exit code
         except LockstepError as late:
             if late is error:
                 return
@@ -44,12 +47,19 @@ class _Current:
 _current = _Current()
 
 
+def _exit(status: Any = None, /) -> NoReturn:
+    """Replace `sys.exit`, since the interpreter keeps no exit status that `end_with_script` could read."""
+    sys.last_value = SystemExit(status)
+    raise sys.last_value
+
+
 def open_run(**settings: Any) -> Run:
     """Return this process's open run if its settings are `settings`; else end it and open a new one."""
     if _current.run is not None and _current.settings == settings:
         return _current.run
     if _current.run is None and not _current.settings:
         atexit.register(_current.end_with_script)
+        sys.exit = _exit
     _current.end()
     name = Path(sys.argv[0]).stem.lstrip("-") or "run"
     run = Run(name, progress=False, **settings)

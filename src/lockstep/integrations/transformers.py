@@ -16,12 +16,19 @@ import numpy as np
 import torch
 import transformers
 from torch.optim import lr_scheduler
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    denumpify_detensorize,
+    has_length,
+)
 
 from lockstep.integrations import alone, process, refusals
 from lockstep.integrations.loaders import global_loader
+from lockstep.integrations.process import refuse
 from lockstep.integrations.rows import pack, unpack
 from lockstep.integrations.trainer_state import TrainingProgress
+from lockstep.integrations.trl_metrics import ListedMetrics
 from lockstep.run import Run
 
 alone.see_alone()
@@ -43,7 +50,7 @@ class LockstepTrainer:
 
     def __init__(self, *args: Any, replicas: int | None = None, **kwargs: Any) -> None:
         self._asked_replicas = replicas
-        self._prepared: list[Any] = []  # models of the run
+        self._prepared: list[Any] = []  # models and optimizers of the run
         refusals.check_trainer(type(self))
         super().__init__(*args, **kwargs)
 
@@ -76,11 +83,15 @@ class LockstepTrainer:
         """Move a model that is not trained, such as a reference model, to the run's device; return it."""
         return model.to(self._run.device)
 
+    def _is_new(self, value: Any) -> bool:
+        """Return whether this is the first call with `value`, which a second `train()` may use again."""
+        is_new = all(value is not known for known in self._prepared)
+        self._prepared += [value] if is_new else []
+        return is_new
+
     def _prepare_model(self) -> Any:
-        model = self._me.model
-        if all(model is not known for known in self._prepared):
-            self._prepared.append(model)
-            self._me.model_wrapped = self._run.model(model)
+        if self._is_new(self._me.model):
+            self._me.model_wrapped = self._run.model(self._me.model)
         return self._me.model_wrapped
 
     def _prepare(self, max_steps: int, checkpoint: str | None) -> Any:
@@ -92,7 +103,8 @@ class LockstepTrainer:
         if checkpoint is not None:
             me._load_optimizer_and_scheduler(checkpoint)
         model = self._prepare_model()
-        run.optimizer(me.optimizer)
+        if self._is_new(me.optimizer):
+            run.optimizer(me.optimizer)
         run.scheduler(me.lr_scheduler)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(me.callback_handler, name, getattr(me, name))
@@ -123,7 +135,11 @@ class LockstepTrainer:
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         me, run = self._me, self._run
-        loader = me.get_train_dataloader()
+        loader = global_loader(run, me.get_train_dataloader())
+        if resume_from_checkpoint is not None and not has_length(loader):
+            refuse(
+                "resume_from_checkpoint with an IterableDataset", "--run-dir, which continues a run"
+            )
         epochs, per_epoch, _, samples, _, _, max_steps = me.set_initial_training_values(
             me.args, loader
         )
@@ -205,13 +221,13 @@ class LockstepTrainer:
         me._tr_loss += loss
         me.current_flos += sums["flos"]
         me.state.num_input_tokens_seen += sums["tokens"]
-        _Metrics(me, "train").add(sums)
+        ListedMetrics(me, "train").add(sums)
 
     def _train_microbatches(self, model: Any, batch: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Train on this rank's microbatches; yield the loss and counts of each, to be summed over ranks."""
         me, run = self._me, self._run
         for inputs in batch:
-            metrics, seen = _Metrics(me, "train"), me.state.num_input_tokens_seen
+            metrics, seen = ListedMetrics(me, "train"), me.state.num_input_tokens_seen
             me._track_num_input_tokens(inputs)
             tokens, me.state.num_input_tokens_seen = me.state.num_input_tokens_seen - seen, seen
             flos = float(me.floating_point_ops(inputs))
@@ -248,8 +264,9 @@ class LockstepTrainer:
         me = self._me
         me.control = me.callback_handler.on_optimizer_step(me.args, me.state, me.control)
         self._progress.latest[1] = me._get_learning_rate()
-        by_metric = (lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR)
-        if not isinstance(me.lr_scheduler, by_metric):
+        plateau = lr_scheduler.ReduceLROnPlateau
+        newer = getattr(transformers.optimization, "GreedyLR", plateau)  # not in transformers 5.3
+        if not isinstance(me.lr_scheduler, (plateau, newer)):  # those step after an evaluation
             me.lr_scheduler.step()
 
     # --- evaluation ------------------------------------------------------------------------------------
@@ -267,20 +284,20 @@ class LockstepTrainer:
         only_loss = (
             args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         )
-        model = self._prepare_model()
+        model, loader = self._prepare_model(), global_loader(self._run, dataloader)
         me.callback_handler.eval_dataloader = dataloader
         model.eval()
         if callable(getattr(me.optimizer, "eval", None)):
             me.optimizer.eval()
         seen = _Seen()
         rows = self._run.gather(
-            self._predictions(model, dataloader, seen, only_loss, ignore_keys), pad=0
+            self._predictions(model, loader, seen, only_loss, ignore_keys), pad=0
         )
-        dataloader.close()
+        loader.close()
         floats, (logits, labels, inputs) = unpack(rows, len(seen.names), seen.like)
         losses = floats[:, 0] if seen.has_loss else None
         means = dict(zip(seen.names, floats.mean(axis=0).tolist(), strict=True))
-        _Metrics(me, "eval").add({**means, "weight": 1.0})
+        ListedMetrics(me, "eval").add({**means, "weight": 1.0})
         metrics = self._metrics_of(logits, labels, inputs, losses)
         if losses is not None:
             finite = np.isfinite(losses)
@@ -301,7 +318,7 @@ class LockstepTrainer:
         """
         me, included = self._me, self._me.args.include_for_metrics
         for inputs in loader:
-            metrics = _Metrics(me, "eval")
+            metrics = ListedMetrics(me, "eval")
             shown = None
             if "inputs" in included:
                 shown = me._prepare_input(inputs[getattr(me.model, "main_input_name", "input_ids")])
@@ -348,7 +365,7 @@ class LockstepTrainer:
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Raise a `UsageError`: each trial of a search would need a run of its own."""
-        process.refuse("hyperparameter_search", "one script per trial, each with its own --run-dir")
+        refuse("hyperparameter_search", "one script per trial, each with its own --run-dir")
 
 
 class Trainer(LockstepTrainer, transformers.Trainer):  # type: ignore[misc]
@@ -362,42 +379,3 @@ class _Seen:
         self.names: list[str] = ["loss"]
         self.like: Any = (None, None, None)
         self.has_loss = False
-
-
-class _Metrics:
-    """Metrics that TRL's trainers append to lists while they compute a loss, one entry per microbatch.
-
-    Args:
-        trainer: a trainer; one that does not come from TRL has no such lists.
-        mode: `train` or `eval`.
-    """
-
-    def __init__(self, trainer: Any, mode: str) -> None:
-        self._trainer = trainer
-        self._lists = getattr(trainer, "_metrics", {}).get(mode, {})
-        self._before = {name: len(values) for name, values in self._lists.items()}
-        self._tokens = getattr(trainer, "_total_train_tokens", 0)
-
-    def taken(self, weight: float) -> dict[str, float]:
-        """Remove the entries that were appended since this object was made; return them times `weight`."""
-        tokens = getattr(self._trainer, "_total_train_tokens", 0) - self._tokens
-        appended = {
-            name: float(values.pop())
-            for name, values in self._lists.items()
-            if len(values) > self._before.get(name, 0)
-        }
-        if self._before.get("num_tokens"):
-            self._lists["num_tokens"] = [self._tokens]
-        weighted = {f"metric {n}": v * weight for n, v in appended.items() if n != "num_tokens"}
-        if hasattr(self._trainer, "_total_train_tokens"):
-            weighted["trl tokens"], self._trainer._total_train_tokens = tokens, self._tokens
-        return weighted
-
-    def add(self, sums: dict[str, Any]) -> None:
-        """Append means over all replicas to the lists; `sums`: sums of the values that `taken` returned."""
-        for name, value in sums.items():
-            if name.startswith("metric "):
-                self._lists[name.removeprefix("metric ")].append(value / sums["weight"])
-        if "trl tokens" in sums:
-            self._trainer._total_train_tokens += int(sums["trl tokens"])
-            self._lists["num_tokens"] = [self._trainer._total_train_tokens]

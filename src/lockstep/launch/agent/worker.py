@@ -70,12 +70,14 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
     """Call `body`, which runs the user's code; return the exit code that `python` would have.
 
     An exception is written to the error file named in `environ`; its traceback is printed or logged.
+    Functions of `atexit` find it in `sys.last_value`, as the interpreter sets it; also a `SystemExit`.
     """
     stacks.offer(environ)
     groups.keep_destroyed()
     try:
         body()
     except SystemExit as leave:
+        sys.last_value = leave
         return exit_code(leave)
     except KeyboardInterrupt as error:
         _report(error, environ, home)
@@ -83,9 +85,7 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
         os.kill(os.getpid(), signal.SIGINT)
         return 128 + signal.SIGINT
     except BaseException as error:
-        sys.last_value = (
-            error  # as the interpreter does: what runs at its end sees how the script ended
-        )
+        sys.last_value = error
         return _report(error, environ, home)
     return 0
 

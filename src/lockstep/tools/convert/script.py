@@ -18,6 +18,7 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
 from lockstep.tools.check.syntax import dotted, variables
 from lockstep.tools.convert import (
+    adapters,
     carried,
     data,
     decisions,
@@ -77,6 +78,9 @@ def convert(path: Path) -> Converted:
     from lockstep.tools.check import editor
 
     script = _read(path)
+    if (adapted := adapters.convert(script)) is not None:
+        return Converted(script.module, adapted[0], [], adapted[1])
+    _check_loop(script, path)
     draft = Draft(script)
     for part in _PARTS:
         part.convert(draft)
@@ -133,13 +137,17 @@ def _read(path: Path) -> Script:
     script = Script(project, module)
     if "lockstep" in script.flavours:
         raise UsageError(f"{path} makes a lockstep.Run: it is a Lockstep script already")
-    if others := script.flavours & {"accelerate", "fabric"}:
+    return script
+
+
+def _check_loop(script: Script, path: Path) -> None:
+    """Raise `UsageError` for a script without a training loop of plain PyTorch."""
+    if "fabric" in script.flavours:
         raise UsageError(
-            f"{path} is a script of {' and '.join(sorted(others))}; expected one for a single device or of "
-            "DistributedDataParallel"
+            f"{path} is a script of fabric; expected one for a single device or of DistributedDataParallel"
         )
     if script.step_loops:
-        return script
+        return
     for one in script.program:
         if one.step_loops:
             raise UsageError(

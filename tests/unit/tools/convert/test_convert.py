@@ -248,6 +248,38 @@ def test_line_ends_and_encodings_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "from transformers import (\n    A,\n    Trainer,\n    TrainerCallback,\n)\nTrainer(A)",
+            (
+                "from transformers import (\n    A,\n    TrainerCallback,\n)\n"
+                "from lockstep.integrations.transformers import Trainer\nTrainer(A)"
+            ),
+        ),
+        (
+            "def f():\n    from transformers import Trainer as T, TrainerCallback\n    T()",
+            (
+                "def f():\n    from transformers import TrainerCallback\n"
+                "    from lockstep.integrations.transformers import Trainer as T\n    T()"
+            ),
+        ),
+        (
+            "from accelerate import Accelerator\nAccelerator()",
+            "from lockstep.integrations.accelerate import Accelerator\nAccelerator()",
+        ),
+    ],
+)
+def test_a_script_of_a_framework_changes_its_import(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    (tmp_path / "a.py").write_text(before)
+    made = convert(tmp_path / "a.py")
+    assert made.text == after
+    assert "--replicas N" in made.notes[0]
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.py", "x = (\n", r"a\.py:1:5: .*not valid Python 3"),
@@ -255,7 +287,9 @@ def test_line_ends_and_encodings_stay(tmp_path: Path) -> None:
         ("a.py", "x = 1\n", "no training loop found; looked for a for or while loop"),
         ("a.ipynb", "{}", "is a notebook"),
         ("a.py", "import lockstep\nlockstep.Run('a')\n", "is a Lockstep script already"),
-        ("a.py", "import accelerate\naccelerate.Accelerator()\n", "a script of accelerate"),
+        ("a.py", "import accelerate\naccelerate.Accelerator()\n", "by the module's name"),
+        ("a.py", "from trl import SFTTrainer as T\nT()\n", "SFTTrainer of trl"),
+        ("a.py", "from lockstep.integrations.accelerate import Accelerator\n", "already"),
         ("a.py", UNCALLED, "nothing that calls it"),
         ("b.py", "", "the training loop is in .*, which"),
         ("none.py", None, "is not there"),

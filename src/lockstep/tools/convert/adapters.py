@@ -1,0 +1,98 @@
+"""Convert scripts of accelerate and of transformers' Trainer: only an import changes, to an adapter."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+from lockstep.tools.check.script import Script
+from lockstep.tools.check.source import Module
+
+#: Classes that have an adapter of the same name, and the adapter's module.
+_ADAPTERS = {
+    "accelerate.Accelerator": "lockstep.integrations.accelerate",
+    "accelerate.accelerator.Accelerator": "lockstep.integrations.accelerate",
+    "transformers.Trainer": "lockstep.integrations.transformers",
+    "transformers.trainer.Trainer": "lockstep.integrations.transformers",
+}
+#: Packages whose other trainers are subclasses of transformers' Trainer.
+_SUBCLASSES = re.compile(r"(transformers|trl|sentence_transformers)\..*Trainer")
+NOTE = (
+    "replicas= of {name}, or lockstep run --replicas N, sets the number of processes that are emulated; "
+    "by default, as many as there are ranks"
+)
+
+
+@dataclass(frozen=True)
+class _Import:
+    """One imported name: its `from … import …` statement, its alias in it, and the adapter's module."""
+
+    statement: ast.ImportFrom
+    alias: ast.alias
+    adapter: str
+
+
+def convert(script: Script) -> tuple[str, list[str]] | None:
+    """Return the text with adapters imported, and notes; `None` for scripts that import no such class.
+
+    Raises:
+        UsageError: if the script has an adapter already, or imports a class in a way that is not replaced.
+    """
+    module = script.module
+    names = set(module.imports.values())
+    if any(name.startswith("lockstep.integrations.") for name in names):
+        raise UsageError(
+            f"{module.path} imports lockstep.integrations: it has been converted already"
+        )
+    found = list(_imports(module))
+    if found:
+        text = _replaced(module.text, found)
+        compile(text, str(module.path), "exec")
+        return text, [NOTE.format(name=one.alias.asname or one.alias.name) for one in found]
+    if {"Accelerator", "transformers.Trainer"} & script.called:
+        raise UsageError(
+            f"{module.path} calls accelerate.Accelerator or transformers.Trainer by the module's name; "
+            "expected the class to be imported",
+            hint="from accelerate import Accelerator, or from transformers import Trainer",
+        )
+    if others := sorted(filter(_SUBCLASSES.fullmatch, names & script.called)):
+        package, _, name = others[0].rpartition(".")
+        raise UsageError(
+            f"{module.path} trains with {name} of {package}, which is not converted by itself",
+            hint=f"class MyTrainer(LockstepTrainer, {name}), of lockstep.integrations.transformers",
+        )
+    return None
+
+
+def _imports(module: Module) -> list[_Import]:
+    statements = [one for one in ast.walk(module.tree) if isinstance(one, ast.ImportFrom)]
+    return [
+        _Import(statement, alias, _ADAPTERS[name])
+        for statement in statements
+        for alias in statement.names
+        if (name := f"{statement.module}.{alias.name}") in _ADAPTERS
+    ]
+
+
+def _replaced(text: str, found: list[_Import]) -> str:
+    """Return `text` with the names taken out of their statements, and imported from the adapters."""
+    lines = text.split("\n")
+    for one in sorted(found, key=lambda one: -one.statement.lineno):
+        first, last = one.statement.lineno - 1, one.statement.end_lineno or one.statement.lineno
+        statement = "\n".join(lines[first:last])
+        rest = []
+        if len(one.statement.names) > 1:
+            name = rf"\b{one.alias.name}\b" + (
+                rf"\s+as\s+{one.alias.asname}\b" if one.alias.asname else ""
+            )
+            head, word, names = statement.partition("import")
+            names, count = re.subn(rf",\s*{name}", "", names, count=1)
+            rest = [
+                head + word + (names if count else re.sub(rf"{name}\s*,\s*", "", names, count=1))
+            ]
+        bound = one.alias.name + (f" as {one.alias.asname}" if one.alias.asname else "")
+        indent = statement[: len(statement) - len(statement.lstrip())]
+        lines[first:last] = [*rest, f"{indent}from {one.adapter} import {bound}"]
+    return "\n".join(lines)
