@@ -28,6 +28,7 @@ REASONS = (
     "installs packages",
     "names a script of the reader",
     "needs a container",
+    "needs Kubernetes",
     "needs a GPU",
     "needs a second terminal",
     "needs MPI",

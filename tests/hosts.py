@@ -187,6 +187,10 @@ class Switch:
         """Pull a host's cable."""
         self._inside.ip("link", "set", self._port(host), "down")
 
+    def unplug(self, host: Host) -> None:
+        """Remove a host's cable, so that another host of this name can be plugged in."""
+        self._inside.ip("link", "del", self._port(host))
+
     def mend(self, host: Host) -> None:
         """Put it back."""
         self._inside.ip("link", "set", self._port(host), "up")

@@ -48,6 +48,8 @@ def test_two_nodes_give_the_digest_of_one_process(
     assert (run_dir / f"slurm-{job}.out").read_text() == done.out
     assert {"job.sh", "run.json", "logs"} <= {path.name for path in run_dir.iterdir()}
     assert digest_of(done.out) == digest_of_python
+    again = lockstep("submit", "--logs", job)
+    assert (again.code, again.out) == (0, done.out)
 
 
 def test_a_failure_has_its_verdict_and_its_exit_code(slurm: Slurm, lockstep: Lockstep) -> None:
@@ -128,3 +130,13 @@ def test_a_job_that_nobody_follows(slurm: Slurm, lockstep: Lockstep) -> None:
     done = lockstep("submit", "--no-follow", "--sbatch=--hold", lockstep.script(""))
     assert done.code == 0, done.err
     assert slurm("squeue", "--noheader", "--format=%A").out == done.out
+    job = done.out.strip()
+    told = lockstep("submit", "--status", job)
+    assert told.code == 0
+    assert told.err.startswith(f"lockstep: job {job} will not start as it is: JobHeldUser\nhint: ")
+    assert lockstep("submit", "--cancel", job).err == f"lockstep: job {job} is cancelled\n"
+    told = lockstep("submit", "--status", job)
+    assert (told.code, told.err) == (1, f"lockstep: job {job} was cancelled\n")
+    told = lockstep("submit", "--status", "999999")
+    assert told.code == 1
+    assert "Slurm knows no job 999999\nhint: squeue --me lists jobs" in told.err

@@ -94,9 +94,9 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {self.prog} run {found['word']}?"
         raise UsageError(message, hint=hint or self._see)
 
-    def add_script(self, what: str) -> None:
+    def add_script(self, what: str, *, optional: bool = False) -> None:
         """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT."""
-        self.add_argument("target", metavar="SCRIPT", help=what)
+        self.add_argument("target", metavar="SCRIPT", nargs="?" if optional else None, help=what)
         rest = self.add_argument(
             "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
         )

@@ -1,9 +1,8 @@
-"""`lockstep submit`: submit a script to Slurm as a job, and follow it."""
+"""`lockstep submit`: run a script as a job of Slurm or Kubernetes, and show or cancel the job."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import setting_flags
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.tools.submit.backend import Backend
     from lockstep.tools.submit.request import JobRequest
 
-HELP = "run a script as a job of Slurm"
+HELP = "run a script as a job of Slurm or Kubernetes"
 USAGE = "[options] SCRIPT [ARG ...]"
 EPILOG = """\
 Everything after SCRIPT belongs to the script. Exit codes: that of the job; 2 if there is none; 130
@@ -25,6 +24,17 @@ if Ctrl-C ended the command and left the job running.
 EXAMPLES = {
     "lockstep submit --nodes 2 -n 4 --time 2:00:00 train.py": "2 nodes of 4 ranks, for two hours",
     "lockstep submit --dry-run --nodes 2 -n 4 train.py": "show the job script",
+    "lockstep submit --kubernetes job --image I --memory 32Gi --volume CLAIM:/data --nodes 2 train.py": (
+        "print manifests of Kubernetes; --apply gives them to kubectl"
+    ),
+}
+
+
+#: Flags for a job that exists, in place of a script.
+_ACTIONS = {
+    "status": "print the state of a job; the exit code is that of a job that has failed",
+    "logs": "print the output of a job until its end",
+    "cancel": "cancel a job: its run saves its state",
 }
 
 
@@ -48,19 +58,33 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--no-follow", action="store_true", help="print the job's number and return"
     )
-    parser.add_script("the script to run, or with -m a module")
+    for name, what in _ACTIONS.items():
+        parser.add_argument(f"--{name}", metavar="JOB", help=what)
+    parser.add_script("the script to run, or with -m a module", optional=True)
 
 
 def handle(options: argparse.Namespace) -> int:
     """Submit the script as a job, and follow it unless `--no-follow`; return the exit code."""
     from lockstep.tools.submit import job
 
-    backend = backends.load(options.backend)
-    spec = _spec(options)
+    name = "kubernetes" if options.kubernetes else options.backend
+    backend = backends.load(name)
+    _check_flags(options, name)
+    asked = {action: getattr(options, action) for action in _ACTIONS if getattr(options, action)}
+    if asked:
+        return _act(backend, asked, options)
+    if options.target is None:
+        raise UsageError(
+            "the following arguments are required: SCRIPT", hint="see lockstep submit --help"
+        )
+    spec = _spec(options, backend)
     request = _request(options, spec, backend)
-    if options.dry_run:
-        run_dir = (spec.run_dir or Path("runs") / spec.name / "TIME").absolute()
+    run_dir = (spec.run_dir or backend.default_run_dir(request, spec.name)).absolute()
+    if options.dry_run or (backend.is_remote and not options.apply):
         print(backend.script(request, run_dir), end="")
+        return 0
+    if backend.is_remote:
+        job.submit_remote(backend, request, run_dir, backend.job_id(request.name, options))
         return 0
     number, output = job.submit(backend, request, spec.run_dir, spec.name)
     if options.no_follow:
@@ -69,7 +93,35 @@ def handle(options: argparse.Namespace) -> int:
     return job.JobFollower(backend, number, output).follow()
 
 
-def _spec(options: argparse.Namespace) -> LaunchSpec:
+def _act(backend: Backend, asked: dict[str, str], options: argparse.Namespace) -> int:
+    """Show or cancel a job; return the exit code."""
+    from lockstep.tools.submit import job
+
+    if len(asked) > 1 or options.target is not None:
+        given = " and ".join(
+            [f"--{action}" for action in asked] + ["SCRIPT"] * bool(options.target)
+        )
+        raise UsageError(f"{given} contradict each other; expected one of them")
+    ((action, name),) = asked.items()
+    return job.act(backend, action, name, backend.job_id(name, options))
+
+
+def _check_flags(options: argparse.Namespace, chosen: str) -> None:
+    """Raise `UsageError` for a flag of another backend than the one that is used."""
+    for name in backends.names():
+        if name == chosen:
+            continue
+        only = argparse.ArgumentParser(add_help=False)
+        backends.load(name).add_flags(only)
+        for action in only._actions:
+            if getattr(options, action.dest) != action.default:
+                raise UsageError(
+                    f"{action.option_strings[-1]} is a flag of {name}, and the backend is {chosen}",
+                    hint="--kubernetes KIND runs on Kubernetes; without it, a job goes to Slurm",
+                )
+
+
+def _spec(options: argparse.Namespace, backend: Backend) -> LaunchSpec:
     """Return the launch on each node, checked before the job is submitted.
 
     Raises:
@@ -79,7 +131,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
     from lockstep.launch.spec import LaunchSpec, parse_ranks
     from lockstep.launch.target.source import check_script
 
-    if not options.module:
+    if not options.module and not backend.is_remote:  # else it is in the image
         check_script(options.target)
     return LaunchSpec(
         target=options.target,
@@ -97,7 +149,7 @@ def _request(options: argparse.Namespace, spec: LaunchSpec, backend: Backend) ->
         raise UsageError("--time or --job-name is empty; expected a value")
     words = setting_flags.words(options, setting_flags.SHARED)
     return JobRequest(
-        name=options.job_name or spec.name,
+        name=backend.name(options.job_name or spec.name, chosen=options.job_name is not None),
         command=(spec.target, *spec.args),
         run_options=(*words, *(["-m"] if options.module else [])),
         nodes=options.nodes,
@@ -119,11 +171,12 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="SECONDS",
         help="how long before its time limit the job saves its state and goes back into the queue "
-        "(default: 90, or a quarter of a shorter limit)",
+        "(default: 90, or a quarter of a shorter limit); on Kubernetes, time between SIGTERM and SIGKILL",
     )
     add("-J", "--job-name", metavar="NAME", help="default: the script's name")
     add(
         "--gpus-per-node",
+        "--gpus",
         metavar="G",
         help="GPUs of each node, such as 4 or a100:4; a rank for each",
     )

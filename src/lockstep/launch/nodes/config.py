@@ -10,7 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.errors import UsageError
+from lockstep.registry import EnvironmentEntry
 from lockstep.world import environments
+from lockstep.world.environments import kubernetes
 from lockstep.world.environments.torchrun import MARK
 from lockstep.world.model import World
 
@@ -169,18 +171,30 @@ def rendezvous_config(
         return None
     if nodes.endpoint is not None or nodes.main_address is not None:
         return _by_flags(nodes, work)
-    # A launcher inside a worker starts a launch of its own.
-    inside = MARK in environ or {"RANK", "WORLD_SIZE"} <= environ.keys()
-    entries = (entry for entry in environments.candidates(environ) if entry.starts_launchers)
-    worlds = (environments.read(entry, environ) for entry in entries)
-    world = None if inside else next(filter(None, worlds), None)
-    if world is not None and world.size > 1:
-        return _by_environment(nodes, world, work)
+    # A launcher inside a worker starts a launch of its own. A PyTorchJob sets RANK for launchers, too.
+    inside = MARK in environ or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys()
+    found = None if inside else _launchers(nodes, environ)
+    if found is not None and found[1].size > 1:
+        return _by_environment(nodes, *found, work)
     if (nodes.count or 1) == 1:
         return None
     raise UsageError(
         f"--nnodes is {_shown(nodes)}, but no rendezvous address is given", hint=_RENDEZVOUS_HINT
     )
+
+
+def _launchers(nodes: Nodes, environ: Mapping[str, str]) -> tuple[EnvironmentEntry, World] | None:
+    """Return the environment that has started several launchers, and the world of these launchers."""
+    if nodes.count is not None:
+        environ = {**environ, kubernetes.COUNT: _shown(nodes)}
+    is_worker = {"RANK", "WORLD_SIZE"} <= environ.keys()
+    for entry in environments.candidates(environ):
+        # Of a worker's variables only those of an environment that distinguishes launchers are read.
+        if entry.starts_launchers and (not is_worker or entry.launchers):
+            world = environments.read(entry, environ, launchers=True)
+            if world is not None:
+                return entry, world
+    return None
 
 
 def _by_flags(nodes: Nodes, work: Sequence[str]) -> RendezvousConfig | None:
@@ -248,8 +262,10 @@ def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
     return place.address, place.port
 
 
-def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> RendezvousConfig:
-    if nodes.least is not None:
+def _by_environment(
+    nodes: Nodes, entry: EnvironmentEntry, world: World, work: Sequence[str]
+) -> RendezvousConfig:
+    if nodes.least is not None and not entry.replaces_launchers:
         raise UsageError(
             f"--nnodes is {_shown(nodes)}, but {world.environment} started {world.size} launchers, "
             "and ends all launchers when one is lost; expected a number",
@@ -276,6 +292,7 @@ def _by_environment(nodes: Nodes, world: World, work: Sequence[str]) -> Rendezvo
     return RendezvousConfig(
         name=f"{world.key or world.environment}/{nodes.id or _named_after(work)}",
         count=world.size,
+        least=nodes.least,
         index=world.rank,
         address=world.address,
         port=nodes.main_port or world.port,

@@ -17,12 +17,16 @@ import torch.distributed as dist
 from lockstep.errors import UnreachableError, UsageError, WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.world import host, network
+from lockstep.world.environments import kubernetes
 from lockstep.world.rendezvous import port_discovery
+from lockstep.world.rendezvous.port_discovery import SocketAddress
 from lockstep.world.rendezvous.private_file import open_private
 from lockstep.world.rendezvous.store import connect_store, host_store
 from lockstep.world.waiting import Check
 
 _AGAIN_SECONDS = 0.25
+#: Seconds for which the addresses of a pod's host name are tried before the name is looked up again.
+_LOOK_UP_SECONDS = 10.0
 _TAKEN_HINT = "another launch with this name runs on this host: give each an --rdzv-id of its own"
 
 
@@ -93,16 +97,36 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
 
 
 def _find(config: RendezvousConfig, check: Check) -> dist.Store:
+    """Connect to the store on the host of launcher 0.
+
+    The host name of a pod has no address before the pod runs, and another one after the pod was replaced:
+    in a pod it is looked up again until launchers had their time to join.
+    """
+    deadline = time.monotonic() + config.seconds
+    while True:
+        left = deadline - time.monotonic()
+        again = kubernetes.is_pod(os.environ) and left > _LOOK_UP_SECONDS
+        try:
+            return connect_store(
+                *_find_port(config, check, min(left, _LOOK_UP_SECONDS) if again else left)
+            )
+        except WorldError:
+            if not again:
+                raise
+        check()
+        time.sleep(_AGAIN_SECONDS)
+
+
+def _find_port(config: RendezvousConfig, check: Check, seconds: float) -> SocketAddress:
     assert config.address is not None
-    place = port_discovery.find(
+    return port_discovery.find(
         network.addresses_of(config.address),
         config.name,
         "this node" if config.index is None else f"node {config.index}",
-        seconds=config.seconds,
+        seconds=seconds,
         port=config.port,
         check=check,
     )
-    return connect_store(*place)
 
 
 def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:

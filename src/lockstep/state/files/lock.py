@@ -16,10 +16,15 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.run_file import cannot_write
 from lockstep.world import host
+from lockstep.world.model import World
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 NAME = ".lock"
 #: Process id of the launcher, for its workers.
@@ -126,6 +131,37 @@ class DirectoryLock:
             os.close(self._file)
         self._file = None
         _locks.discard(self)
+
+
+def nodes_apart(store: dist.Store, directory: Path, world: World) -> str:
+    """Return, on the main rank, a warning that names nodes which do not share a directory with its node.
+
+    The nodes compare the text of the lock file, which no other directory has. The text is empty on other
+    ranks, and if all nodes share the directory.
+    """
+    if world.is_main:
+        store.set("lock", _text(directory))
+        told = {node: store.get(f"apart/{node}").decode() for node in range(1, world.node_count)}
+        apart = " and ".join(f"node {node} ({name})" for node, name in told.items() if name)
+        return apart and (
+            f"lockstep: warning: {directory} is not shared: on {apart} it is another directory, and a "
+            "checkpoint is lost with the machine that wrote it; hint: --run-dir on a file system, or a "
+            "volume, that all nodes share"
+        )
+    if world.node_rank > 0 and world.local_rank == 0:
+        expected, deadline = store.get("lock").decode(), time.monotonic() + _PATIENCE
+        while _text(directory) != expected and time.monotonic() < deadline:
+            time.sleep(_LOOK)  # a network file system shows new files late
+        name = "" if _text(directory) == expected else host.name()
+        store.set(f"apart/{world.node_rank}", name)
+    return ""
+
+
+def _text(directory: Path) -> str:
+    try:
+        return (directory / NAME).read_text()
+    except OSError:
+        return ""
 
 
 def leave(directory: Path) -> None:

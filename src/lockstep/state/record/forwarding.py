@@ -10,6 +10,7 @@ values at a kill.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
@@ -19,6 +20,7 @@ from typing import Any
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.atomic_file import atomic_write
 from lockstep.state.files.run_file import cannot_write
+from lockstep.state.record import trainjob
 from lockstep.state.record.following import Follower
 from lockstep.state.record.loggers import Backend, Say, make
 
@@ -97,6 +99,11 @@ class Forwarding:
                 self._warn(name, error)
             else:
                 self._open.append((name, backend))
+        if trainjob.has_server(os.environ):
+            status = trainjob.TrainJobStatus(
+                self._directory.parent / "events/rank-0.jsonl", self._say
+            )
+            self._open.append(("trainjob", status))
         while not self._ends.wait(_EVERY):
             self._forward(ended=False)
         if self._end is not None:

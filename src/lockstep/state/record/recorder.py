@@ -24,10 +24,10 @@ from lockstep.engine.data.loader import Loader
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.errors import RunDirectoryError, shortened
 from lockstep.state.files import directory as directories
-from lockstep.state.files import run_file
+from lockstep.state.files import lock, run_file
 from lockstep.state.files.lock import DirectoryLock, Owner
 from lockstep.state.files.run_file import Identity
-from lockstep.state.record import reproducibility
+from lockstep.state.record import reproducibility, trainjob
 from lockstep.state.record.events import Events, copied
 from lockstep.state.record.forwarding import DIRECTORY, Forwarding
 from lockstep.state.record.monitor import Monitor
@@ -81,6 +81,8 @@ class Recorder:
         self._bar = ProgressBar(shown=world.is_main and settings.progress)
         self._lock: DirectoryLock | None = None
         self.directory = self._agree_on_directory(store)
+        if apart := lock.nodes_apart(store, self.directory, world):
+            self.warn(apart)
         self._events = Events(self.directory, world.rank)
         self.steps: StepRecord | None = None
         if settings.hash_every != 0:
@@ -130,7 +132,7 @@ class Recorder:
             self._events.add(kind="resume", step=step, source=source)
             name = "in-memory snapshot" if source == "memory" else source.rpartition("/")[2]
             self.origin = f", resuming after step {step} ({name})"
-        if world.is_main and self._settings.loggers:
+        if world.is_main and (self._settings.loggers or trainjob.has_server(os.environ)):
             self._loggers = Forwarding(
                 self._settings.loggers,
                 self.directory,

@@ -6,7 +6,7 @@ import argparse
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.tools.submit.request import JobRequest
 
@@ -44,18 +44,39 @@ class Backend(ABC):
 
     title: str  # in messages
     program: str  # the command that takes jobs, in messages
+    #: whether run directories lie in the cluster, so that this machine neither writes nor reads them
+    is_remote = False
 
     @abstractmethod
     def add_flags(self, group: argparse._ActionsContainer) -> None:
         """Add command-line flags for options that only this backend has."""
 
     @abstractmethod
-    def options(self, options: argparse.Namespace) -> tuple[str, ...]:
+    def options(self, options: argparse.Namespace) -> Any:
         """Return the backend's own options from the parsed flags, for `JobRequest.options`.
 
         Raises:
             UsageError: if an option conflicts with those that Lockstep sets.
         """
+
+    def name(self, text: str, *, chosen: bool) -> str:
+        """Return the name of a job: `text`, which the user has `chosen`, or which is the script's name.
+
+        Raises:
+            UsageError: if the backend cannot take a chosen name.
+        """
+        del chosen
+        return text
+
+    def job_id(self, name: str, options: argparse.Namespace) -> str:
+        """Return the id of the job that a user calls `name`."""
+        del options
+        return name
+
+    def default_run_dir(self, request: JobRequest, run: str) -> Path:
+        """Return the run directory of a job for which none is given; `run` is the name of the run."""
+        del request
+        return (Path("runs") / run / "TIME").absolute()
 
     @abstractmethod
     def script(self, request: JobRequest, run_dir: Path) -> str:
@@ -85,6 +106,24 @@ class Backend(ABC):
     @abstractmethod
     def output(self, run_dir: Path, job: str) -> Path:
         """Return the path of the file with the output of a job."""
+
+    @abstractmethod
+    def logs(self, job: str) -> int:
+        """Print the output of a job until its end; return an exit code.
+
+        Raises:
+            UnknownJobError: if the job does not exist.
+            NoAnswerError: if the backend does not answer.
+        """
+
+    @abstractmethod
+    def cancel(self, job: str) -> str:
+        """Cancel a job; return what the backend says.
+
+        Raises:
+            UnknownJobError: if the job does not exist.
+            NoAnswerError: if the backend does not answer.
+        """
 
     @abstractmethod
     def commands(self, job: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -81,6 +82,47 @@ def _submit(backend: Backend, file: Path, text: str) -> Submission:
             "is a job"
         )
         raise
+
+
+def submit_remote(backend: Backend, request: JobRequest, run_dir: Path, job: str) -> None:
+    """Submit a job whose run directory lies in the cluster, and print how to follow it.
+
+    Raises:
+        UsageError: if the backend refuses the job.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="lockstep-", suffix=".yaml") as file:
+        file.write(backend.script(request, run_dir))
+        file.flush()
+        taken = backend.submit(Path(file.name))
+    if taken.warnings:
+        say(f"lockstep: {backend.program} says: {taken.warnings}")
+    say(f"lockstep: {taken.job}")
+    say(f"lockstep: {backend.commands(job)}")
+
+
+def act(backend: Backend, action: str, name: str, job: str) -> int:
+    """Print the state (`status`) or the output (`logs`) of a job, or `cancel` it; return the exit code.
+
+    Raises:
+        RunError: if the job does not exist, or the backend does not answer.
+    """
+    try:
+        if action == "logs":
+            return backend.logs(job)
+        if action == "cancel":
+            say(f"lockstep: {backend.cancel(job) or f'job {name} is cancelled'}")
+            return 0
+        state = backend.state(job)
+    except UnknownJobError:
+        raise RunError(
+            f"{backend.title} knows no job {name}", hint=f"{backend.commands()} lists jobs"
+        ) from None
+    except NoAnswerError as error:
+        raise RunError(f"{backend.title} does not answer: {error}") from None
+    say(f"lockstep: job {name} {state.text or 'is ending'}")
+    if state.hint:
+        say(f"hint: {state.hint}")
+    return state.exit_code
 
 
 class JobFollower:

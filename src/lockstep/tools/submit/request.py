@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UsageError
 
@@ -27,7 +28,7 @@ class JobRequest:
     gpus_per_node: str | None = None  # such as `4` or `a100:4`
     time_limit: str | None = None
     save_before: int | None = None  # seconds before the time limit
-    options: tuple[str, ...] = ()  # options of the backend
+    options: Any = ()  # options of the backend
     directory: Path = field(default_factory=Path.cwd)  # of the job
     python: str = sys.executable
 
@@ -41,7 +42,8 @@ class JobRequest:
                 f"--gpus-per-node is {self.gpus_per_node!r}; expected a number, or one such as a100:4"
             )
         self._check_save_before()
-        for text in (self.name, self.time_limit or "", *self.options):
+        texts = self.options if isinstance(self.options, tuple) else ()
+        for text in (self.name, self.time_limit or "", *texts):
             if not text.isprintable():
                 raise UsageError(f"{text!r} is not printable, and cannot stand in a job script")
         if self.cpus_per_rank is not None and self.ranks_per_node is None:
@@ -85,7 +87,7 @@ class JobRequest:
 
 #: Seconds before its time limit at which a job gets the signal to save, unless the job is short.
 _SAVE_SECONDS = 90
-_GPUS = re.compile(r"([\w.-]+:)*[1-9][0-9]{0,3}")
+_GPUS = re.compile(r"([\w./-]+:)*[1-9][0-9]{0,3}")
 
 
 def _seconds(limit: str) -> int | None:

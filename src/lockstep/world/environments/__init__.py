@@ -19,6 +19,13 @@ _OWN = [
         detect="lockstep.world.environments.torchrun:detect_lockstep",
         starts_launchers=False,
     ),
+    # Before torchrun, whose variables a PyTorchJob sets with another meaning.
+    EnvironmentEntry(
+        name="kubeflow",
+        detect="lockstep.world.environments.kubeflow:detect",
+        launchers="lockstep.world.environments.kubeflow:launchers",
+        replaces_launchers=True,
+    ),
     EnvironmentEntry(
         name="torchrun",
         detect="lockstep.world.environments.torchrun:detect",
@@ -27,6 +34,13 @@ _OWN = [
     EnvironmentEntry(name="openmpi", detect="lockstep.world.environments.openmpi:detect"),
     EnvironmentEntry(name="mpich", detect="lockstep.world.environments.mpich:detect"),
     EnvironmentEntry(name="slurm", detect="lockstep.world.environments.slurm:detect"),
+    EnvironmentEntry(name="skypilot", detect="lockstep.world.environments.skypilot:detect"),
+    EnvironmentEntry(name="volcano", detect="lockstep.world.environments.volcano:detect"),
+    EnvironmentEntry(
+        name="kubernetes",
+        detect="lockstep.world.environments.kubernetes:detect",
+        replaces_launchers=True,
+    ),
     EnvironmentEntry(
         name="single",
         detect=lambda _: World(reason="no launcher's variables are set"),
@@ -121,9 +135,9 @@ def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
         ENVIRONMENTS.require(wanted, VARIABLE)
         yield ENVIRONMENTS.find(wanted)
         return
-    yield from _OWN[:2]
+    yield from _OWN[:3]
     yield from _published()
-    yield from _OWN[2:]
+    yield from _OWN[3:]
 
 
 @functools.cache
@@ -132,11 +146,16 @@ def _published() -> tuple[EnvironmentEntry, ...]:
     return tuple(map(ENVIRONMENTS.find, ENVIRONMENTS.names()[len(_OWN) :]))
 
 
-def read(entry: EnvironmentEntry, environ: Mapping[str, str]) -> World | None:
+def read(
+    entry: EnvironmentEntry, environ: Mapping[str, str], *, launchers: bool = False
+) -> World | None:
     """Return rank, size and rendezvous from one launcher's variables; `None` if these are not set.
+
+    With `launchers`, the processes are `lockstep run`, which start the ranks themselves.
 
     Raises:
         WorldError: if the variables contradict each other.
     """
-    world: World | None = resolve(entry.detect)(environ)
+    function = (entry.launchers or entry.detect) if launchers else entry.detect
+    world: World | None = resolve(function)(environ)
     return None if world is None else replace(world, environment=entry.name)

@@ -41,6 +41,12 @@ class MadeUp(Backend):
     def output(self, run_dir, job):
         return run_dir / "out"
 
+    def logs(self, job):
+        return 0
+
+    def cancel(self, job):
+        return ""
+
     def commands(self, job=""):
         return f"show {job}"
 

@@ -20,6 +20,7 @@ from lockstep.tools.submit.backend import (
     Submission,
     UnknownJobError,
 )
+from lockstep.tools.submit.job import JobFollower
 from lockstep.tools.submit.request import JobRequest
 
 _SECONDS = 60.0
@@ -168,6 +169,18 @@ class Slurm(Backend):
     def output(self, run_dir: Path, job: str) -> Path:
         """Return the path of the output file, as the job script names it."""
         return run_dir / _OUTPUT.format(job)
+
+    def logs(self, job: str) -> int:
+        """Print the output file of a job, and follow it to the job's end."""
+        done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
+        if done.returncode:
+            self.state(job)  # raises the error
+        return JobFollower(self, job, Path(_field(done.stdout, "StdOut"))).follow()
+
+    def cancel(self, job: str) -> str:
+        """Cancel a job with scancel."""
+        self.state(job)  # scancel says nothing of an unknown job
+        return _words(_call(shutil.which("scancel") or "scancel", job).stderr)
 
     def commands(self, job: str = "") -> str:
         """Return the commands squeue and scancel for a job; without `job`, the one that lists jobs."""

@@ -1,0 +1,98 @@
+"""`TrainJobStatus`: sends step, epoch, time left and logged values of a run to Kubeflow Trainer.
+
+Trainer (2.2 and later, with the feature gate `TrainJobStatus`) sets three variables in the pods of a
+TrainJob, and shows what the server gets as the TrainJob's `status.trainerStatus`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+import urllib.request
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.state.record.loggers import Backend, Say
+from lockstep.state.record.reading import LineReader
+
+_URL = "KUBEFLOW_TRAINER_SERVER_URL"
+#: Variables with the paths of the server's certificate and of a token, which changes from time to time.
+_CERTIFICATE, _TOKEN = "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN"
+#: Seconds between two messages, of which Kubeflow asks for no more, and seconds for one of them.
+_EVERY, _TIMEOUT = 5.0, 5.0
+
+
+def has_server(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is in a TrainJob with a progress server."""
+    return {_URL, _CERTIFICATE, _TOKEN} <= environ.keys()
+
+
+class TrainJobStatus(Backend):
+    """Sends the newest values and the progress, every five seconds at most; a lost message is not repeated.
+
+    Args:
+        events: file with the events of the main rank, which has the pace of the run.
+        say: shows a message.
+    """
+
+    def __init__(self, events: Path, say: Say) -> None:
+        self._events, self._say = LineReader(events), say
+        self._pace: Mapping[str, Any] = {}
+        self._values: dict[str, float] = {}
+        self._next = 0.0
+        self._has_warned = False
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Keep the newest values for the next message."""
+        self._values |= {**values, "step": step}
+
+    def flush(self) -> None:
+        """Send a message, if it is time."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY
+            self._send({})
+
+    def close(self, *, failed: bool) -> None:
+        """Send the last values, and of a finished run that it is done."""
+        self._send({} if failed else {"progressPercentage": 100, "estimatedRemainingSeconds": 0})
+
+    def _send(self, known: Mapping[str, int]) -> None:
+        for event in self._events.events():
+            if event["kind"] == "pace":
+                self._pace = event
+        if "epoch" in self._pace:
+            self._values["epoch"] = self._pace["epoch"] + 1
+        metrics = [{"name": name, "value": f"{value:.6g}"} for name, value in self._values.items()]
+        now = datetime.now(UTC).isoformat()
+        status = {**_progress(self._pace), **known, "metrics": metrics, "lastUpdatedTime": now}
+        try:
+            _post(json.dumps({"trainerStatus": status}).encode())
+        except OSError as error:  # the next message has newer values
+            if not self._has_warned:
+                self._say(f"lockstep: warning: Kubeflow's progress server: {error}; trying again")
+            self._has_warned = True
+
+
+def _progress(pace: Mapping[str, Any]) -> dict[str, int]:
+    """Return percentage and seconds left of a run whose number of epochs and of batches is known."""
+    epochs, batches = pace.get("epochs"), pace.get("batches")
+    if not epochs or not batches:
+        return {}
+    done = min((pace["epoch"] + pace.get("batch", 0) / batches) / epochs, 1.0)
+    left = (1 - done) * epochs * batches * pace["median"]
+    return {"progressPercentage": int(100 * done), "estimatedRemainingSeconds": round(left)}
+
+
+def _post(body: bytes) -> None:
+    token = Path(os.environ[_TOKEN]).read_text().strip()
+    context = ssl.create_default_context(cafile=os.environ[_CERTIFICATE])
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    url = os.environ[_URL]
+    if not url.startswith("https://"):  # the token would be readable on its way
+        raise OSError(f"{_URL} is {url!r}; expected https://")
+    asked = urllib.request.Request(url, data=body, headers=headers, method="POST")  # noqa: S310 - https
+    urllib.request.urlopen(asked, timeout=_TIMEOUT, context=context).close()  # noqa: S310 - https

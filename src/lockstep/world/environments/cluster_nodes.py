@@ -1,0 +1,56 @@
+"""Common part of clusters that start one process on each of several machines or pods, and number these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.errors import WorldError
+from lockstep.world.environments.variables import integer
+from lockstep.world.model import World
+
+
+def most_nodes(environ: Mapping[str, str], name: str) -> int:
+    """Return the number of nodes in a variable; of an elastic `MIN:MAX`, the maximum.
+
+    Raises:
+        WorldError: if the variable is absent, or has no number.
+    """
+    text = environ.get(name)
+    return integer({} if text is None else {name: text.rpartition(":")[2]}, name)
+
+
+def world(
+    environment: str,
+    *,
+    node: int,
+    count: int,
+    address: str,
+    port: int | None = None,
+    key: str | None = None,
+    names: tuple[str, str],
+) -> World:
+    """Return the world of the process on machine number `node` of `count`: one rank on each.
+
+    The process may also be a `lockstep run`, which starts the ranks of its machine. `names` are the names
+    of the variables with the two numbers, for messages.
+
+    Raises:
+        WorldError: if the numbers contradict each other.
+    """
+    if not 0 <= node < count:
+        raise WorldError(
+            f"{environment}: {names[0]} is {node}, and {names[1]} says {count} machine(s); expected 0 to "
+            f"{count - 1}",
+            hint="start as many machines or pods as the run has nodes (--nnodes)",
+        )
+    return World(
+        rank=node,
+        size=count,
+        node_rank=node,
+        node_count=count,
+        address=address,
+        port=port,
+        key=key,
+        environment=environment,
+        reason=f"{names[0]} is set",
+    )

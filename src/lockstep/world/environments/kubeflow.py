@@ -1,0 +1,64 @@
+"""Pods of Kubeflow: of a TrainJob (Trainer 2), or of a PyTorchJob (Training Operator 1).
+
+Both set torchrun's variables `PET_*`, one `PET_NODE_RANK` for each pod, for a launcher in the pod. A
+PyTorchJob also sets `RANK`, which counts pods, and `WORLD_SIZE`, which counts processes (operators before
+1.7: pods), although the pod's process is no rank of that world unless each pod has one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.errors import WorldError
+from lockstep.world.environments import cluster_nodes
+from lockstep.world.environments.variables import integer, master
+from lockstep.world.model import World
+
+_NODE, _COUNT, _PROCESSES = "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE"
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def detect(environ: Mapping[str, str]) -> World | None:
+    """Return the world of a pod with one process; `None` outside of a pod of Kubeflow.
+
+    Raises:
+        WorldError: if variables are missing, or a pod is to have several processes.
+    """
+    found = launchers(environ)
+    processes = environ.get(_PROCESSES, "1")
+    if found is not None and processes != "1":
+        raise WorldError(
+            f"kubeflow: {_PROCESSES} is {processes}, and no launcher has started this process; expected 1, "
+            "or a launcher",
+            hint="start the script with `lockstep run`, which reads the variables PET_*",
+        )
+    return found
+
+
+def launchers(environ: Mapping[str, str]) -> World | None:
+    """Return the world of the launchers, one for each pod; `None` outside of a pod of Kubeflow.
+
+    Raises:
+        WorldError: if a variable is missing or contradicts another.
+    """
+    # A worker of torchrun has LOCAL_RANK, too, and a process that the script has started another RANK.
+    is_worker = "LOCAL_RANK" in environ or environ.get("RANK", environ.get(_NODE)) != environ.get(
+        _NODE
+    )
+    if _NODE not in environ or is_worker or "PET_RDZV_ENDPOINT" in environ:
+        return None
+    count = cluster_nodes.most_nodes(environ, _COUNT)
+    if count == 1:
+        return None
+    named = {name: environ.get(f"PET_{name}", environ.get(name, "")) for name in _MASTER}
+    address, port = master({name: value for name, value in named.items() if value})
+    if address is None or port is None:
+        raise WorldError(
+            f"kubeflow: {_NODE} and {_COUNT} are set, but PET_MASTER_ADDR and PET_MASTER_PORT are not; "
+            "expected the host of pod 0",
+            hint="a TrainJob needs `torch` in the mlPolicy of its runtime, a PyTorchJob a Master replica",
+        )
+    node = integer(environ, _NODE)
+    return cluster_nodes.world(
+        "kubeflow", node=node, count=count, address=address, port=port, names=(_NODE, _COUNT)
+    )

@@ -1,0 +1,63 @@
+"""Pods of an Indexed Job of Kubernetes, also of one in a JobSet.
+
+Kubernetes sets `JOB_COMPLETION_INDEX` and a host name `JOB-INDEX` (in a JobSet, `JOBSET-NAME-JOB-INDEX`); a
+headless service makes `JOB-0.SERVICE` known to all pods. No variable has the number of pods: `--nnodes` of
+`lockstep run` gives it, or `PET_NNODES`. Without either each pod is a process of its own, as in a sweep.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from lockstep.errors import WorldError
+from lockstep.world.environments import cluster_nodes
+from lockstep.world.environments.variables import integer, master
+from lockstep.world.model import World
+
+_INDEX = "JOB_COMPLETION_INDEX"
+#: Variable with the number of pods, or `MIN:MAX`; the flag `--nnodes` sets it, too.
+COUNT = "PET_NNODES"
+
+
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether this process runs in a pod, where host names of other pods come and go with these."""
+    return "KUBERNETES_SERVICE_HOST" in environ
+
+
+def detect(environ: Mapping[str, str]) -> World | None:
+    """Return the world of a pod of an Indexed Job; `None` elsewhere, or if the number of pods is unknown.
+
+    Raises:
+        WorldError: if the pod's number exceeds the number of pods, or the host name of pod 0 is unknown.
+    """
+    if _INDEX not in environ or COUNT not in environ:
+        return None
+    index = integer(environ, _INDEX)
+    count = cluster_nodes.most_nodes(environ, COUNT)
+    if count == 1:
+        return None
+    address, port = master(environ)
+    address = address or _first_pod(index)
+    return cluster_nodes.world(
+        "kubernetes",
+        node=index,
+        count=count,
+        address=address,
+        port=port,
+        key=f"kubernetes-{address}",
+        names=(_INDEX, COUNT),
+    )
+
+
+def _first_pod(index: int) -> str:
+    """Return the host name of pod 0, from this pod's own name `JOB-INDEX.SERVICE.NAMESPACE…`."""
+    name, dot, service = socket.getfqdn().partition(".")
+    job, _, number = name.rpartition("-")
+    if not job or number != str(index) or not dot:
+        raise WorldError(
+            f"kubernetes: {_INDEX} is {index}, and this host is {socket.getfqdn()!r}; expected the name of "
+            f"a pod, JOB-{index}.SERVICE…",
+            hint="the pods need a headless service, with its name as their `subdomain`; or set MASTER_ADDR",
+        )
+    return f"{job}-0.{service}"
