@@ -14,13 +14,14 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -34,6 +35,7 @@ from tests.template import Forked, Template
 _PREFIX = "lockstep-tests"
 _IP = shutil.which("ip") or "ip"
 _TC = shutil.which("tc") or "tc"
+_NFT = shutil.which("nft") or "nft"
 #: Gives the command a host name of its own, and hides directories that this host does not share.
 _ENTER = """
 echo "$1" >/proc/sys/kernel/hostname
@@ -53,6 +55,14 @@ def missing() -> str | None:
     made = subprocess.run([_IP, "netns", "add", probe], capture_output=True, text=True, check=False)
     _remove(probe)
     return f"needs network namespaces: {made.stderr.strip()}" if made.returncode else None
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 @dataclass
@@ -104,6 +114,20 @@ class Host:
         bucket = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
         program = (_TC, "qdisc", "add", "dev", interface, "root", *bucket)
         _ip("netns", "exec", self.namespace, *program)
+
+    def lose(self, percent: int) -> None:
+        """Drop this share of the packets that arrive, at random; needs `nft` of nftables."""
+        for words in (
+            "add table inet loss",
+            "add chain inet loss input { type filter hook input priority 0; }",
+            f"add rule inet loss input numgen random mod 100 < {percent} counter drop",
+        ):
+            _ip("netns", "exec", self.namespace, _NFT, words)
+
+    def lost(self) -> int:
+        """Return how many packets `lose` has dropped."""
+        text = _ip("netns", "exec", self.namespace, _NFT, "list ruleset")
+        return int(re.findall(r"counter packets (\d+)", text)[0])
 
     def sent(self, interface: str = "eth0") -> int:
         """Return how many bytes have left an interface."""

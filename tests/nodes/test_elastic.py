@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts import Host, Hosts, Switch
+from tests.hosts import Host, Hosts, Switch, wait_until
 
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(3)]
 
@@ -161,14 +160,6 @@ def digest_of(out: str, steps: int) -> str:
     """Return what the last line of a run says."""
     (found,) = re.findall(rf"finished steps={steps} seconds=\S+ digest=(sha256:\w+)", out)
     return str(found)
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.mark.wide

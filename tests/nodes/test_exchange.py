@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from tests.conftest import Lockstep
 from tests.distributed.small import SCRIPT, digest_of
-from tests.hosts import Host, Hosts
+from tests.hosts import Host, Hosts, wait_until
 
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
@@ -42,6 +45,10 @@ def ends(self, slots, **more):
     return start(self, slots, **more)
 SharedMemoryExchange.start = ends
 """
+#: Halts the ranks of the second host in their fourth exchange, so that the test can kill the host.
+HALTS = ENDS.replace(
+    "os.kill(os.getpid(), signal.SIGKILL)", "Path('halted').touch(); signal.pause()"
+)
 #: Lets recursive halving begin with two hosts.
 HALVES = """
 from lockstep.engine.layout import halving
@@ -51,10 +58,17 @@ halving.FEWEST = 2
 
 
 def launch(
-    made: list[Host], directory: Path, ranks: tuple[int, ...]
+    made: list[Host], directory: Path, ranks: tuple[int, ...], nnodes: str = ""
 ) -> list[subprocess.Popen[str]]:
     """Start a launcher with some ranks on each host."""
-    place = ("--nnodes", str(len(made)), "--master-addr", made[0].address, "--exchange", "tree")
+    place = (
+        "--nnodes",
+        nnodes or str(len(made)),
+        "--master-addr",
+        made[0].address,
+        "--exchange",
+        "tree",
+    )
     return [
         host.start(
             *(sys.executable, "-m", "lockstep", "run", *place, "-n", str(count)),
@@ -104,3 +118,25 @@ def test_a_host_that_drops_out_of_an_exchange(
     for told in (first.err, second.err):
         assert re.search(r"rank [23] was killed by signal 9 \(SIGKILL\); restart 1, ", told), told
         assert "restart 2" not in told
+
+
+def test_a_host_that_dies_with_its_launcher_in_an_exchange(
+    hosts: Hosts, tmp_path: Path, expected: str
+) -> None:
+    (tmp_path / "train.py").write_text(FOUND + HALTS + SCRIPT)
+    launched = launch(hosts.lan(2), tmp_path, (2, 2), nnodes="1:2")
+    wait_until((tmp_path / "halted").exists, "the ranks of the second host did not halt")
+    os.killpg(launched[1].pid, signal.SIGKILL)
+    first, second = hosts.finish(launched, code=None)
+    assert (first.code, second.code) == (0, -signal.SIGKILL)
+    assert digest_of(first.out) == expected
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft (nftables) is not installed")
+def test_a_link_that_loses_packets(hosts: Hosts, tmp_path: Path, expected: str) -> None:
+    made = hosts.lan(2)
+    for host in made:
+        host.lose(percent=1)
+    done = hosts.finish(launch(made, tmp_path, (2, 2)))
+    assert digest_of(done[0].out) == expected
+    assert all(host.lost() > 0 for host in made)

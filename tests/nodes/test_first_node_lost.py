@@ -8,14 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Lockstep
-from tests.hosts import Hosts
+from tests.hosts import Hosts, wait_until
 
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(4)]
 
@@ -64,9 +62,11 @@ def test_the_first_node_is_lost_for_good(hosts: Hosts, lockstep: Lockstep, tmp_p
     )
     command = (sys.executable, "-m", "lockstep", *words)
     first = made[0].start(*command, cwd=tmp_path)
-    wait_until(lambda: any((tmp_path / "rendezvous").iterdir()))
+    wait_until(lambda: any((tmp_path / "rendezvous").iterdir()), "the rendezvous did not begin")
     second = made[1].start(*command, cwd=tmp_path)
-    wait_until(lambda: step.exists() and int(step.read_text() or 0) >= 24)
+    wait_until(
+        lambda: step.exists() and int(step.read_text() or 0) >= 24, "step 24 was not reached"
+    )
     inside = subprocess.run(
         ["ip", "netns", "pids", made[0].namespace],  # noqa: S607
         capture_output=True,
@@ -83,10 +83,3 @@ def test_the_first_node_is_lost_for_good(hosts: Hosts, lockstep: Lockstep, tmp_p
     assert [one["ranks"] for one in generations] == [4, 2]
     assert generations[1]["source"] == "memory", "a survivor held it"
     assert generations[1]["step"] > 0
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
