@@ -338,8 +338,11 @@ class Recorder:
             self._bar.print(text)
 
     def script_ends(self) -> None:
-        """Write the final digests to the trace, and pending events to disk, where rank 0 reads them."""
-        self._events.flush()
+        """Write the final digests to the trace, and what is pending to disk: rank 0 reads events next.
+
+        No rank writes later: once the run of rank 0 has ended, the script may remove the directory.
+        """
+        self.flush()
         if self._trace is not None:
             self._trace.end(self._digests())
 
