@@ -58,8 +58,13 @@ class Verify:
         return comparison.judge(list(outcomes))
 
     def _start(
-        self, words: Sequence[str], *, env: Mapping[str, str], **streams: IO[bytes]
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        **streams: IO[bytes],
     ) -> Forked:
         del streams["stdin"]  # none, for what is forked
         beside: dict[str, Any] = {**env, "PYTHONPATH": os.fspath(ROOT)}
-        return _Launch(self._template, words[3:], self.directory, beside, **streams)
+        return _Launch(self._template, words[3:], cwd or self.directory, beside, **streams)
