@@ -93,7 +93,10 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Run the measurements; return the exit code."""
+    """Measure the script on the requested numbers of ranks, or only predict times from given numbers.
+
+    Print the results, and return the exit code: 1 if a launch failed.
+    """
     if options.target is None:
         return _show_given(options)
     for flag in ("--gradients", "--compute"):
@@ -132,7 +135,7 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
 
 
 def _projected(options: argparse.Namespace) -> tuple[Link, Sequence[Layout]]:
-    """Return the given speeds, and the layouts to project to."""
+    """Return the network speeds given by flags, and the layouts of `--project`, to predict times for."""
     from lockstep.tools.bench.combinations import parse_layouts
     from lockstep.tools.bench.projection import Link
     from lockstep.tools.quantities import parse_bandwidth, parse_latency
@@ -157,7 +160,7 @@ def _value(options: argparse.Namespace, flag: str) -> str | None:
 
 
 def _show_given(options: argparse.Namespace) -> int:
-    """Project a step whose numbers are all given; return the exit code."""
+    """Print the predicted times of a step whose gradients and computing time flags give; return 0."""
     from lockstep.tools.bench.given import Given
     from lockstep.tools.quantities import parse_latency, parse_size
 

@@ -55,7 +55,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Begin the new run, and wait for its end; return its exit code."""
+    """Start a new run from a state of the recorded run, and wait for its end; return its exit code."""
     from lockstep.launch.flag_settings import FlagSettings
     from lockstep.tools.replay.branch import branch
     from lockstep.tools.replay.recorded import RecordedRun

@@ -48,7 +48,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint; return the exit code."""
+    """Write the model's weights in a checkpoint of the run to a file; return the exit code."""
     if not options.run_dir.is_dir():
         raise UsageError(f"there is no directory {options.run_dir}; expected that of a run")
     from lockstep.state.checkpoint.export import export

@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         rest.required = False  # argparse would name it where SCRIPT is missing
 
     def _are_of_script(self, words: Sequence[str], left: Sequence[str]) -> bool:
-        """Return whether the unknown arguments `left` end `words`, and so are arguments of the script."""
+        """Return whether the unknown arguments `left` are the last of `words`, and so are the script's."""
         known = [*self.synonyms, *self._option_string_actions]
         likely = left[0].startswith("-") and did_you_mean(left[0], known, cutoff=0.7)
         ends = list(words[-len(left) :]) == list(left)

@@ -62,7 +62,10 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Replay and compare; return the exit code."""
+    """Compute steps of the recorded run again, and print whether they have the recorded bits.
+
+    Return the exit code: 3 if a value differs from its record.
+    """
     from lockstep.tools.replay.comparison import Comparison
     from lockstep.tools.replay.recorded import RecordedRun
     from lockstep.tools.replay.replaying import Asked, replay

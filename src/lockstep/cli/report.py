@@ -35,7 +35,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Write the HTML page; return the exit code."""
+    """Write the HTML page about the given runs; return the exit code."""
     from lockstep.tools.report import page
     from lockstep.tools.report.runs import read
     from lockstep.tools.report.sections import sections, title

@@ -74,7 +74,7 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Run the script on all layouts and compare; return the exit code."""
+    """Run the script on all layouts, and print the comparison of the results; return 3 if they differ."""
     from lockstep.tools.verify.comparison import judge
     from lockstep.tools.verify.layouts import parse
     from lockstep.tools.verify.running import RunSpec, outcomes

@@ -81,7 +81,7 @@ _CURSOR = _Cursor()
 
 @dataclass(slots=True)
 class _Source:
-    """Destinations of one worker stream: terminal, log file, and prefix of lines on the terminal."""
+    """An output stream of a worker, with its log file, terminal, and prefix of lines on the terminal."""
 
     shown: Sink
     log: Sink

@@ -199,7 +199,7 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
 
 
 def require_files(connections: int, more: int) -> None:
-    """Raise this process's limit of open files for `connections`, and if the host allows it for `more`.
+    """Make this process's limit of open files suffice for `connections`, and if possible for `more`, too.
 
     Raises:
         WorldError: if the host does not allow as many files as `connections` need.

@@ -41,7 +41,7 @@ class GlobalBatch:
     def ahead(self) -> Iterator[Any]:
         """Return an iterator over the microbatches for use before the next regular iteration over them.
 
-        Both draw the same random numbers; only the regular iteration takes part in audits.
+        Both draw the same random numbers; only the latter is audited (a microbatch computed twice).
         """
         return self._pass(self._turn, audits=False)
 

@@ -32,12 +32,12 @@ class Microbatch(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Loader, epoch, round, step and replica, from which seeds follow; independent of the layout."""
+        """Numbers of loader, epoch, loop, batch and replica, from which seeds follow on every layout."""
         return self[:5]
 
     @property
     def loop(self) -> tuple[int, int, int]:
-        """Numbers that identify the loop to which the microbatch belongs: loader, epoch, round."""
+        """Numbers of the loader, the epoch, and the loop among the epoch's loops over the loader."""
         return self[:3]
 
     @property

@@ -34,7 +34,7 @@ class DatasetOrder:
         return self.length
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in one loop over the data; it takes constant memory."""
+        """Return the order of samples in the epoch's loop number `round_`, from 0; uses constant memory."""
         if not self.shuffle:
             return Sequential(self.length)
         return Shuffled(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
@@ -59,7 +59,7 @@ class SamplerOrder:
         return len(self.sampler)
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in one loop over the data.
+        """Return the order of samples in the epoch's loop number `round_`, from 0, over the data.
 
         Raises:
             LoaderError: if the sampler yields another number of indices than its length.
@@ -121,7 +121,7 @@ class FixedSize:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the global batches of one loop over the data."""
+        """Return the global batches of the epoch's loop number `round_`, from 0, over the data."""
         order, size = self.orders.order(loader, epoch, round_), self.size
         length = len(order)
         return Drawn(order, lambda step: min(step * size, length))
@@ -149,7 +149,7 @@ class SampledBatches:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the global batches of one loop over the data.
+        """Return the global batches of the epoch's loop number `round_`, from 0, over the data.
 
         Raises:
             LoaderError: if the number of batches is not the sampler's length, or a batch is empty.

@@ -154,7 +154,13 @@ class MapSource:
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of a loop over the data, from batch `first` on.
 
-        `compare` is called first, with a description of the data and checksums of some samples.
+        Args:
+            loader: number of the loader.
+            epoch: number of the epoch.
+            round_: number of earlier loops over the loader in the epoch.
+            first: number of the first batch.
+            compare: compares a description of the data and checksums of some samples with other ranks.
+            audited: returns, for a batch's number, the replica to compute twice for an audit, or `None`.
         """
         drawn = self._batches.draw(loader, epoch, round_)
         plan = self._plan(drawn, (loader, epoch, round_), first, audited)
@@ -178,7 +184,7 @@ class MapSource:
         requests: Iterable[FetchRequest],
         compare: CompareData,
     ) -> Iterator[Any]:
-        """Compare samples of the first batch with other ranks, then return the data of `requests`.
+        """Compare samples of the first batch with other ranks (`compare`), then return data of `requests`.
 
         DataLoader workers fetch these samples, too, so that this process does not use the dataset.
         """
@@ -223,7 +229,8 @@ def split_batch(
 ) -> list[Microbatch]:
     """Divide the samples `indices` of a global batch over replicas; return this rank's microbatches.
 
-    An additional microbatch of the replica `audited`, if any, comes first.
+    `numbers`: those of loader, epoch, loop and batch. `audited`: replica whose microbatch is computed once
+    more, to compare its bits, and is returned first; `None` for none.
     """
     microbatches, total = [], len(indices)
     extra = [] if audited is None else [audited]
@@ -286,7 +293,15 @@ class StreamSource:
     ) -> Iterator[Batch]:
         """Yield this rank's part of each global batch of a loop over the stream, from batch `first` on.
 
-        Earlier batches are read and dropped. `compare` is called with the class of the dataset.
+        Earlier batches are read and dropped.
+
+        Args:
+            loader: number of the loader.
+            epoch: number of the epoch.
+            round_: number of earlier loops over the loader in the epoch.
+            first: number of the first batch.
+            compare: compares the name of the dataset's class with other ranks.
+            audited: returns, for a batch's number, the replica to compute twice for an audit, or `None`.
         """
         if compare is not None:
             compare({"kind": self._kind})

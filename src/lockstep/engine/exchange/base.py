@@ -34,8 +34,8 @@ class Forest:
     """The sums that each rank makes of its replicas' gradients, and how they are added to one sum.
 
     The reduction tree fixes the order in which gradients of replicas are added. A rank adds those of its
-    replicas as far as the tree allows. The sums are its maximal nodes: their parents in the tree also need
-    sums of other ranks.
+    replicas as far as the tree allows: one sum for each maximal node, which is a largest subtree with
+    replicas of this rank alone.
 
     Attributes:
         counts: number of maximal nodes of each rank, in rank order.
@@ -85,7 +85,7 @@ class Forest:
 
     @property
     def own(self) -> int:
-        """Number of tensors that this rank gives to a sum over ranks; its replicas are added in each."""
+        """Number of this rank's sums over its replicas, which are then added over ranks."""
         return self.counts[self.rank]
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -56,7 +56,7 @@ def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
 
 
 def same_layout(one: Form, other: Form) -> bool:
-    """Return whether two forms order elements alike; strides of dimensions of size 1 don't matter."""
+    """Return whether two shapes with strides order elements alike; dimensions of size 1 don't matter."""
     first, second = ([pair for pair in zip(*f, strict=True) if pair[0] > 1] for f in (one, other))
     return first == second
 

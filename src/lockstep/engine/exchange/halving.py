@@ -1,10 +1,11 @@
 """`HalvingExchange`: all-reduce by recursive halving and doubling, in the order of the reduction tree.
 
-For 2^k members whose blocks of replicas are maximal nodes of one size. In round i a member exchanges half
-of what it still sums with the member whose number differs in bit i: that half belongs to neighbouring
-nodes, and their sum is the next node up. After k rounds each member has the sum of one share, and k more
-rounds return the shares. So 2 k messages replace the 2 (2^k - 1) of `TreeExchange`, with as many bytes
-(Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH").
+It sums over 2^k members (ranks of different hosts), if the replicas of each are one subtree, all of equal
+size. In round i a member exchanges half of its elements with the member whose number differs in bit i, and
+adds what it receives: the two members' sums belong to neighbouring subtrees. After k rounds each member has
+the total of one share of the elements, and in k more rounds all members get all shares. So 2 k messages
+replace the 2 (2^k - 1) of `TreeExchange`, with as many bytes (Thakur, Rabenseifner and Gropp 2005,
+"Optimization of collective communication operations in MPICH").
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from lockstep.engine.layout.halving import is_possible
 
 
 class PairWire(Protocol):
-    """Interface of the messages between two members of a sum, numbered from 0."""
+    """Interface of the messages between two of the ranks that sum gradients, numbered from 0."""
 
     @property
     def sent(self) -> int:
         """Bytes that this rank has sent."""
 
     def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> Work:
-        """Begin to send `outgoing` to a member, and to receive `incoming` from it."""
+        """Begin to send `outgoing` to the rank with number `other`, and to receive `incoming` from it."""
 
 
 class HalvingExchange(Exchange):
-    """All-reduce in log2(N) rounds of halves and as many of doubles, with the tree's additions.
+    """All-reduce over N ranks in 2 log2(N) rounds, whose additions are those of the reduction tree.
 
-    Buckets advance by a round whenever a further bucket starts, and to the end with the last one. All
-    members begin the messages in one order.
+    When the sum of a bucket (flat tensor of gradients) starts, the sums of earlier buckets advance by a
+    round; the last bucket waits for all. So all ranks send messages in the same order.
     """
 
     name = "tree"
@@ -55,7 +56,7 @@ class HalvingExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree node, padded so that it can be halved."""
+        """Return memory for this rank's sum over its replicas, of a size that can be halved every round."""
         size = bucket.numel() + extra
         padded = self._padded(size)
         if padded == bucket.numel():
@@ -82,7 +83,7 @@ class HalvingExchange(Exchange):
         self._open = [one for one in self._open if next(one, done) is not done]
 
     def _rounds(self, slot: torch.Tensor, future: Sum) -> Iterator[None]:
-        """Sum a bucket in place; yield whenever messages are on their way."""
+        """Sum a bucket in place over all ranks; yield in each round while its messages are on their way."""
         own, size = self._forest.rank, self._padded(slot.numel())
         data = slot.as_strided((size,), (1,))
         received = self._scratch.take(data, size // 2)
@@ -105,6 +106,6 @@ class HalvingExchange(Exchange):
         future.set_result(slot)
 
     def _partners(self, own: int) -> list[tuple[int, bool]]:
-        """Return each round's partner, and whether this member's node is the upper one of the two."""
+        """Return each round's partner (a rank), and whether the partner's replicas precede this rank's."""
         bits = [1 << bit for bit in range(self._forest.size.bit_length() - 1)]
         return [(own ^ bit, bool(own & bit)) for bit in bits]

@@ -3,7 +3,7 @@
 In each host ranks sum the gradients of its replicas as far as the reduction tree allows, in shared memory
 (`shared_memory.py`). Each bucket is then cut into shares. Each of a host's first ranks sums one share with
 the ranks of other hosts that have the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H
-hosts, or 2 log2(H) for 8 hosts and more whose sums are equal nodes of the tree (`halving.py`). The
+hosts, or 2 log2(H) for 8 hosts and more whose replicas are equal subtrees (`halving.py`). The
 additions are those of the tree over replicas, so the sum has the same bits as on one rank.
 """
 
@@ -140,7 +140,7 @@ def build(context: ExchangeContext) -> Exchange:
     """Return the exchange `tree`: if several hosts have several ranks, each host sums its gradients first.
 
     Otherwise, and on accelerators, it is an all-to-all and an all-gather of the whole process group.
-    Between many hosts with equal nodes of the tree it is recursive halving and doubling.
+    For 8 hosts and more whose replicas are equal subtrees it is recursive halving (`halving.py`).
     """
     forest, group = context.forest, context.group
     if forest.size > 2 and not any(map(accelerator.holds, context.parameters)):

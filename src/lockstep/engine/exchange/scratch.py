@@ -16,7 +16,7 @@ class Scratch:
         self._taken = 0
 
     def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return a flat tensor with type and device of `like` that this pass has not used yet."""
+        """Return a flat tensor, with type and device of `like`, not yet used in this backward pass."""
         if like.device.type != "cpu":
             return like.new_empty(numel)
         place, self._taken = self._taken, self._taken + 1

@@ -10,7 +10,10 @@ Values = tuple[int, ...]
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether step `step`, from 1, is audited: powers of two below `every`, multiples of `every`."""
+    """Return whether to audit step `step` (counted from 1): to compute a microbatch of it twice.
+
+    Audited are the steps that are powers of two below `every`, and the multiples of `every`.
+    """
     return step % every == 0 or (step < every and step & (step - 1) == 0)
 
 

@@ -1,6 +1,6 @@
-"""Where recursive halving and doubling sums over hosts, in place of messages from each host to each other.
+"""Decides whether hosts sum gradients by recursive halving and doubling, or by messages between all pairs.
 
-It adds in the order of the reduction tree only if the hosts are 2^k equal nodes of the tree.
+Halving adds in the order of the reduction tree only for 2^k hosts whose replicas are equal subtrees of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ FEWEST = 8
 
 
 def is_possible(blocks: Sequence[range], replicas: int) -> bool:
-    """Return whether the hosts are 2^k, with `blocks` of replicas that are nodes of one size."""
+    """Return whether there are 2^k hosts, the replicas of each (`blocks`) one subtree, all of one size."""
     is_power = len(blocks) & (len(blocks) - 1) == 0
     sizes = {len(own) for own in blocks}
     return is_power and len(sizes) == 1 and all(len(nodes(own, replicas)) == 1 for own in blocks)
 
 
 def pays(blocks: Sequence[range], replicas: int) -> bool:
-    """Return whether recursive halving is possible, and takes less time than direct messages."""
+    """Return whether recursive halving is possible for hosts with the replicas `blocks`, and is faster."""
     return len(blocks) >= FEWEST and is_possible(blocks, replicas)

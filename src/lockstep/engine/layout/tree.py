@@ -45,7 +45,7 @@ def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
 
 
 def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], list[Interval]]:
-    """Return how many merges `fold` must make after each of the nodes `intervals`, and what remains.
+    """Return how many additions `fold` must make after each node in `intervals`, and which nodes remain.
 
     A node is an interval of replicas: the first one, and the one after the last. Nodes that are children of
     one node of the tree are merged; nodes without a neighbour to merge with remain.
@@ -64,12 +64,12 @@ def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], lis
 
 
 def leaves(block: range) -> list[Interval]:
-    """Return the intervals of the tree's leaves, one per replica of a block."""
+    """Return the intervals of the tree's leaves, one for each replica in the range `block`."""
     return [(replica, replica + 1) for replica in block]
 
 
 def nodes(block: range, replicas: int) -> list[Interval]:
-    """Return the intervals of the largest tree nodes that lie in a block of replicas.
+    """Return the intervals of the largest subtrees whose leaves all lie in the range of replicas `block`.
 
     They number about `2 * log2(replicas)` at most.
     """

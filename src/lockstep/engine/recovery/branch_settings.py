@@ -37,9 +37,10 @@ def set_again(
     parents: Sequence[Settings],
     own: Sequence[Settings],
 ) -> list[str]:
-    """Set what the branch's script set otherwise than the parent's; return one line for each setting.
+    """Set again the settings that this run's script gives other values than the parent's script gave.
 
-    A learning rate that a scheduler has changed since is scaled.
+    Return one line of text for each. If a scheduler has changed a learning rate since the parent's start,
+    the new learning rate is changed by the same factor.
 
     Args:
         optimizers: the run's optimizers, with their loaded state.
@@ -64,7 +65,7 @@ def set_again(
 
 
 def _carried(value: Any, old: Any, new: Any) -> Any:
-    """Return `new`, scaled by how much `value` has changed since it was `old`; lists become tuples."""
+    """Return `new`, a list as a tuple; a float is multiplied by `value / old`, the change so far."""
     if isinstance(new, list):
         return tuple(new)
     is_scaled = value != old and isinstance(value, float) and isinstance(new, float) and old

@@ -47,7 +47,8 @@ class StateSaver(PointListener):
     Args:
         schedule: schedule of snapshots; `None` without a launcher whose memory outlives this process.
         aligned: whether one launcher started all ranks, so that they take snapshots after the same batches.
-        apart: whether each launcher's ranks have only a part of the state: all ranks agree on snapshots.
+        apart: whether each launcher's ranks have only a part of the state, so that all ranks must agree on
+            the steps of snapshots.
         variables: returns fingerprints of the script's variables, of the same length on all ranks.
     """
 
@@ -117,7 +118,7 @@ class StateSaver(PointListener):
             raise Preempted(steps)
 
     def _is_anchor(self, steps: int) -> bool:
-        """Whether to keep an anchor now: at the first point after a multiple of the setting's steps."""
+        """Whether a checkpoint kept for `lockstep replay` (an anchor) is due: one every `anchors` steps."""
         every, before, self._steps = self._context.settings.anchors, self._steps, steps
         return bool(every) and steps // every > before // every
 
@@ -150,7 +151,7 @@ class StateSaver(PointListener):
         self._state.epoch_begins()
 
     def arrived(self) -> None:
-        """After replay, warn of evaluating loops that ran again, with newer parameters than before."""
+        """Warn, when a resumed run reaches its saved position, of evaluations that it has run again."""
         self._steps = self._loop.steps
         again = sorted(set(self._loop.progress.evaluated_again))
         if again:

@@ -56,7 +56,7 @@ def _stronger(one: Request | None, other: Request) -> Request:
 
 
 class Alone(Coordination):
-    """Coordination of a single rank, which carries out its own requests."""
+    """Coordination of a single rank, which carries out its own requests to save the state or stop."""
 
     @property
     def stop_is_asked(self) -> bool:

@@ -143,7 +143,7 @@ class Progress:
         phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """End the current epoch; raise `CheckpointError` if a replay has not reached all of its events."""
+        """End the current epoch; raise `CheckpointError` if a resumed run has left out recorded loops."""
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None:
@@ -241,7 +241,7 @@ class Progress:
             events.append(loop)
 
     def repeated(self, loop: LoopEvent) -> None:
-        """Record that replay has finished computing the last batch of an already completed loop again."""
+        """Record that a resumed run has computed again the last batch of a loop that had already ended."""
         level = self._level_of(loop)
         level.waits, level.ahead = False, []
         self.steps = loop.steps
@@ -256,7 +256,7 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Begin a call of a metric, such as `run.mean`; a replayed call's event has the recorded value."""
+        """Begin a call of a metric, such as `run.mean`; a repeated call's event has the recorded value."""
         event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call, after=self.counters())
@@ -285,7 +285,7 @@ class Progress:
             events.pop()
 
     def passes_save(self) -> bool:
-        """Record a call of `run.save` outside of loops; return whether to skip the save, as in a replay."""
+        """Record a call of `run.save` outside of loops; return whether it only repeats an earlier one."""
         event = self._expect(SaveEvent) if self.is_replaying else SaveEvent()
         if event is not None:
             self._levels[-1].events.append(event)
@@ -294,10 +294,10 @@ class Progress:
     # --- levels ----------------------------------------------------------------------------------
 
     def _expect(self, kind: type[EventT], name: object = None) -> EventT | None:
-        """Return the next recorded event of this class and name that replay must reach; `None` without one.
+        """Return the recorded loop or call that a resumed script now repeats; `None` if it is a new one.
 
         A script may decide whether it saves or evaluates by values, such as a best score, that it lacks
-        during replay. So recorded saves and metrics may be missing, and new ones may come.
+        while it repeats earlier calls. So recorded saves and metrics may be missing, and others may come.
 
         Args:
             kind: class of the event: a call of `run.epochs`, a loop, a metric or a save.
@@ -332,7 +332,7 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """The innermost open epoch or metric, else the top level: a loop that begins is recorded there.
+        """The innermost epoch or metric that the script is in, else the top level, to record a new loop in.
 
         Loops that the script left by an exception may still be open inside; they are passed over.
         """
@@ -345,7 +345,7 @@ class Progress:
     # --- replay ----------------------------------------------------------------------------------
 
     def begin_replay(self, target: Position) -> None:
-        """Begin the replay of a resumed run up to its saved position, `target`."""
+        """Begin to repeat the script of a resumed run up to its saved position, `target`."""
         self._target, self.is_replaying = target, True
         self._levels = [_Level([], list(target.events))]
         events = target.events
@@ -357,22 +357,22 @@ class Progress:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the script is, in replay, inside a loop or call that was recorded before the restart."""
+        """Whether a resumed run is repeating a loop or call that was recorded before the restart."""
         return self._target is not None and self._levels[-1].ahead is not None
 
     def check_arrived(self) -> None:
-        """Raise `CheckpointError` if the script has ended before replay reached the target."""
+        """Raise `CheckpointError` if a resumed script has ended before its saved position."""
         if self._target is not None:
             raise _elsewhere("at its end")
 
     @property
     def has_arrived(self) -> bool:
-        """Whether replay has reached its target, the saved position."""
+        """Whether the script of a resumed run has reached its saved position."""
         is_open = any(level.waits or level.ahead for level in self._levels)
         return self._target is not None and not is_open
 
     def arrive(self) -> Position:
-        """End replay, since it has reached the saved position; return this position."""
+        """Record that a resumed script has reached its saved position, which is returned."""
         target, self._target, self.is_replaying = self._target, None, False
         assert target is not None, "replay has a target"
         self._set(target.counters)
@@ -380,7 +380,7 @@ class Progress:
 
 
 def _name(event: Event) -> object:
-    """Return the key of a loop, or the name of a metric, by which replay finds the recorded event.
+    """Return the key of a loop, or the name of a metric, by which its recorded event is found again.
 
     `None` for other events, which are found by their class alone.
     """

@@ -235,7 +235,7 @@ class Search:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
-        """Broadcast the newest state from the first rank that could read it, unless all or none could."""
+        """Return the newest saved state; if only some ranks have it (`own`), broadcast it to the others."""
 
         def first_with_state(have: list[str]) -> str:
             return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK

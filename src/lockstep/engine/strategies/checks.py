@@ -147,7 +147,7 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[s
 
 
 def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a keyword needs no check: it is about summing gradients, or one of DDP's that may be used."""
+    """Whether a keyword of `run.model` needs no check: it is one of the exchange, or allowed one of DDP."""
     if name in EXCHANGES.keywords():
         return True
     known = inspect.signature(DistributedDataParallel).parameters

@@ -25,7 +25,7 @@ class Heartbeat(Protocol):
 
 
 class Watchdog(Protocol):
-    """Ends the run, and names missing ranks, if a forward or backward pass waits too long for ranks."""
+    """Ends the run, and names the missing ranks, if a forward or backward pass waits too long for them."""
 
     def passing(self, row: range) -> AbstractContextManager[None]:
         """Return a context manager for a forward or backward pass in which the ranks `row` communicate."""
@@ -79,15 +79,18 @@ class ModelContext:
     ranks_of_row: range = range(1)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager for an optimizer's step; see `Heartbeat`."""
+        """Return a context manager that reports to the launcher that this rank runs an optimizer's step."""
         return self._collective("optimizer.step")
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Return a context manager for synchronizing buffers; see `Heartbeat`."""
+        """Return a context manager that reports to the launcher that this rank is synchronizing buffers."""
         return self._collective("the exchange of buffers")
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Return a context manager for gathering parameters outside of backward passes; see `Heartbeat`."""
+        """Return a context manager that reports to the launcher that this rank gathers parameters.
+
+        It is used outside of backward passes.
+        """
         return self._collective("the gathering of parameters")
 
     def gathering_in_backward(self) -> AbstractContextManager[None]:

@@ -65,7 +65,7 @@ def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def capture_extras(optimizer: Optimizer, others: Collection[int] = ()) -> dict[str, Any]:
-    """Return what an optimizer has in attributes and inner optimizers, for `load_extras`; empty if nothing.
+    """Return the state that an optimizer's `state_dict` lacks: attributes and inner optimizers.
 
     `others`: ids of optimizers that the run saves separately.
     """

@@ -119,7 +119,10 @@ class TrainableParameters:
             )
 
     def _changes(self, now: Collection[int]) -> str:
-        """Return the names of changed parameters as text; `now`: ids of the trainable parameters."""
+        """Return, as text, names of parameters replaced, added, frozen or removed since `run.model`.
+
+        `now`: ids of the parameters that are trainable now.
+        """
         own = ((name, id(p)) for name, p in self._module.named_parameters())
         new = [name for name, one in own if one in now and one not in self._first]
         old = [name for one, name in self._first.items() if one not in now]

@@ -24,7 +24,7 @@ class UntrainedModule:
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether a submodule is in training mode that changes buffers in its forward passes."""
+        """Whether a submodule that changes buffers in forward passes, as BatchNorm, is in training mode."""
         return self._buffers.are_trained
 
     def _before_forward(self) -> None:

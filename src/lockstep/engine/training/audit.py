@@ -96,11 +96,11 @@ class Audit:
     # --- which microbatches ----------------------------------------------------------------------
 
     def plan(self, start: Start, phase: int, steps: int) -> Audited:
-        """Return a function from a batch's number in a loop to the replica of its extra pass, or `None`.
+        """Return a function that returns, for a batch's number in a loop, the replica to compute twice.
 
-        A loop that is not known to train has no extra pass before its first batch: a script may take that
-        batch alone, by `next(iter(loader))`. Audited are a loop's beginning in each call of `run.epochs`,
-        and every step that is due, where `steps` is the number of steps before batch `start.batch`.
+        It returns `None` for a batch without an audit. Audited are a loop's beginning in each call of
+        `run.epochs`, and every step that is due; `steps`: number of steps before batch `start.batch`. The
+        first batch of a loop that is not known to train is not: a script may take it alone, by `next`.
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
@@ -130,7 +130,7 @@ class Audit:
         return audited
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether to make the extra pass over a microbatch: the loop is known to have a backward pass.
+        """Whether to compute a microbatch once more, for an audit: if the loop is known to train.
 
         All iterations over one global batch get the same answer, since a body may count microbatches.
         """
@@ -151,7 +151,7 @@ class Audit:
             )
 
     def _replica(self) -> int:
-        """Return the replica of an extra pass: the partner rank's last one, or if alone this rank's."""
+        """Return the replica that this rank computes for an audit: the next rank's last one, or its own."""
         context = self._context
         if self._is_alone:
             return context.dims.block[-1]
@@ -255,7 +255,7 @@ class Audit:
         self._before = self._observation(), texts(self._state)
 
     def _look_after(self) -> None:
-        """Compare the script's state with that before an extra pass; keep the variables that have changed.
+        """Record which of the script's variables an audit's extra pass over a microbatch has changed.
 
         Raises:
             AuditError: if the pass has changed parameters, or has made collective calls of its own.

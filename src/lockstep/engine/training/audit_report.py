@@ -100,7 +100,7 @@ def collectives(calls: int) -> AuditError:
 
 
 def wrong_rank(finding: Finding, place: str, agreed: int, *, is_even: bool) -> AuditError:
-    """Return the error for one rank whose audited values differ from those that all other ranks agree on.
+    """Return the error for one rank whose losses or gradients in audits differ from all other ranks'.
 
     `is_even` says whether all ranks compute the same number of replicas.
     """

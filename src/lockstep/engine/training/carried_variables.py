@@ -90,7 +90,7 @@ class CarriedVariables(PointListener):
         self.resumed = ""
 
     def opens(self) -> None:
-        """Number the frame that opens the run, and frames around it, until the script leaves the run."""
+        """Give numbers to the stack frames of the script that are open until it leaves the run."""
         self._frames.hold("run", sys._getframe(1))
 
     def epoch_begins(self) -> None:
@@ -122,7 +122,7 @@ class CarriedVariables(PointListener):
     # --- in a run ---------------------------------------------------------------------------------
 
     def at_point(self) -> None:
-        """Warn of variables that changed between a run's first batches, or between its first epochs."""
+        """Warn of script variables that a run's first batches or epochs change, and a crash would lose."""
         if self._rank or not (self._is_new or self._points < _FIRST):
             return
         self._points += 1
@@ -170,7 +170,7 @@ class CarriedVariables(PointListener):
             return Observation()
 
     def _inside(self, now: Observation) -> list[Change]:
-        """Return the variables that changed since this loop's last comparison; `now` are their values."""
+        """Return the variables that changed since the last comparison in this loop; `now`: their values."""
         return self._changes("inside", self._place if self._loop.is_in_loop else None, now)
 
     def _changes(self, moment: str, place: Hashable, now: Observation) -> list[Change]:
@@ -182,7 +182,7 @@ class CarriedVariables(PointListener):
         return now.changes_since(Observation(known))
 
     def _first(self, change: Change) -> Change:
-        """Return the change with the variable's value before the run's first loop as `before`."""
+        """Return `change`, but with `before` as the variable's value before the run's first loop."""
         is_count = change.kind == "value" and change.before.isdecimal()
         if is_count and change.key not in self._initial:  # as the index of `enumerate`
             return replace(change, kind="count")
@@ -306,7 +306,7 @@ class _Frames:
         self._next = itertools.count(1)
 
     def hold(self, key: Hashable, frame: FrameType) -> None:
-        """Number the script's frames from `frame` outwards, and keep the numbers until `release(key)`."""
+        """Give the script's stack frames, from `frame` outwards, numbers that stay until `release(key)`."""
         self._held[key] = {id(one) for one in variables.script_frames(frame)}
         alive = set().union(*self._held.values())
         self._numbers = {one: self._numbers.get(one) or next(self._next) for one in alive}

@@ -65,7 +65,7 @@ _before: tuple[int, Path] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The shared memory of this rank's launcher, which outlives the ranks, as this rank has opened it."""
+    """The memory that this rank's launcher shares with its ranks, and that outlives the ranks."""
 
     page: StatusPage  # status page, which all ranks of the launcher write
     slot: Slot  # this rank's part of the status page

@@ -45,7 +45,7 @@ class GeneratorKeys:
 
     @property
     def key(self) -> int | None:
-        """Key to which the generators are set for the script's code that follows a global batch."""
+        """Seed to which the generators are set for the script's code after a global batch, if any."""
         if self._key is None and self.passed is not None:
             self._key = self._after(self.passed)
         return self._key

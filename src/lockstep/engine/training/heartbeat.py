@@ -24,7 +24,10 @@ _RECENT = 16
 
 
 class Call(NamedTuple):
-    """A collective call: its number among the calls of its rank, its name, and numbers that identify it."""
+    """A collective call of this rank: its number among the rank's calls, its name, and its `detail`.
+
+    `detail`, for a backward pass: numbers of loader, epoch, loop, batch and models; empty for other calls.
+    """
 
     number: int
     kind: str
@@ -115,13 +118,13 @@ class Heartbeat(Listener):
         self.moves()
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Count the beginning of a loop over a loader as an event."""
+        """Count the beginning of a loop as an event: a sign of progress, which the launcher watches."""
         self.moves()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Count the beginning of a microbatch as an event."""
+        """Count the beginning of a microbatch as an event: a sign of progress, for the launcher."""
         self.moves()
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Count the end of a loop over a loader as an event."""
+        """Count the end of a loop over a loader as an event: a sign of progress, for the launcher."""
         self.moves()

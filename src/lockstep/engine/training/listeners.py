@@ -18,7 +18,7 @@ class Listener(Protocol):
         return
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Called when a loop over a loader begins."""
+        """Called when a loop begins: number `round_`, from 0, among the epoch's loops over this loader."""
         return
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -26,7 +26,10 @@ class Listener(Protocol):
         return
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Called when a loop over a loader ends in global batch `step`; `early` says whether by `break`."""
+        """Called when a loop over a loader ends in global batch `step`; `early`: by `break`.
+
+        `round_`: number of earlier loops over this loader in the epoch.
+        """
         return
 
 

@@ -81,7 +81,7 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Number of finished steps; while a resumed run repeats the script, as recorded earlier."""
+        """Number of finished steps; while a resumed run repeats the script, what it was there before."""
         return self.progress.steps
 
     @property
@@ -252,7 +252,7 @@ class Loop:
         self._has_averaged |= model.is_synchronized
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over loader number `loader`; return its identity and the batch that it begins with.
+        """Begin a loop over loader number `loader`; return its epoch and number, and its first batch.
 
         Raises:
             StepError: inside a microbatch, with several replicas.
@@ -284,7 +284,10 @@ class Loop:
             loop.events.clear()
 
     def audit_plan(self, start: Start) -> Audited:
-        """Return a function from a batch's number to the replica that an audit computes twice or `None`."""
+        """Return a function that returns, for a batch's number, the replica that an audit computes twice.
+
+        It returns `None` for a batch without an audit.
+        """
         if self.audit is None:
             return no_audit
         loop: LoopEvent = start.loop
@@ -292,7 +295,7 @@ class Loop:
         return self.audit.plan(start, self.phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether to yield a microbatch; one without samples only if its pass needs all ranks."""
+        """Whether the script gets a microbatch; one without samples only if all ranks must compute one."""
         audit = self.audit
         if microbatch.audit:
             return audit is not None and not self.is_replaying and audit.takes(microbatch)
@@ -307,7 +310,7 @@ class Loop:
 
     @property
     def record(self) -> Record | None:
-        """Values of the current microbatch, recorded for an audit; `None` if it is not audited."""
+        """Loss and gradients of the current microbatch, if an audit compares them (else `None`)."""
         return None if self.audit is None else self.audit.record
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:

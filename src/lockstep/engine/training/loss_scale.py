@@ -59,7 +59,7 @@ class Scaler(Listener):
     # --- a backward pass -------------------------------------------------------------------------
 
     def before_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Multiply gradients left by earlier backward passes by the scale, like those to be added."""
+        """Multiply gradients of earlier backward passes, to which the next pass adds, by the scale."""
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:

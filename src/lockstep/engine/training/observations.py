@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a variable is; the number `frame` distinguishes calls of one function, and is 0 for globals."""
+    """Where a variable of the script is; `frame` is 0 for globals, else a number of its function's call."""
 
     frame: int
     file: str
@@ -70,7 +70,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Fingerprints of the script's variables, taken at one time, by the place of each variable."""
+    """Fingerprints of the script's variables at one time, by each variable's file, function and name."""
 
     values: Mapping[Place, Value] = field(default_factory=dict)
 

@@ -89,7 +89,7 @@ class _Gate:
             model.optimized |= self.ids
 
     def check(self) -> None:
-        """Raise `StepError` if this call of `step()` would act otherwise on another number of ranks."""
+        """Raise `StepError` if this call of `step()` would have another effect on more or fewer ranks."""
         microbatch, asked = self._loop.microbatch, self._asked
         if (record := self._loop.record) is not None:
             record.step(self._index, self._optimizer.param_groups)

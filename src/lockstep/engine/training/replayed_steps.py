@@ -96,7 +96,7 @@ class ReplayedSteps(PointListener):
 
 class _Debugger(pdb.Pdb):
     def stop_in(self, frame: FrameType) -> None:
-        """Stop before the next line of `frame`, and in no function that returns to it."""
+        """Stop the debugger at the next line of `frame`, and not earlier in functions called from there."""
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:

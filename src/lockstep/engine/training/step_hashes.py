@@ -56,14 +56,14 @@ class StepHashes(PointListener):
         return StepHashes(loop, state, every, steps.add, is_main=context.world.is_main)
 
     def update_begins(self, optimizer: Optimizer) -> None:
-        """Before an optimizer updates parameters: hash their gradients if this step is due."""
+        """Hash the gradients just before an optimizer's update if this is an `every`-th step."""
         if self._is_due(self._loop.steps + 1):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             grads = {str(n): p.grad for n, p in enumerate(parameters) if p.grad is not None}
             self._hash(self._loop.steps + 1, GRADIENTS, grads)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Hash parameters and buffers if the step is due."""
+        """Hash parameters and buffers if this is an `every`-th step."""
         if self._is_due(step):
             states = [model.state() for model in self._state.models]
             values = {f"{n}.{name}": v for n, own in enumerate(states) for name, v in own.items()}

@@ -136,7 +136,7 @@ def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple
 
 
 def of_object(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
-    """Return fingerprints of an object's attributes, by places with names such as `{name}.attribute`."""
+    """Return fingerprints (short texts of the values) of the attributes of an object called `name`."""
     walk = _Walk(skip, BUDGET)
     walk.looks_into(Place(0, "", "", name), value, 0, 1)
     walk.goes_on()
@@ -215,7 +215,7 @@ class _Walk:
             self._open.append((place, value, line, depth))
 
     def goes_on(self) -> None:
-        """Take fingerprints of the parts of all queued objects, until the budget is used up."""
+        """Take fingerprints of the parts of all queued objects, until `budget` values have been read."""
         while self._open and self._left >= 0:
             self.looks_into(*self._open.popleft())
 

@@ -251,7 +251,7 @@ class Agent:
         return decision
 
     def _apply(self, decision: Decision) -> _State:
-        """Apply a decision that holds for all launchers; return the workers' next state."""
+        """Restart or end the workers, as was decided for all launchers; return the workers' next state."""
         if decision.kind == "round" and self._interrupts.first is not None:
             self._leaving = True
             self._interrupts.check()

@@ -1,4 +1,8 @@
-"""Entry point of a spawned worker: `-m lockstep.launch.agent.bootstrap [--seeded] KIND TARGET ARGS`."""
+"""Entry point of a spawned worker: `-m lockstep.launch.agent.bootstrap [--seeded] KIND TARGET ARGS`.
+
+KIND says what TARGET is: `script`, `module`, or `function` (a file with a pickled function). With
+`--seeded` the generators of Python, NumPy and torch are seeded before the script, alike on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Decision:
 
     @property
     def is_last(self) -> bool:
-        """Whether the decision ends the rendezvous round."""
+        """Whether the decision ends the rendezvous round, a period with fixed launchers."""
         return self.kind != "restart"
 
 

@@ -95,7 +95,7 @@ class RankProgress:
 
     @property
     def snapshot(self) -> tuple[bytes, int]:
-        """Tag of a run, and number of its newest snapshot in memory; number 0 if there is none."""
+        """Tag that identifies a run, and number of its newest snapshot in memory; number 0 without one."""
         return progress(self._memory)
 
     @property
@@ -256,7 +256,7 @@ class GenerationRendezvous:
                     raise
 
     def _client(self, rounds: Rounds) -> CoordinatorClient:
-        """Return the client of launcher 0; if this rendezvous round is over, join the next one first."""
+        """Return the client of launcher 0; if the set of launchers changes, join the next round first."""
         client = self.coordinator
         if client is not None:
             decision, lost_coordinator = client.decision, client.has_lost_coordinator

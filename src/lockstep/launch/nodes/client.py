@@ -48,7 +48,7 @@ _REFUSED_SECONDS = 1.5
 
 
 class RoundOverError(Exception):
-    """The rendezvous round ended, by a decision of the coordinator, while this launcher waited."""
+    """The rendezvous round, a period with fixed launchers, ended while this launcher waited."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision)
@@ -216,14 +216,14 @@ class CoordinatorClient:
         return decision is not None and decision.is_last
 
     def _exchange_here(self, *, silent: bool) -> None:
-        """Pass the report of launcher 0 to its server, and wait until the next look is due."""
+        """Pass the report of this launcher, launcher 0, to its server; wait until the next is due."""
         assert self.server is not None, "this is launcher 0"
         if not silent:
             self._store(self.server.receive(self._report))
         self._stop.wait(_INTERVAL)
 
     def _exchange(self, *, silent: bool) -> None:
-        """Send the report, and store answers until it changes, or the next one is due."""
+        """Send this launcher's report; store answers until the report changes, or must be sent again."""
         connection = self._connection
         assert connection is not None, "this is not launcher 0"
         if not silent:

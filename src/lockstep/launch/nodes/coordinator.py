@@ -87,7 +87,7 @@ class Coordinator:
         self.changes = 0
 
     def receive(self, report: LauncherReport, now: float) -> Answer:
-        """Store a launcher's report, make a decision if one is due, and return the answer.
+        """Store a launcher's report, decide on a restart or the end if that is due, and return the answer.
 
         Raises:
             KeyError: if the launcher takes no part in the round.
@@ -139,7 +139,7 @@ class Coordinator:
         self.look(now)
 
     def supersede(self) -> None:
-        """End this round: other launchers have begun another round without launcher 0."""
+        """End this rendezvous round, since other launchers have begun another one without launcher 0."""
         self._decide(Decision(kind="round", text="a newer round has begun without this node"))
 
     def enter(self, generation: int) -> None:
@@ -174,7 +174,7 @@ class Coordinator:
         self._change()
 
     def look(self, now: float) -> None:
-        """Make a decision if the reports, or missing reports, require one."""
+        """Decide on a restart, other launchers or the end if reports, or missing reports, require that."""
         if self.decision is not None and self.decision.is_last:
             return
         reports, restarting = self._reports, self.decision is not None

@@ -26,7 +26,7 @@ _NAMES = 8
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
-    """Sort the entries of joining launchers, those of the last round first; return the first `most`."""
+    """Sort the entries of joining launchers, those that took part before first; return the first `most`."""
     ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # stable: by arrival
     return tuple(ranked[:most])
 
@@ -81,7 +81,7 @@ class Join:
         return cards if self._own.token in {card.token for card in cards} else None
 
     def _look(self, now: float) -> None:
-        """Read what has changed in the store; start the round if that is up to this launcher, and due."""
+        """Read what has changed in the store; start the round if this launcher may, and it is time."""
         if self._reads_cards(now):
             self._read_cards(now)
             self._check_numbers()
@@ -100,7 +100,7 @@ class Join:
             self._raise_missing()
 
     def _reads_cards(self, now: float) -> bool:
-        """Return whether this launcher reads the entries of all others, as one that may start the round.
+        """Return whether this launcher reads all launchers' entries, since it may have to start the round.
 
         The first launchers of the last round do, or the first that joined; the others after some seconds
         in which enough launchers have joined, and the round has not started.

@@ -18,7 +18,7 @@ class LineReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that end in `data`; keep what follows the last of them.
+        """Return the lines that `data` completes; keep an incomplete line for the next call.
 
         Raises:
             ValueError: if a line is longer than the longest message.
@@ -30,7 +30,7 @@ class LineReader:
 
 
 class Waker:
-    """Ends another thread's wait for sockets, of which `reader` is one."""
+    """Ends another thread's wait for messages on sockets; that thread also waits for `reader`."""
 
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()

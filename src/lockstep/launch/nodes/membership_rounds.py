@@ -180,7 +180,7 @@ class Rounds:
             self._join(expected, over)
 
     def _approach(self) -> int:
-        """Wait until launcher 0 of the newest round answers or has ended; return the last finished one.
+        """Wait until launcher 0 of the newest round answers or has ended; return the last round now over.
 
         Raises:
             UnreachableError: if launcher 0 runs and this node cannot connect to it.

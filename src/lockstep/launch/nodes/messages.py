@@ -62,7 +62,7 @@ class Answer:
     """The coordinator's answer to a launcher's report.
 
     Attributes:
-        generation: generation of the report that is answered.
+        generation: number of the start of workers that the answered report is about.
         port: port of the workers' store; 0 while it is not open.
         saves: whether all ranks are to save the run's state and exit.
     """

@@ -10,8 +10,9 @@ class Reports:
     """The last report of each launcher, with sets of launchers that no message has to search for.
 
     Attributes:
-        here: launchers whose last report is of the current generation; `done`, `failed` and `causes` are
-            among them, and `causes` are failures that do not follow from another rank's failure.
+        here: launchers whose last report is about the current generation (the workers since the last
+            restart); `done`, `failed` and `causes` are among them.
+        causes: launchers with a failure that does not follow from another rank's failure.
         leaving: launchers that leave.
     """
 
@@ -25,7 +26,7 @@ class Reports:
         return self._last[index]
 
     def failures(self) -> list[FailureReport]:
-        """Return the failures of the current generation, in the order of launchers."""
+        """Return the failures since the last restart of the workers, in the order of launchers."""
         return [one for index in sorted(self.failed) if (one := self._last[index].failure)]
 
     def store(self, report: LauncherReport) -> None:
@@ -45,7 +46,7 @@ class Reports:
                 launchers.discard(report.index)
 
     def begin(self, generation: int) -> None:
-        """Make `generation` the current one."""
+        """Set the number of the current generation: the workers between two restarts."""
         self._generation = generation
         for report in self._last:
             self.store(report)

@@ -248,7 +248,7 @@ class CoordinatorServer:
         return None
 
     def _await(self, connection: _Connection) -> None:
-        """Wait for messages of a connection, and for room in it while a part of an answer is left."""
+        """Make the thread wait for messages of a connection, or until it can send the rest of an answer."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more else 0)
         if connection.events != events:
             connection.events = events

@@ -130,7 +130,7 @@ class Manifest:
             raise DamagedError(f"{MANIFEST} is no manifest: {error}") from error
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return one line for each field in which `identity` differs from the recorded identity."""
+        """Return one line for each field, such as script or seed, in which the recorded run differs."""
         now = json.loads(json.dumps(identity))
         names = [*now, *(name for name in self.identity if name not in now)]
         return [
@@ -278,7 +278,7 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
     """Return the checkpoint at `path` after comparing its files with the sizes and checksums recorded.
 
     Raises:
-        RunDirectoryError: if the checkpoint is of another run than `identity`; naming each difference.
+        RunDirectoryError: if the checkpoint is of a run with another `identity` (script, seed and so on).
         CheckpointError: if the checkpoint is damaged or cannot be read.
     """
     try:
@@ -310,8 +310,8 @@ class Catalog:
 
     Args:
         directory: contains one directory per checkpoint.
-        identity: of the run, as JSON values; a checkpoint of another run is an error. With `None`, each
-            checkpoint is taken.
+        identity: script, arguments, seed and so on of the run, as JSON values; a checkpoint of another run
+            is an error. With `None`, each checkpoint is taken.
         warn: called with a message for each checkpoint that is skipped.
         parent: name of a checkpoint of another run, with whose state this run begins.
     """
@@ -415,7 +415,10 @@ class Catalog:
 
 
 def _anchors(good: Mapping[Key, Manifest], every: int, limit: float) -> set[Key]:
-    """Return the keys of the first checkpoints of each `every` steps, or of fewer within `limit` bytes."""
+    """Return the keys of the checkpoints to keep as anchors: the first one in each `every` steps.
+
+    If these have more than `limit` bytes, `every` is doubled until they have not.
+    """
     while True:
         first: dict[int, Key] = {}
         for key in sorted(good):

@@ -204,7 +204,7 @@ class LossRing:
 
     @staticmethod
     def memory(descriptor: int) -> memoryview:
-        """Map and return the memory of all ranks' losses."""
+        """Map the shared memory with the recent losses of all ranks of this launcher, and return it."""
         return memoryview(mmap.mmap(descriptor, _LOSS_BYTES)).cast("q")
 
     @staticmethod
@@ -306,7 +306,7 @@ class Buffer:
 
     @property
     def tag(self) -> bytes:
-        """The tag of the run whose snapshot this is, 32 bytes."""
+        """The 32 bytes that identify the run whose snapshot this is, as returned by `tag_of`."""
         return bytes(self.memory[_TAG])
 
     @property
@@ -345,7 +345,7 @@ class Buffer:
 
 
 def tag_of(identity: bytes, run: int) -> bytes:
-    """Return the tag that identifies the `run`-th run of a script, from 0, with this identity; 32 bytes."""
+    """Return a tag of 32 bytes: a run's number among the runs of its script, and a hash of `identity`."""
     return run.to_bytes(4, "big") + hashlib.sha256(identity).digest()[:28]
 
 
@@ -370,6 +370,6 @@ def next_number(buffers: Sequence[Buffer]) -> int:
 
 
 def progress(descriptors: Descriptors) -> tuple[bytes, int]:
-    """Return tag and number of the newest complete snapshot; `b""` and 0 if there is none."""
+    """Return the run's tag and the number of the newest complete snapshot; `b""` and 0 without one."""
     buffer = newest([Buffer(descriptor) for descriptor in descriptors.buffers])
     return (b"", 0) if buffer is None else (buffer.tag, buffer.number)

@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the snapshot has all parts of all tensors, none only in other launchers' snapshots."""
+        """Whether this snapshot is complete: no part of a tensor is only in another launcher's snapshot."""
         return not self.cuts
 
     def stored(self) -> dict[str, Stored]:

@@ -76,7 +76,7 @@ def make(
     Args:
         logger: its name, or an object with `log`.
         directory: the directory for its files.
-        identity: of the run.
+        identity: script, arguments, seed and so on of the run.
         first: the first step of which no value has been forwarded.
         say: shows a message about where values are logged.
     """

@@ -66,14 +66,14 @@ class Pace:
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Begin a window now; the time since the last window counts for no step."""
+        """Begin a window (about a second of steps) now; the time since the last one counts for no step."""
         self._times: list[float] = []
         self._samples = 0
         self._last = self._since = time.perf_counter()
         self._waited = self.data.seconds, self.exchange.seconds
 
     def step(self, samples: int) -> bool:
-        """Record a step over `samples` samples of all ranks; return whether the window is complete."""
+        """Record a step over `samples` samples of all ranks; return whether the window (1 s) is over."""
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
@@ -84,7 +84,7 @@ class Pace:
         return True
 
     def window(self) -> dict[str, Any] | None:
-        """Return the times of the window's steps in seconds, `None` without steps; begin a new window."""
+        """Return the seconds of the steps in this window, `None` without steps; begin another window."""
         times, data, before = self._times, *self._waited
         if not times:
             return None

@@ -34,7 +34,10 @@ def provenance(settings: Mapping[str, Any], device: torch.device, number: int) -
 
 
 def command(number: int) -> dict[str, Any]:
-    """Return the running script's path or module, its arguments and its working directory."""
+    """Return the running script's path or module, arguments and working directory, as JSON values.
+
+    `number`: index of the run among the runs of this process.
+    """
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     return {

@@ -281,7 +281,7 @@ class Recorder:
             self._bar.epoch_ends(*self._shown_epoch(epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch's number and that of epochs; outside of `run.epochs` the loop's number and 0."""
+        """Return epoch and number of epochs for the bar; outside of `run.epochs` that number is 0."""
         progress = self._progress
         return (progress.epoch, progress.epochs) if progress.epochs else (epoch, 0)
 
@@ -351,8 +351,8 @@ class Recorder:
     ) -> None:
         """Record the end of the run and each rank's memory, and print one line.
 
-        `settings` are those of models and optimizers: an earlier run with equal settings and identity must
-        have had the same digest, otherwise a warning is shown.
+        `settings` are those of models and optimizers. If an earlier run of the same script, arguments, seed
+        and settings had another digest, a warning is shown.
         """
         self._events.add(kind="memory", **used)
         self._events.flush()

@@ -24,9 +24,9 @@ _RUNS = 50
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
-    """Return a hash of the identity and of the user's source files, a dot, and a hash of the settings.
+    """Return two hashes as text: of a run's identity with the user's source files, and of its settings.
 
-    Settings are those of models, optimizers and data, which the script computes.
+    The identity is script, arguments, seed and versions; settings are those of models, optimizers and data.
     """
     source = hashlib.sha256(json.dumps(asdict(identity), sort_keys=True).encode())
     for file in user_files():

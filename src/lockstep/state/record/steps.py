@@ -36,7 +36,7 @@ Value = Callable[[], bytes]
 
 
 class Key(NamedTuple):
-    """Identifies an entry: step, place of its kind in `KINDS`, replica, number of the backward pass."""
+    """Identifies an entry: step, index of its kind in `KINDS`, replica, number of the backward pass."""
 
     step: int
     kind: int
@@ -68,7 +68,7 @@ class StepRecord:
     def add(
         self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
     ) -> None:
-        """Record a value of a step; `value` is called when the entry is written."""
+        """Record a loss or hash of a step; the function `value` returns it when the entry is written."""
         if step != self._step:
             self._step = step
             self._passes.clear()

@@ -57,7 +57,7 @@ class TrainJobStatus(Backend):
             self._send({})
 
     def close(self, *, failed: bool) -> None:
-        """Send the last values, and of a finished run that it is done."""
+        """Send the last values; if the run has not failed, also send that it is complete."""
         self._send({} if failed else {"progressPercentage": 100, "estimatedRemainingSeconds": 0})
 
     def _send(self, known: Mapping[str, int]) -> None:

@@ -34,7 +34,7 @@ def find(
 
     Args:
         directories: those without a run are skipped.
-        meant: values that the identity of the run must have; `None` allows any value.
+        meant: script, arguments, seed and so on that the run must have; `None` allows any value.
         owner: the owner of this launch, whose own lock does not count.
     """
     found = []
@@ -82,7 +82,7 @@ def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
 
 
 def is_same(identity: Mapping[str, Any], meant: Mapping[str, Any]) -> bool:
-    """Return whether a recorded identity has all values of `meant` that are not `None`."""
+    """Return whether a run's recorded script, arguments, seed and so on are those of `meant`, if given."""
     return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 

@@ -81,7 +81,7 @@ def _is_row(row: Any) -> bool:
 
 
 def check_scripts(script: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
-    """Raise an error if results are of another script or other arguments, unless they are published.
+    """Raise an error if `other`, unless it is a published table, has another script or other arguments.
 
     Raises:
         UsageError: naming each difference.

@@ -1,4 +1,4 @@
-"""`Given`: a projection of which all numbers are given, so that nothing is measured."""
+"""`Given`: predicts step times from numbers that the user gives; nothing is measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KIND = "arithmetic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The numbers of a step, from which `content` computes its time on other layouts."""
+    """Gradients and computing time of a step, from which `content` predicts its time on layouts."""
 
     gradients: float  # bytes of all gradients
     compute: float  # seconds of a step without the exchange, on any number of ranks

@@ -1,4 +1,4 @@
-"""Fit the model of the step time to measured rows, and compute rows of a projection from the model."""
+"""Fit a model of the step time to rows of measurements, and predict step times on other layouts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _project_group(
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
-    """Return the messages and bytes of the rows' exchange, from the row with the most ranks."""
+    """Return the number and bytes of the sums of gradients, as measured on the most ranks."""
     if not usable:
         return None
     last = max(usable, key=lambda one: one["ranks"])
@@ -129,7 +129,7 @@ def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
 
 
 def _layout(one: Row) -> Layout:
-    """Return the hosts and ranks of a row; `lockstep bench` itself measures on one host."""
+    """Return the hosts and ranks of a row of results; `lockstep bench` itself measures on one host."""
     hosts = one.get("hosts", 1)
     return Layout(hosts, one["ranks"] // hosts)
 
@@ -163,7 +163,7 @@ def _no_speed(used: Sequence[Point], wanted: Sequence[Layout], link: Link) -> st
 
 
 def _residual(model: Model, point: Point) -> Row:
-    """Return a point's measured step time, the one that the model predicts, and the relative error."""
+    """Return the measured step time of a layout, the one that the model predicts, and the error."""
     predicted = model.step(point.layout)
     return {
         "ranks": point.ranks,
@@ -176,7 +176,7 @@ def _residual(model: Model, point: Point) -> Row:
 
 
 def parameters_of(model: Model, link: Link) -> Row:
-    """Return the parameters of a model, and which of them the user has given."""
+    """Return the parameters of a model of the step time, and the names of those that the user has given."""
     per_byte = model.parameters.seconds_per_byte
     local = model.parameters.local_seconds_per_byte
     return {
@@ -193,9 +193,10 @@ def parameters_of(model: Model, link: Link) -> Row:
 
 
 def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
-    """Return the row of a layout; `rate_of_rank`: measured samples per second and rank.
+    """Return the predicted step time and speed on a layout, as a row of the results file.
 
-    Beside it are the step times with the other ways to sum gradients over ranks.
+    Over several hosts also the step times with other algorithms for the sum of gradients.
+    `rate_of_rank`: measured samples per second of one rank.
     """
     ranks = layout.ranks
     efficiency = model.rate(layout) / ranks / rate_of_rank
@@ -250,7 +251,7 @@ def _named(layout: Layout) -> str:
 
 
 def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
-    """Return what the fit assumes of the exchange."""
+    """Return, in words, what the fit assumes about the time in which gradients are summed."""
     several = [one for one in used if one.ranks > 1]
     lines = []
     if link.bandwidth is None:
@@ -272,7 +273,7 @@ def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list
 
 
 def on_traffic(model: Model, link: Link, wanted: Sequence[Layout]) -> list[str]:
-    """Return which messages and bytes the model counts, and what of them it does not hide."""
+    """Return, in words, which messages and bytes of gradients the model counts."""
     way = model.cost.way
     lines = [_COUNTED[way if any(one.hosts > 1 for one in wanted) else _ON_ONE_HOST.get(way, way)]]
     if link.bandwidth is not None:

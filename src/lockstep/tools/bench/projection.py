@@ -50,7 +50,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Way, bytes and number of the sums of gradients in a step of one script."""
+    """The sums of gradients over ranks in one step of a script: algorithm, number of sums, total bytes."""
 
     exchange: str
     volume: float  # bytes of all that is summed in a step
@@ -70,7 +70,7 @@ def cost_of(
     gradients: float | None,
     on_cpu: bool = True,
 ) -> Cost | None:
-    """Return the way, bytes and number of sums of an exchange; `None` if the bytes are not known.
+    """Return algorithm, number and bytes of the sums of gradients; `None` if the bytes are not known.
 
     `sent` is a layout, and the bytes that each of its ranks sent in a step. `gradients` is the size of all
     gradients in bytes.
@@ -88,7 +88,7 @@ def cost_of(
 
 
 def buckets_of(gradients: float) -> float:
-    """Return the number of DistributedDataParallel's buckets for so many bytes of gradients."""
+    """Return into how many buckets DistributedDataParallel divides this many bytes of gradients."""
     return 1.0 + max(0.0, -((_FIRST_BUCKET - gradients) // _BUCKET))
 
 
@@ -163,7 +163,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Parameters of the model of the step time: fitted, or for the network given by the user."""
+    """Seconds per step, sample, message and byte, for predictions: fitted, or given by the user."""
 
     overhead_seconds: float = 0.0  # of a step with any number of samples
     compute_seconds_per_sample: float = 0.0  # of a rank's own samples
@@ -197,7 +197,7 @@ class Model:
         return Model(replace(self.parameters, **known), cost, self.batches)
 
     def by(self, way: Way) -> Model:
-        """Return the model of the same step with gradients summed in another way."""
+        """Return the model of the same step if gradients are summed by the algorithm `way`, as a ring."""
         return replace(self, cost=replace(self.cost, way=way))
 
     def compute(self, ranks: int) -> float:

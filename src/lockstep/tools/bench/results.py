@@ -122,7 +122,7 @@ def rate(one: Mapping[str, Any]) -> Any:
 
 
 def devices(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the names of the devices of all rows."""
+    """Return, as text, the names of all devices on which rows of results were measured."""
     found = {name for row in rows for name in row.get("devices") or ()}
     return ", ".join(sorted(found)) or "not known"
 

@@ -217,7 +217,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def parameters(row: Row) -> str:
-    """Return a row's fitted parameters of the model of the step time, as one line of text."""
+    """Return, as one line of text, what was fitted to predict step times: latency, bandwidth and so on."""
     given = dict.fromkeys(row["given"], " (given)")
 
     def speed(level: str) -> str:

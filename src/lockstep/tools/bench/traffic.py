@@ -36,7 +36,7 @@ class Layout:
 
 
 class Way(StrEnum):
-    """How gradients are summed over ranks."""
+    """Algorithm by which gradients are summed over ranks, such as a ring."""
 
     HOSTS = "tree by hosts"  # exact: within each host first, then each share between hosts
     FLAT = "flat tree"  # exact: an all-to-all and an all-gather of all ranks
@@ -45,7 +45,7 @@ class Way(StrEnum):
 
 
 def way_of(exchange: str, strategy: str | None, *, on_cpu: bool) -> Way:
-    """Return how an exchange sums gradients; only `tree` on CPUs adds within each host first."""
+    """Return the algorithm by which the named exchange or strategy sums gradients over ranks."""
     if exchange in AT_SERVERS:
         return Way.SERVERS
     if strategy in SHARDED or exchange == "mpi":
@@ -72,7 +72,7 @@ class Traffic:
     local_bytes: float = 0.0
 
     def times(self, sums: float, volume: float) -> Traffic:
-        """Return the traffic of `sums` sums of together `volume` bytes, from that of 1 sum and 1 byte."""
+        """Return this traffic, which is of 1 sum and 1 byte, scaled to `sums` sums and `volume` bytes."""
         return Traffic(
             self.link_messages * sums,
             self.link_bytes * volume,
@@ -82,7 +82,7 @@ class Traffic:
 
 
 def traffic(way: Way, layout: Layout, replicas: int | None = None) -> Traffic:
-    """Return the messages of one sum, and the bytes per byte of gradients.
+    """Return the messages of one sum by the algorithm `way`, and its bytes for each byte of gradients.
 
     `replicas`: number of replicas of the run; `None` if there are as many as ranks.
     """
@@ -95,7 +95,7 @@ def traffic(way: Way, layout: Layout, replicas: int | None = None) -> Traffic:
 
 
 def _everywhere(way: Way, count: int) -> Traffic:
-    """Return the traffic of a sum between `count` ranks whose links are alike."""
+    """Return the traffic of a sum over `count` ranks between which all links are alike."""
     if way == Way.SERVERS:  # a server's link carries the gradients of every rank
         return Traffic(2, count)
     return Traffic(2 * (count - 1), 2 * (count - 1) / count)
@@ -123,7 +123,7 @@ def _flat(layout: Layout, replicas: int) -> Traffic:
 
 
 def _blocks(layout: Layout, replicas: int, ranks: int) -> list[range]:
-    """Return the replicas of every so many neighbouring ranks together."""
+    """Divide all ranks into groups of `ranks` neighbours; return the range of replicas of each group."""
     each = [block(replicas, layout.ranks, rank) for rank in range(layout.ranks)]
     firsts = range(0, layout.ranks, ranks)
     return [range(each[first].start, each[first + ranks - 1].stop) for first in firsts]

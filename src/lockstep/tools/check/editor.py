@@ -75,7 +75,7 @@ class Editor(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
-        """Return a node after all edits of it."""
+        """Return the node that results from all edits of a syntax node."""
         match original_node, updated_node:
             case cst.BaseExpression(), _:
                 place = self.get_metadata(PositionProvider, original_node)

@@ -58,7 +58,7 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """A file and the program to which it belongs: the queries that rules share."""
+    """A source file of a program, with the queries about both that several rules use."""
 
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module

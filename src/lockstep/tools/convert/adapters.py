@@ -1,4 +1,4 @@
-"""Convert scripts of accelerate and of transformers' Trainer: only an import changes, to an adapter."""
+"""Convert scripts of accelerate and of transformers' Trainer: replace their imports by adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Import:
 
 
 def convert(script: Script) -> tuple[str, list[str]] | None:
-    """Return the text with adapters imported, and notes; `None` for scripts that import no such class.
+    """Return the text with adapters imported, and notes; `None` for a script without adapted classes.
 
     Raises:
         UsageError: if the script has an adapter already, or imports a class in a way that is not replaced.

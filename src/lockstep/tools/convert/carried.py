@@ -77,7 +77,7 @@ def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _head(statement: ast.stmt) -> ast.AST:
-    """Return a statement without the blocks in it."""
+    """Return what a compound statement evaluates itself, as the test of an `if`; others unchanged."""
     match statement:
         case ast.If(test=test) | ast.While(test=test):
             return test

@@ -1,4 +1,4 @@
-"""Choose where in a script the run is made, and edit functions and classes that need it to take it."""
+"""Choose where in a script to make the run, and give it to functions and classes as an argument."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunScope:
 
 
 def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
-    """Return the place for the run: the innermost function from which all code that needs it is called."""
+    """Return where to make the run: the innermost function from which all nodes in `needing` are called."""
     script, module = draft.script, draft.module
     loops = script.epoch_loops or script.step_loops
     scope: Scope = module.scope(loops[0])
@@ -73,7 +73,7 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
 
 
 def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """Return the innermost block, not in a loop, that contains all entries, and where the first begins."""
+    """Return the innermost block, not in a loop, with all statements `entries`, and the first's index."""
     assert not isinstance(scope, ast.Lambda)
     block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
     while True:

@@ -46,7 +46,7 @@ def start(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def reduce(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank of an all-reduce; return the number of wrong elements, and the milliseconds."""
+    """Run one rank of an all-reduce; return the number of wrong elements, and the milliseconds it took."""
     import torch
     import torch.distributed as dist
 

@@ -91,7 +91,7 @@ def _renames(directory: Path) -> str:
 
 @check_each("storage", look=_look)
 def storage(facts: Facts) -> list[Finding] | str:
-    """Check a file system: its locks, its rename, and its free space for checkpoints."""
+    """Check the run directory's file system: file locks, renames, and free space for checkpoints."""
     place = facts["place"]
     if "problem" in facts:
         advice = "choose another place with --run-dir"

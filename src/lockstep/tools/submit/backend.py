@@ -118,7 +118,7 @@ class Backend(ABC):
 
     @abstractmethod
     def cancel(self, job: str) -> str:
-        """Cancel a job; return what the backend says.
+        """Cancel a job; return the job scheduler's message.
 
         Raises:
             UnknownJobError: if the job does not exist.

@@ -19,7 +19,7 @@ _MEMORY = "--memory SIZE asks for more: snapshots take twice the state of model 
 
 
 def parse(job: dict[str, Any], pods: Sequence[dict[str, Any]]) -> JobState:
-    """Return the state of a job from its object and those of its pods."""
+    """Return the state of a job from the JSON of the job and of its pods."""
     restarts = sum(_is(pod, "Failed") for pod in pods)
     problem, hint = _problem(pods)
     for condition in job.get("status", {}).get("conditions", ()):
@@ -63,7 +63,7 @@ def _pods_wanted(job: dict[str, Any]) -> int:
 
 
 def _problem(pods: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return what keeps the newest pod that has a problem from its work, and a hint; else empty texts."""
+    """Return the problem of the newest pod that has one, and a hint; two empty texts if none has."""
     for pod in sorted(pods, key=_created, reverse=True):
         for found in filter(None, (_unscheduled(pod), *map(_of_container, _containers(pod)))):
             what, hint = found
@@ -87,7 +87,7 @@ def _unscheduled(pod: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _of_container(container: dict[str, Any]) -> tuple[str, str] | None:
-    """Return what ails a container: it waits, or it has failed, now or before its last restart."""
+    """Return why a container waits or has failed, now or before its last restart; `None` if all is well."""
     waiting = container.get("state", {}).get("waiting")
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
         "terminated"

@@ -108,7 +108,7 @@ class Chaos:
 
 
 class _Workers:
-    """The worker processes of a launch, told from its fork servers by where their output goes."""
+    """The worker processes of a launch, which differ from its fork servers in where output goes."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
@@ -121,7 +121,7 @@ class _Workers:
         return bool(self._now)
 
     def live(self) -> bool:
-        """Return whether any of the found workers is still running."""
+        """Return whether any of the workers that `arrive` has found is still running."""
         return any(_lives(one) for one in self._now)
 
     def kill(self, choice: float) -> bool:

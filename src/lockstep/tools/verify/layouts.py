@@ -75,7 +75,7 @@ def parse(
     random_kills: RandomKills | None = None,
     strategies: Sequence[str | None] = (None,),
 ) -> list[Layout]:
-    """Parse words such as `1,2,4` or `2,kill@30`; return their layouts, and one more with `random_kills`.
+    """Parse words such as `1,2,4` or `2,kill@30` to layouts; add one with `random_kills`, if given.
 
     Raises:
         UsageError: if a word cannot be parsed, or there are fewer than two layouts.

@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def differs(self) -> bool:
-        """Whether the run failed since it found different bits on two ranks or in a repeated microbatch."""
+        """Whether the run failed because ranks, or repeated microbatches, had different bits."""
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 

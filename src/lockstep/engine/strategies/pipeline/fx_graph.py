@@ -43,7 +43,7 @@ class Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Traces a model's `forward`, also inside the submodules `opened`; a call of others is one node."""
+    """Traces a model's `forward` and that of submodules `opened`; other submodules become one node each."""
 
     proxy_buffer_attributes = True  # operations on buffers become nodes, computed in each pass
 

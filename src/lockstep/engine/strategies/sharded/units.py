@@ -58,7 +58,7 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the current backward pass has computed the gradients of all parameters of the unit."""
+        """Whether the backward pass has computed all gradients of the unit (a sharded submodule)."""
         return all(gradient is not None for gradient in self.gradients)
 
     def watch(self, arrived: Callable[[], None]) -> None:
@@ -232,7 +232,7 @@ def _describe(place: Sequence[int]) -> str:
 
 
 class Gather:
-    """All-gather of a unit's parameters that checks first that all ranks gather the same unit.
+    """All-gather of parameters, after a check that all ranks gather the same unit (sharded submodule).
 
     Passed to `FSDPModule.set_custom_all_gather`.
     """
@@ -304,6 +304,6 @@ def refuse_graphs_of_gradients(name: str, output: object) -> None:
 
 
 def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
-    """Return each unit's name in `module`, by `id(unit)`; `module` itself has the name of its class."""
+    """Return, by `id`, the name of each unit (sharded submodule); the class's name for `module` itself."""
     names = {id(part): name for name, part in module.named_modules()}
     return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}

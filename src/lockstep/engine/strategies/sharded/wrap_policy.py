@@ -163,7 +163,7 @@ def _asked(module: nn.Module, wrap: Any) -> list[str]:
 
 
 def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set[str]]:
-    """Return for each parameter the separately sharded submodules, of `names`, that use the parameter.
+    """Return, for each parameter, which of the separately sharded submodules `names` use the parameter.
 
     The rest of the model has the name "".
     """
@@ -180,7 +180,7 @@ def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set
 
 
 def _check_units(module: nn.Module, names: Sequence[str]) -> None:
-    """Raise a `ModelError` if separately sharded submodules share a parameter, or one has several types.
+    """Raise a `ModelError` if separately sharded submodules share a parameter, or one mixes dtypes.
 
     `names`: the submodules; the rest of the model counts as one more. Types are those of trainable
     parameters.

@@ -199,7 +199,7 @@ def _kind(options: argparse.Namespace) -> str:
 
 
 def _parts(job: str) -> tuple[tuple[str, ...], str, str]:
-    """Return the flag of the namespace, the kind and the name in a job's id."""
+    """Return, from a job's id, the namespace as a flag of kubectl, the kind of job, and the job's name."""
     namespace, kind, name = job.split("/")
     return (("--namespace", namespace) if namespace else ()), kind, name
 
