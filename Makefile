@@ -14,7 +14,7 @@ TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slur
 LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
 NEWEST := transformers accelerate
 
-.PHONY: install mpi demo test $(TESTS) test-frameworks test-wide test-adversary lint docs bench test-gpu clean
+.PHONY: install mpi demo test $(TESTS) test-frameworks test-wide test-adversary lint docs dist bench test-gpu clean
 
 install: $(STAMP)
 
@@ -101,6 +101,17 @@ lint: install
 docs: install
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet docs build/site
 	@echo "build/site/index.html"
+
+# The sdist, and the wheel from it, in dist/. A fresh environment has the wheel and nothing else; what the wheel
+# needs comes from .venv, whose own Lockstep is hidden there.
+dist: install
+	rm -rf dist build/dist
+	$(BIN)/python -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --no-compile --constraint constraints.txt build
+	build/dist/bin/python -m build --quiet --outdir dist .
+	build/dist/bin/python -m pip install --quiet --no-compile --no-deps dist/*.whl
+	$(BIN)/python tests/built.py build/dist
+	@ls -l dist
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

@@ -14,6 +14,28 @@ from lockstep import errors
 from tests.ports import ROOT
 
 PAGE = ROOT / "docs/manual/errors.md"
+#: The headings of the list, each with the parts of the package whose messages it has.
+PARTS = {
+    "lockstep.Run: the loop": ("run.py", "engine/training", "engine/recovery", "engine/layout"),
+    "lockstep.Run: strategies and exchanges": (
+        "engine/strategies",
+        "engine/exchange",
+        "engine/parameter_server",
+    ),
+    "lockstep.Run: data": ("engine/data",),
+    "lockstep.Run: saved state and records": ("state",),
+    "lockstep.Run: trainers of other frameworks": ("integrations",),
+    "lockstep run and lockstep.launch": ("launch", "world", "cli/run.py", "cli/nodes.py"),
+    **{
+        f"lockstep {verb}": (f"tools/{verb}", f"cli/{verb}.py")
+        for verb in ("submit", "verify", "check", "convert", "doctor", "replay", "branch")
+    },
+    "lockstep bench": ("tools/bench", "cli/bench.py", "tools/quantities.py"),
+    "lockstep export": ("cli/export.py",),
+    "lockstep report": ("tools/report", "cli/report.py"),
+    "lockstep watch": ("tools/watch", "cli/watch.py"),
+}
+_REST = "Settings and commands"
 #: In the page, the section stands between these two lines.
 _PLACE = re.compile(r"(?<=<!-- all messages -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _KINDS = {
@@ -31,10 +53,25 @@ def written(page: str) -> str:
 def messages() -> dict[str, dict[str, str]]:
     """Return each message and its hint, by the name of its error."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for file in sorted((ROOT / "src/lockstep").rglob("*.py")):
-        for kind, message, hint in _made(ast.parse(file.read_text())):
-            found[kind][message] = max(hint, found[kind].get(message, ""))
+    for (_, kind, message), hint in _all().items():
+        found[kind][message] = max(hint, found[kind].get(message, ""))
     return found
+
+
+def _all() -> dict[tuple[str, str, str], str]:
+    """Return each hint by its heading, error and message."""
+    found: dict[tuple[str, str, str], str] = {}
+    source = ROOT / "src/lockstep"
+    for file in sorted(source.rglob("*.py")):
+        part = _part(str(file.relative_to(source)))
+        for kind, message, hint in _made(ast.parse(file.read_text())):
+            key = part, kind, message
+            found[key] = max(hint, found.get(key, ""))
+    return found
+
+
+def _part(file: str) -> str:
+    return next((part for part, places in PARTS.items() if file.startswith(places)), _REST)
 
 
 def _made(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
@@ -67,15 +104,22 @@ def _text(node: ast.expr) -> str:
 
 
 def _section() -> str:
-    lines = []
-    found = sorted(messages().items(), key=lambda one: (_KINDS[one[0]].exit_code, one[0]))
-    for kind, told in found:
-        lines.append(f"### {kind}: exit code {_KINDS[kind].exit_code}\n")
-        lines += ["| message | hint |", "| --- | --- |"]
-        lines += [
-            f"| `{message}` | {hint and f'`{hint}`'} |" for message, hint in sorted(told.items())
-        ]
-        lines.append("")
+    lines, found = [], _all()
+    for heading in (*PARTS, _REST):
+        rows = sorted(
+            f"| `{message}`{hint and f'<br>→ `{hint}`'} | `{kind}`: {_KINDS[kind].exit_code} |"
+            for (part, kind, message), hint in found.items()
+            if part == heading
+        )
+        if rows:
+            lines += [
+                f"### {heading}",
+                "",
+                "| message | error: exit code |",
+                "| --- | --- |",
+                *rows,
+                "",
+            ]
     return "\n".join(lines)
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from tests.ports import ROOT
 
 DOCS = ROOT / "docs"
-#: The parts of the manual that are translated; the reference is not.
+#: The parts of the manual that are translated. Of the reference there are outlines.
 PARTS = ("get-started", "guides", "concepts")
 _HEAD = re.compile(r"\A---\ntranslation_of: (\w*)\n---\n\n?")
 _BLOCK = re.compile(r"(?ms)^ *(`{3,})(.*?)^ *\1$")
 _COMMENT = re.compile(r"(?m)^<!-- .* -->\n")
 _TOCTREE = "{toctree}"
+#: Blocks that only the site has: lists of contents, and cards.
+_SITE = (_TOCTREE, "{container}")
 _SCALE = {"": 1.0, " 万": 1e4, " million": 1e6}
 #: Words that a translation may write as a number.
 _NUMBERS = {
@@ -39,14 +41,21 @@ _NUMBERS = {
 
 def names() -> list[str]:
     """Return the pages that are translated: the home page, the parts, and what these list."""
-    listed = [
+    return ["index", *PARTS, "reference", *(page for part in PARTS for page in _listed(part))]
+
+
+def outlines() -> list[str]:
+    """Return the pages of the reference: in Chinese each has a line for each part of the English one."""
+    return _listed("reference")
+
+
+def _listed(part: str) -> list[str]:
+    return [
         line
-        for part in PARTS
         for found in _BLOCK.finditer(english(part))
         for line in found[2].splitlines()[1:]
         if found[2].startswith(_TOCTREE) and line and not line.startswith(":")
     ]
-    return ["index", *PARTS, *listed]
 
 
 def english(name: str) -> str:
@@ -71,8 +80,8 @@ def stale(name: str) -> bool:
 
 
 def blocks(text: str) -> list[str]:
-    """Return the code blocks of a page; a list of contents is none."""
-    return [found[0] for found in _BLOCK.finditer(text) if not found[2].startswith(_TOCTREE)]
+    """Return the code blocks of a page."""
+    return [found[0] for found in _BLOCK.finditer(text) if not found[2].startswith(_SITE)]
 
 
 def prose(text: str) -> str:
@@ -119,7 +128,7 @@ def noted(text: str, of: str) -> str:
     if len(new) != len(blocks(text)):
         raise SystemExit(f"{len(blocks(text))} code blocks; the English page has {len(new)}")
     body = _BLOCK.sub(
-        lambda found: found[0] if found[2].startswith(_TOCTREE) else new.pop(0), _HEAD.sub("", text)
+        lambda found: found[0] if found[2].startswith(_SITE) else new.pop(0), _HEAD.sub("", text)
     )
     return f"---\ntranslation_of: {fingerprint(of)}\n---\n\n{body}"
 

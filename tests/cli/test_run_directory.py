@@ -53,7 +53,7 @@ def test_a_second_launch_in_the_same_directory_is_refused(lockstep: Lockstep) ->
     assert done.code == 0, done.err
     assert not (lockstep.directory / "d/.lock").exists()
     # Said once, and not again after the restart.
-    assert done.err.count("replicas is not set, so that 2 ranks mean 2 replicas, and another") == 1
+    assert done.err.count("replicas is not set, so that 2 ranks mean 2 replicas, and changing") == 1
     assert "replicas is not set" not in second.err
 
 

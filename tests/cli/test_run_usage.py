@@ -173,7 +173,7 @@ def test_no_command_prints_the_help(lockstep):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian", "train.py"], "hint: did you mean run?"),
+        (["rnu", "train.py"], "hint: did you mean run?"),
         (["verfy", "train.py"], "hint: did you mean verify?"),
         (["run"], "the following arguments are required: SCRIPT\n"),
         (["submit"], "the following arguments are required: SCRIPT\n"),

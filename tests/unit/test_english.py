@@ -54,6 +54,12 @@ PAGES = [
 ]
 
 
+def test_code_blocks_name_their_language() -> None:
+    for page in (*PAGES, *(ROOT / "docs").rglob("*.md")):
+        fences = re.findall(r"(?m)^ *```+(.*)$", page.read_text())
+        assert "" not in fences[::2], f"{page}: write ```text where it is no code"
+
+
 def _without_code(text: str) -> str:
     return re.sub(r"(?ms)^```.*?^```$|`[^`\n]+`", "…", text)
 

@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,18 @@ def test_a_run_imports_no_strategy_that_it_may_not_need() -> None:
     heavy = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
     loaded = f"import sys, lockstep.run; print([n for n in {heavy!r} if n in sys.modules])"
     assert fresh(loaded) == "[]"
+
+
+def test_the_wheel_has_each_file_of_the_package() -> None:
+    """Setuptools takes modules by itself, and other files where pyproject.toml lists them."""
+    project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["package-data"]["lockstep"]
+    found = {file for pattern in listed for file in ROOT.glob(pattern)}
+    others = {
+        file for file in ROOT.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert others - set(FILES) == found
+    assert ROOT / "py.typed" in found
 
 
 def test_public_names() -> None:

@@ -16,9 +16,18 @@ _NO_SPACE = re.compile(rf"{_HAN}[A-Za-z0-9`]|[A-Za-z0-9`%]{_HAN}")
 
 def test_each_page_has_a_translation() -> None:
     there = zh.DOCS / "zh"
-    assert sorted(zh.names()) == sorted(
+    assert sorted([*zh.names(), *zh.outlines()]) == sorted(
         str(file.relative_to(there).with_suffix("")) for file in there.rglob("*.md")
     )
+
+
+@pytest.mark.parametrize("name", zh.outlines())
+def test_an_outline_names_each_part_of_the_english_page(name: str) -> None:
+    headings = [heading for heading, _ in zh.sections(zh.english(name))]
+    rules = [heading for heading in headings if heading.startswith("LS")]
+    parts = re.findall(r"(?m)^## .*$", zh.prose(zh.english(name)))
+    rows = re.findall(r"(?m)^\| \[", zh.page(name).read_text())
+    assert len(rows) == len(parts) + len(rules), "a row links to each part, and to each rule"
 
 
 @pytest.mark.parametrize("name", zh.names())
