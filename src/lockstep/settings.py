@@ -287,7 +287,7 @@ class Settings:
         "record each loss, and hashes of gradients and parameters every K steps, for `lockstep replay`; 0 "
         "records neither",
         int,
-        default_text="so often that it takes less than 1 ms per step",
+        default_text="so often that it takes less than a hundredth of the time of steps",
         check=at_least(0),
         flag=("records", "--hash-every K"),
     )

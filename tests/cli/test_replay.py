@@ -60,7 +60,7 @@ def listing(directory: Path) -> list[tuple[str, int, bytes]]:
 def disturbed(lockstep: Lockstep) -> Path:
     """Return the directory of a run on 3 ranks, of which one is killed, and then on 2 ranks."""
     lockstep.script(SCRIPT)
-    words = "run", "--run-dir", "run", "--anchors", "8", "--keep", "1"
+    words = "run", "--run-dir", "run", "--anchors", "8", "--keep", "1", "--hash-every", "1"
     env = {"LOCKSTEP_FAULTS": "kill@6,term@17"}
     first = lockstep(*words, "-n", "3", "train.py", "0.1", "-1", env=env)
     assert first.code == 75, first.err

@@ -155,7 +155,7 @@ def test_two_launchers_with_one_number(lockstep: Lockstep) -> None:
     words = ("--nnodes", "3", *STATIC, "--join-timeout", "20", "train.py")
     started = [lockstep.start("run", "--node-rank", index, *words) for index in ("0", "1", "1")]
     done = [lockstep.finish(process) for process in started]
-    assert [one.code for one in done] == [2, 2, 2]
+    assert [one.code for one in done] == [2, 2, 2], done
     assert all("node 1 has come twice: on " in one.err for one in done)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -18,17 +20,21 @@ from lockstep.engine.training.tensor_bits import bits, read
 from lockstep.state.checkpoint.parts import whole
 from lockstep.state.record.steps import GRADIENTS, PARAMETERS, Value
 
-#: Seconds that hashes may take per step: less than 1 % of a step of 100 ms, as losses are recorded, too.
-_SECONDS = 0.8e-3
+#: Part of the time of steps that hashes may take. Losses are recorded, too: together less than 1 %.
+_PART = 0.008
+#: Assumed seconds of a step until steps are measured.
+_STEP = 0.1
 #: Measured seconds per tensor, and per byte on one thread of a processor: an upper bound for accelerators.
 _PER_TENSOR, _PER_BYTE = 3e-5, 4e-10
+#: Least interval of models that are cut over ranks: their tensors are gathered, and no clock decides when.
+_SPLIT = 64
 
 
 class StepHashes(PointListener):
     """Hashes the gradients before, and the parameters and buffers after every `every`-th step.
 
     Args:
-        every: `None` for the shortest interval that costs less than 1 % of steps of 100 ms.
+        every: `None` for the shortest interval that costs less than 1 % of the steps' measured time.
         is_main: whether this rank records; the other ranks only gather tensors that are cut over ranks.
         add: records a hash: step, kind, function that returns the hash.
     """
@@ -44,8 +50,9 @@ class StepHashes(PointListener):
     ) -> None:
         self._loop, self._state, self._every, self._add = loop, state, every, add
         self._is_main = is_main
-        self._models = 0  # number of models for which `_chosen` was computed
-        self._chosen = 1
+        self._chosen = 0  # steps between two hashes, if `every` is `None`; 0 before the first step
+        self._newest = 0, 0.0  # step and time of the newest hash of parameters
+        self._seconds = 0.0  # seconds that its step's hashes took
 
     @staticmethod
     def of(context: Context, loop: Loop, state: State) -> StepHashes | None:
@@ -63,35 +70,49 @@ class StepHashes(PointListener):
             self._hash(self._loop.steps + 1, GRADIENTS, grads)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Hash parameters and buffers if this is an `every`-th step."""
-        if self._is_due(step):
-            states = [model.state() for model in self._state.models]
-            values = {f"{n}.{name}": v for n, own in enumerate(states) for name, v in own.items()}
-            self._hash(step, PARAMETERS, {k: v for k, v in values.items() if torch.is_tensor(v)})
+        """Hash parameters and buffers if this is an `every`-th step; choose the next step to hash."""
+        if not self._is_due(step):
+            return
+        states = [model.state() for model in self._state.models]
+        values = {f"{n}.{name}": v for n, own in enumerate(states) for name, v in own.items()}
+        self._hash(step, PARAMETERS, {k: v for k, v in values.items() if torch.is_tensor(v)})
+        if self._every is None and not self._state.is_split:
+            before, began = self._newest
+            self._newest = step, time.monotonic()
+            if before:
+                self._chosen = self._interval((self._newest[1] - began) / (step - before))
+            self._seconds = 0.0
 
     def _is_due(self, step: int) -> bool:
-        models = self._state.models
-        if any(model.steps_locally for model in models):
+        if any(model.steps_locally for model in self._state.models):
             return False  # each rank has its own parameters, until ranks average them
-        if self._every is not None:
-            return step % self._every == 0
-        if self._models != len(models):
-            self._models = len(models)
-            self._chosen = interval([p for model in models for p in model.parameters])
+        if not self._chosen:
+            self._chosen = self._every or self._interval(_STEP)
         return step % self._chosen == 0
+
+    def _interval(self, step: float) -> int:
+        """Return the number of steps of `step` seconds between two hashes: a power of two.
+
+        So two runs of unequal speed hash many steps that are the same.
+        """
+        parameters = [p for model in self._state.models for p in model.parameters]
+        seconds = max(cost(parameters), self._seconds)
+        interval = 1 << max(0, math.ceil(seconds / (_PART * step)) - 1).bit_length()
+        return max(interval, _SPLIT if self._state.is_split else 1)
 
     def _hash(self, step: int, kind: int, tensors: Mapping[str, torch.Tensor]) -> None:
         if self._is_main or self._state.is_split:
+            began = time.monotonic()
             value = hash64(tensors)
             if self._is_main:
                 self._add(step, kind, value)
+            self._seconds += time.monotonic() - began
 
 
-def interval(parameters: list[torch.Tensor]) -> int:
-    """Return the number of steps between two hashes: a power of two that follows from a model's size."""
+def cost(parameters: Sequence[torch.Tensor]) -> float:
+    """Return an upper bound of the seconds that the hashes of a step take on a processor of its own."""
     size = sum(p.numel() * p.element_size() for p in parameters)
-    seconds = 2 * (_PER_TENSOR * len(parameters) + _PER_BYTE * size)
-    return 1 << max(0, int(seconds / _SECONDS)).bit_length()
+    return 2 * (_PER_TENSOR * len(parameters) + _PER_BYTE * size)
 
 
 def hash64(tensors: Mapping[str, torch.Tensor]) -> Value:

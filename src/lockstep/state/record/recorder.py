@@ -37,7 +37,7 @@ from lockstep.state.record.provenance import provenance
 from lockstep.state.record.settings import RecordSettings
 from lockstep.state.record.steps import DIRECTORY as STEPS
 from lockstep.state.record.steps import LOSS, StepRecord
-from lockstep.state.record.trace import Trace, loss_bits
+from lockstep.state.record.trace import Trace
 from lockstep.world import accelerator
 from lockstep.world.model import World
 
@@ -235,12 +235,11 @@ class Recorder:
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Write the loss of a microbatch and its sample ids to the step record, and to the trace."""
         if self.steps is not None and not self._settings.repeats:
-            own = loss.detach().clone()
             samples = zlib.crc32(np.asarray(microbatch.indices[: microbatch.size]).tobytes())
             self.steps.add(
                 self._progress.steps + 1,
                 LOSS,
-                lambda: bytes.fromhex(loss_bits(own)),
+                loss.detach().clone(),
                 replica=microbatch.replica,
                 samples=samples,
             )

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.directory import owner_only
 from lockstep.state.files.run_file import cannot_write
@@ -31,8 +33,8 @@ _NAME = re.compile(r"rank-(\d+)\.(\d+)-(\d+)\.bin")
 #: Size of a file, and number of files that a rank keeps.
 _BYTES, _FILES = 1 << 24, 16
 _FLUSH_SECONDS = 1.0
-#: Returns the bytes of a value that may still be on a device.
-Value = Callable[[], bytes]
+#: A loss, or a function that returns the bytes of a hash: either may still be on a device.
+Value = torch.Tensor | Callable[[], bytes]
 
 
 class Key(NamedTuple):
@@ -68,7 +70,7 @@ class StepRecord:
     def add(
         self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
     ) -> None:
-        """Record a loss or hash of a step; the function `value` returns it when the entry is written."""
+        """Record a loss or hash of a step, which is read when the entry is written."""
         if step != self._step:
             self._step = step
             self._passes.clear()
@@ -84,9 +86,10 @@ class StepRecord:
         pending, self._pending = self._pending, []
         if not pending:
             return
+        values = _bytes([value for _, _, value in pending])
         data = b"".join(
-            _ENTRY.pack(key.step, key.replica, key.kind, len(own := value()), key.nth, samples, own)
-            for key, samples, value in pending
+            _ENTRY.pack(key.step, key.replica, key.kind, len(own), key.nth, samples, own)
+            for (key, samples, _), own in zip(pending, values, strict=True)
         )
         try:
             if self._size + len(data) > _BYTES:
@@ -104,6 +107,18 @@ class StepRecord:
         own = [path for path in paths(self._directory) if path.name.startswith(self._stem)]
         for path in own[: max(0, len(own) - _FILES + 1)]:
             path.unlink(missing_ok=True)
+
+
+def _bytes(values: list[Value]) -> list[bytes]:
+    """Return the bytes of losses and hashes; losses of one type are read from their device at once."""
+    found = [b"" if isinstance(value, torch.Tensor) else value() for value in values]
+    losses = {n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    for kind in {(loss.device, loss.dtype) for loss in losses.values()}:
+        own = {n: loss for n, loss in losses.items() if (loss.device, loss.dtype) == kind}
+        rows = torch.stack([loss.reshape(1) for loss in own.values()]).cpu().view(torch.uint8)
+        for n, row in zip(own, rows.numpy(), strict=True):
+            found[n] = row.tobytes()
+    return found
 
 
 def paths(directory: Path) -> list[Path]:

@@ -18,8 +18,9 @@ from lockstep.state.record import steps
 from lockstep.state.record.steps import Entry, Key
 from lockstep.tools.replay.recorded import RecordedRun
 
-#: Settings of every replay: no output of the run but its records.
-_QUIET = {
+#: Settings of every replay: hashes of all steps, and no other output of the run.
+_SETTINGS = {
+    "LOCKSTEP_HASH_EVERY": "1",  # the recorded steps, which followed from times, are among them
     "LOCKSTEP_PROGRESS": "0",
     "LOCKSTEP_CHECKPOINT_EVERY": "0",
     "LOCKSTEP_ANCHORS": "0",
@@ -105,7 +106,7 @@ def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
         "anomaly": asked.anomaly,
         "saves": asked.saves,
     }
-    environ = command.environ(run.strategy, os.environ) | run.variables() | _QUIET
+    environ = command.environ(run.strategy, os.environ) | run.variables() | _SETTINGS
     environ |= {"LOCKSTEP_REPLAY": json.dumps(request)}
     words = [*words, *command.words(run.strategy, os.environ)]
     if asked.is_shown:

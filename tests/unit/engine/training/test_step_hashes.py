@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 import torch
 
-from lockstep.engine.training.step_hashes import hash64, interval
+from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.recovery.state import State
+from lockstep.engine.training import step_hashes
+from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.step_hashes import StepHashes, hash64
+from lockstep.state.record.steps import Value
 
 
 def test_any_bit_any_order_and_any_name_change_a_hash() -> None:
@@ -23,6 +33,64 @@ def test_any_bit_any_order_and_any_name_change_a_hash() -> None:
     assert hash64({**tensors, "a": order})() != whole
 
 
-def test_large_models_are_hashed_less_often() -> None:
-    assert interval([torch.zeros(1000)] * 10) == 1
-    assert interval([torch.zeros(1, dtype=torch.float32).expand(25_000_000)]) == 128
+SMALL, LARGE = [torch.zeros(1000)] * 4, [torch.zeros(1).expand(25_000_000)]
+
+
+def hashed(
+    parameters: list[torch.Tensor],
+    seconds: Callable[[int], float],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    hash_seconds: float = 0.0,
+    split: bool = False,
+) -> list[int]:
+    """Return which of 400 steps are hashed, whose lengths are given."""
+    found: list[int] = []
+    now = 1000.0
+
+    def add(step: int, kind: int, value: Value) -> None:
+        nonlocal now
+        now += hash_seconds
+        found.append(step)
+
+    model = SimpleNamespace(steps_locally=False, parameters=parameters, state=dict)
+    state = cast("State", SimpleNamespace(models=[model], is_split=split))
+    hashes = StepHashes(cast("Loop", None), state, None, add, is_main=True)
+    monkeypatch.setattr(step_hashes, "time", SimpleNamespace(monotonic=lambda: now))
+    for step in range(1, 401):
+        now += seconds(step)
+        hashes.step_ends(step, cast("Microbatch", None))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parameters", "seconds", "interval"),
+    [(SMALL, 0.1, 1), (SMALL, 0.01, 4), (SMALL, 0.001, 32), (LARGE, 0.1, 128), (LARGE, 1, 16)],
+)
+def test_large_models_and_models_with_short_steps_are_hashed_less_often(
+    monkeypatch: pytest.MonkeyPatch, parameters: list[torch.Tensor], seconds: float, interval: int
+) -> None:
+    found = hashed(parameters, lambda step: seconds, monkeypatch)
+    assert found[-3:] == [n * interval for n in range(400 // interval - 2, 400 // interval + 1)]
+
+
+def test_the_interval_follows_steps_that_become_shorter_or_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = hashed(SMALL, lambda step: 0.001 if 5 <= step <= 100 else 0.1, monkeypatch)
+    assert found[:10] == [1, 2, 3, 4, 5, 32, 64, 96, 128, 129]
+    assert found[10:] == list(range(130, 401))
+
+
+def test_hashes_that_take_longer_than_expected_are_computed_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = hashed(SMALL, lambda step: 0.01, monkeypatch, hash_seconds=0.002)
+    assert found[-3:] == [320, 352, 384]
+
+
+def test_the_interval_of_a_model_that_is_cut_over_ranks_follows_from_its_size_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = hashed(SMALL, lambda step: 0.001, monkeypatch, split=True)
+    assert found == [64, 128, 192, 256, 320, 384]
