@@ -32,6 +32,7 @@ REASONS = (
     "needs a GPU",
     "needs a second terminal",
     "needs MPI",
+    "needs Ray",
     "needs several nodes",
     "needs Slurm",
     "needs the records of a run",

@@ -175,5 +175,5 @@ def test_their_launcher_by_name(lockstep: Lockstep, site: dict[str, str]) -> Non
     task = {**TASKS[1], "CLUSTER_JOB": "1"}
     assert lockstep.python("train.py", env={**site, **chosen, **task}).out == "cluster\n"
     missing = lockstep.python("train.py", env=chosen)
-    message = "LOCKSTEP_ENVIRONMENT is 'cluster'; expected one of lockstep, kubeflow, torchrun"
+    message = "LOCKSTEP_ENVIRONMENT is 'cluster'; expected one of ray, lockstep, kubeflow, torchrun"
     assert message in missing.err

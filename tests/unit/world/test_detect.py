@@ -39,7 +39,11 @@ def test_an_environment_can_be_named():
 @pytest.mark.parametrize(
     ("variables", "error", "said"),
     [
-        ({"LOCKSTEP_ENVIRONMENT": "bicycle"}, UsageError, "'bicycle'; expected one of lockstep"),
+        (
+            {"LOCKSTEP_ENVIRONMENT": "bicycle"},
+            UsageError,
+            "'bicycle'; expected one of ray, lockstep",
+        ),
         ({"LOCKSTEP_ENVIRONMENT": "torchrun"}, UsageError, "variables of torchrun are not set"),
         ({"LOCKSTEP_LAUNCHER": "0.1.0"}, WorldError, "RANK is not set"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, WorldError, "no rendezvous address"),

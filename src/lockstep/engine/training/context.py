@@ -53,6 +53,7 @@ from lockstep.world.devices import (
     make_deterministic,
 )
 from lockstep.world.devices_asked import CORES
+from lockstep.world.environments import ray
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_ranks
 
 #: Environment variable with a rank's index among its launcher's ranks and their count: `index/count`.
@@ -243,7 +244,7 @@ def _prepare(device: torch.device, settings: Settings) -> None:
 
 
 def _run_dir(settings: Settings, number: int) -> Path | None:
-    run_dir = settings.run_dir
+    run_dir = settings.run_dir or ray.run_directory(settings.name)
     if run_dir is not None and number > 0 and run_dir in taken_directories:
         # The settings name one directory; further runs of the script are written below it.
         return run_dir / f"{settings.name}-{number + 1}"

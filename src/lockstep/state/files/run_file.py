@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.atomic_file import atomic_write
+from lockstep.world.environments import ray
 
 NAME = "run.json"
 #: Format of the file; it grows with each change that an older version of Lockstep could not read.
@@ -79,7 +80,12 @@ def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
 
 
 def script_and_arguments() -> tuple[str, list[str]]:
-    """Return the running script's file name and the user's arguments, without torchrun's local rank."""
+    """Return the running script's file name and the user's arguments, without torchrun's local rank.
+
+    A worker of Ray has no script of the user, and its arguments differ from worker to worker.
+    """
+    if ray.is_worker(os.environ):
+        return "ray", []
     own = [word for word in sys.argv[1:] if not word.startswith(_LOCAL_RANK)]
     return Path(sys.argv[0]).name, own
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from lockstep.state.files import run_file
 from lockstep.state.record import stacks
 from lockstep.world import accelerator, host
+from lockstep.world.environments import ray
 
 #: Number of the user's source files that are hashed.
 _FILES = 2000
@@ -36,10 +38,14 @@ def provenance(settings: Mapping[str, Any], device: torch.device, number: int) -
 def command(number: int) -> dict[str, Any]:
     """Return the running script's path or module, arguments and working directory, as JSON values.
 
+    Workers of Ray have no script.
+
     `number`: index of the run among the runs of this process.
     """
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if ray.is_worker(os.environ):
+        file = None  # Ray's own
     return {
         "module": None if spec is None else spec.name.removesuffix(".__main__"),
         "script": None if file is None else str(Path(file).absolute()),

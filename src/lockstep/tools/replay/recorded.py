@@ -41,7 +41,7 @@ class RecordedRun:
         if not isinstance(command.get("script"), str):
             raise UsageError(
                 f"{directory} does not record how its script was started; expected the path of a script",
-                hint="runs of an older version, and runs in notebooks, cannot be replayed",
+                hint="runs of an older version, in notebooks, and by Ray cannot be replayed",
             )
         if command.get("run"):
             raise UsageError(

@@ -14,6 +14,10 @@ from lockstep.world.environments import init_method, torchrun
 from lockstep.world.model import World
 
 _OWN = [
+    # Before all others, whose variables a worker of Ray has if they were set where Ray was started.
+    EnvironmentEntry(
+        name="ray", detect="lockstep.world.environments.ray:detect", starts_launchers=False
+    ),
     EnvironmentEntry(
         name="lockstep",
         detect="lockstep.world.environments.torchrun:detect_lockstep",
@@ -135,9 +139,9 @@ def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
         ENVIRONMENTS.require(wanted, VARIABLE)
         yield ENVIRONMENTS.find(wanted)
         return
-    yield from _OWN[:3]
+    yield from _OWN[:4]
     yield from _published()
-    yield from _OWN[3:]
+    yield from _OWN[4:]
 
 
 @functools.cache
