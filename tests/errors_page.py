@@ -28,7 +28,17 @@ PARTS = {
     "lockstep run and lockstep.launch": ("launch", "world", "cli/run.py", "cli/nodes.py"),
     **{
         f"lockstep {verb}": (f"tools/{verb}", f"cli/{verb}.py")
-        for verb in ("submit", "verify", "check", "convert", "doctor", "replay", "branch")
+        for verb in (
+            "submit",
+            "verify",
+            "check",
+            "convert",
+            "doctor",
+            "replay",
+            "diff",
+            "attest",
+            "branch",
+        )
     },
     "lockstep bench": ("tools/bench", "cli/bench.py", "tools/quantities.py"),
     "lockstep export": ("cli/export.py",),

@@ -18,6 +18,8 @@ PAGE = ROOT / "docs/manual/commands.md"
 _GUIDES = {
     "run": "launching.md",
     "branch": "replay.md#branch",
+    "diff": "replay.md#diff",
+    "attest": "replay.md#attest",
     "submit": "slurm.md#lockstep-submit",
     "export": "checkpoints.md#export",
     "completion": "install.md#complete-commands-in-the-shell",

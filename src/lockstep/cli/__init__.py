@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 
 from lockstep import unknown_variables as variables
 from lockstep.cli import (
+    attest,
     bench,
     branch,
     check,
     completion,
     convert,
+    diff,
     doctor,
     export,
     replay,
@@ -44,10 +46,10 @@ _EXAMPLES = {
 #: One module for each command, with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
 _VERBS: tuple[Any, ...] = (
     *(run, submit, verify, check, convert, doctor),
-    *(replay, branch, bench, export, report, watch, completion),
+    *(replay, diff, attest, branch, bench, export, report, watch, completion),
 )
 #: Commands that start runs.
-_STARTING = ("run", "submit", "verify", "bench", "replay", "branch")
+_STARTING = ("run", "submit", "verify", "bench", "replay", "diff", "attest", "branch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

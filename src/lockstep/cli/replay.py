@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.parser import Parser
 from lockstep.cli.several_launches import kept_directory
-from lockstep.errors import UsageError
+from lockstep.errors import RunError, ScriptNotFoundError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.comparison import Comparison
@@ -22,13 +22,16 @@ The script that the run recorded is started again in a temporary run directory, 
 arguments, seed, replicas and threads, from the newest checkpoint before the step, or else from its start.
 The run itself is only read. Compared are the samples and losses of each replica, and the hashes of
 gradients and parameters that were recorded (--hash-every). Without --step, all steps from the first are
-computed. Exit codes: 0 the same, 1 the script failed, 2 usage, 3 not the same.
+computed. Exit codes: 0 the same, 1 the script failed with --pdb or --anomaly, 2 usage, 3 not the same,
+125 the script failed or is gone, so that git bisect run skips the commit.
 """
 EXAMPLES = {
     "lockstep replay runs/train/20261122-103512 --step 48211": "one step, all replicas",
     "lockstep replay runs/train/20261122-103512 --step 48211 --replica 37 --pdb": "in the debugger",
     "git bisect run lockstep replay runs/train/20261122-103512 --until 200": "which commit changed bits?",
 }
+#: Exit code if nothing can be compared; `git bisect run` skips a commit that has it.
+UNTESTABLE = 125
 #: Number of steps whose values are printed; of more steps only the first difference.
 _SHOWN = 3
 
@@ -84,9 +87,15 @@ def handle(options: argparse.Namespace) -> int:
         ranks=options.n,
         devices=options.devices,
     )
-    run = RecordedRun.of(options.run_dir)
-    with kept_directory(options.keep_runs, "replay") as directory:
-        result = Comparison(run, asked, replay(run, asked, directory.absolute()))
+    try:
+        run = RecordedRun.of(options.run_dir)
+        asked.check(run)
+        with kept_directory(options.keep_runs, "replay") as directory:
+            result = Comparison(run, asked, replay(run, asked, directory.absolute()))
+    except (RunError, ScriptNotFoundError) as error:
+        if not asked.is_shown:
+            error.exit_code = UNTESTABLE
+        raise
     if options.json:
         print(json.dumps(result.as_json()))
     else:

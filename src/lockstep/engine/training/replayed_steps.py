@@ -14,8 +14,10 @@ from types import FrameType
 import torch
 
 from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.recovery.state import State
 from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
+from lockstep.engine.training.traced_step import TracedStep
 from lockstep.engine.training.variables import script_frames
 
 #: Environment variable with the fields of `Request` as JSON, which `lockstep replay` sets.
@@ -29,38 +31,45 @@ class Request:
     Attributes:
         step: the first step of interest, counted from 1.
         until: the step after which the run ends.
-        samples: path of the file for samples; each rank appends its number to the name.
+        directory: where each process writes the file of the samples, and of the trace.
         debugs: replica before whose microbatch in step `step` the debugger stops; `None` for none.
         anomaly: whether to switch on torch's anomaly detection in step `step`.
         saves: whether to save the state after step `until`.
+        traces: step of which each module's output is hashed; `None` for none.
     """
 
     step: int
     until: int
-    samples: str
+    directory: str
     debugs: int | None = None
     anomaly: bool = False
     saves: bool = False
+    traces: int | None = None
 
 
 class ReplayedSteps(PointListener):
-    """Records the samples of steps, stops in the debugger, and ends the run after the last step.
+    """Records samples and modules' outputs, stops in the debugger, and ends the run after the last step.
 
     `save` requests a checkpoint after the current batch.
     """
 
-    def __init__(self, request: Request, loop: Loop, save: Callable[[None], None]) -> None:
+    def __init__(
+        self, request: Request, loop: Loop, state: State, save: Callable[[None], None]
+    ) -> None:
         self._request, self._loop, self._save = request, loop, save
-        path = Path(f"{request.samples}-{os.getpid()}.jsonl")
-        self._file = path.open("w", encoding="utf-8")
+        directory = Path(request.directory)
+        self._file = (directory / f"samples-{os.getpid()}.jsonl").open("w", encoding="utf-8")
+        self._trace: TracedStep | None = None
+        if request.traces is not None:
+            self._trace = TracedStep(directory / f"trace-{os.getpid()}.jsonl", state.models)
 
     @staticmethod
     def of(
-        environ: Mapping[str, str], loop: Loop, save: Callable[[None], None]
+        environ: Mapping[str, str], loop: Loop, state: State, save: Callable[[None], None]
     ) -> ReplayedSteps | None:
         """Return the listener that `lockstep replay` asks for; `None` in any other run."""
         text = environ.get(VARIABLE)
-        return None if not text else ReplayedSteps(Request(**json.loads(text)), loop, save)
+        return None if not text else ReplayedSteps(Request(**json.loads(text)), loop, state, save)
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Record the samples of a microbatch of the requested steps; stop in the debugger before it."""
@@ -79,11 +88,15 @@ class ReplayedSteps(PointListener):
             if request.debugs == microbatch.replica:
                 frame = next(script_frames(sys._getframe()))
                 _Debugger(nosigint=True).stop_in(frame)
+        if self._trace is not None and step == request.traces:
+            self._trace.microbatch_begins(microbatch)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Switch anomaly detection off after the requested step; save the state after the last one."""
         if self._request.anomaly and step == self._request.step:
             torch.autograd.set_detect_anomaly(False)
+        if self._trace is not None and step == self._request.traces:
+            self._trace.step_ends()
         if self._request.saves and step == self._request.until:
             self._save(None)
 

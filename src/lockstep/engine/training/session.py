@@ -125,7 +125,7 @@ class Session:
         if faults is not None and loop.is_replaying:
             faults.resume(loop.resumed)
         # Faults first: their signal at a point must have arrived when the state is saved there.
-        listeners += [faults, saver, ReplayedSteps.of(os.environ, loop, saver.ask)]
+        listeners += [faults, saver, ReplayedSteps.of(os.environ, loop, state, saver.ask)]
         loop.listen(listener for listener in listeners if listener is not None)
 
     def _resume(self) -> Catalog:

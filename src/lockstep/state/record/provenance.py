@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,41 @@ from lockstep.world.environments import ray
 
 #: Number of the user's source files that are hashed.
 _FILES = 2000
+#: Seconds to wait for git at the start of a run; its answer takes 10 ms where the repository is small.
+_GIT_SECONDS = 1.0
+_GIT_STATUS = ("--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno")
 
 
-def provenance(settings: Mapping[str, Any], device: torch.device, number: int) -> dict[str, Any]:
+class Commit(threading.Thread):
+    """Asks git for the commit of the running script, while the run starts."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.found: dict[str, Any] = {}  # the commit, and whether tracked files differ from it
+        self.start()
+
+    def run(self) -> None:
+        """Ask git; without git, outside of a repository, or after a second nothing is found."""
+        file = getattr(sys.modules["__main__"], "__file__", None) or "."
+        words = ("git", "-C", Path(file).absolute().parent, *_GIT_STATUS)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(words, capture_output=True, check=True, timeout=_GIT_SECONDS)
+            lines = done.stdout.decode(errors="replace").splitlines()
+            dirty = any(not line.startswith("#") for line in lines)
+            for line in lines:
+                if line.startswith("# branch.oid "):
+                    self.found = {"commit": line.split()[-1], "dirty": dirty}
+
+
+def provenance(
+    settings: Mapping[str, Any], device: torch.device, number: int, commit: Commit
+) -> dict[str, Any]:
     """Return the provenance of run number `number` of the running script, as JSON values."""
+    commit.join()
     return {
         "command": command(number),
         "settings": dict(settings),
+        "git": commit.found,
         "sources": {file: _checksum(file) for file in user_files()},
         "environment": {
             "processor": host.processor(),

@@ -33,7 +33,7 @@ from lockstep.state.record.forwarding import DIRECTORY, Forwarding
 from lockstep.state.record.monitor import Monitor
 from lockstep.state.record.pace import Pace
 from lockstep.state.record.progress_bar import ProgressBar
-from lockstep.state.record.provenance import provenance
+from lockstep.state.record.provenance import Commit, provenance
 from lockstep.state.record.settings import RecordSettings
 from lockstep.state.record.steps import DIRECTORY as STEPS
 from lockstep.state.record.steps import LOSS, StepRecord
@@ -80,6 +80,7 @@ class Recorder:
         self._settings, self._identity, self._world = settings, identity, world
         self._bar = ProgressBar(shown=world.is_main and settings.progress)
         self._lock: DirectoryLock | None = None
+        self._commit = Commit() if world.is_main else None
         self.directory = self._agree_on_directory(store)
         if apart := lock.nodes_apart(store, self.directory, world):
             self.warn(apart)
@@ -142,7 +143,7 @@ class Recorder:
                 say=self._bar.say,
             )
         self._events.flush()
-        if world.is_main:
+        if self._commit is not None:
             generation = {
                 "ranks": world.size,
                 "nodes": world.node_count,
@@ -152,7 +153,7 @@ class Recorder:
             resumed = {} if source is None else {"step": step, "source": source}
             self._generations.append(generation | resumed)
             chosen, number = self._settings.chosen, self._settings.number
-            self._provenance = provenance(chosen, device, number)
+            self._provenance = provenance(chosen, device, number, self._commit)
             self._write("running")
 
     def _agree_on_directory(self, store: dist.Store) -> Path:

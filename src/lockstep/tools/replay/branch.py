@@ -69,6 +69,7 @@ def branch(
 def _computed(run: RecordedRun, step: int, scratch: Path) -> tuple[RecordedRun, Path]:
     """Compute the steps of a run up to `step` again; return the replay, and its checkpoint of that step."""
     asked = Asked(step=step, until=step, saves=True)
+    asked.check(run)
     result = Comparison(run, asked, replay(run, asked, scratch))
     if not result.same:
         what = result.difference or f"nothing is recorded of step {step}"

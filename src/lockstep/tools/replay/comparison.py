@@ -39,13 +39,10 @@ class Comparison:
                 return (
                     f"{place}: the replay has no {KINDS[key.kind]}, recorded is {shown(key, one)}"
                 )
-            if one.samples != other.samples:
-                samples = self.replayed.samples.get((key.step, key.replica))
-                which = "" if samples is None else f": {samples[:8]}"
-                return f"{place}: the replay has other samples than recorded{which}"
-            if one.value != other.value:
-                both = f"{shown(key, one)} recorded, {shown(key, other)} in the replay"
-                return f"{place}: the {KINDS[key.kind]}: {both}"
+            if one != other:
+                samples = self.replayed.samples.get((key.step, key.replica), [])
+                which = f", now {samples[:8]}" * (one.samples != other.samples and samples != [])
+                return unequal(key, one, other, ("recorded", "in the replay")) + which
         return None
 
     @property
@@ -62,17 +59,9 @@ class Comparison:
     def notes(self) -> list[str]:
         """Return what differs between the run and its replay and may change bits, one line each."""
         content, now = self.run.content, self.replayed.content
-        lines = _changed(self.run.identity, now.get("identity", {}), ("device", "method"))
-        before, after = (one.get("identity", {}).get("versions", {}) for one in (content, now))
-        lines += _changed(before, after)
-        before, after = (one.get("provenance", {}).get("environment", {}) for one in (content, now))
-        lines += _changed(before, after)
-        for loader, parts in content.get("data", {}).items():
-            own = now.get("data", {}).get(loader)
-            changed = [] if own is None else _changed(parts, own)
-            lines += [f"the data of loader {loader}: {line}" for line in changed]
         changed = changed_files(content.get("provenance", {}).get("sources", {}))
-        return lines + [f"{file} has changed since the run" for file in changed]
+        notes = [f"{file} has changed since the run" for file in changed]
+        return unlike(content, now, ("recorded", "now")) + notes
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -125,11 +114,36 @@ def shown(key: Key, entry: Entry) -> str:
     return entry.value.hex() if value is None else f"{value} ({entry.value.hex()})"
 
 
-def _changed(
-    before: Mapping[str, Any], after: Mapping[str, Any], names: tuple[str, ...] | None = None
+def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
+    """Return in words how two entries differ; `where` says of each where it is."""
+    place = f"step {key.step}" + f", replica {key.replica}" * (key.kind == LOSS)
+    if one.samples != other.samples:
+        return f"{place}: other samples {where[0]} than {where[1]}"
+    both = f"{shown(key, one)} {where[0]}, {shown(key, other)} {where[1]}"
+    return f"{place}: the {KINDS[key.kind]}: {both}"
+
+
+def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, str]) -> list[str]:
+    """Return in words how identity, versions, environment, commit and data of two `run.json` differ."""
+    identities = one.get("identity", {}), other.get("identity", {})
+    origins = one.get("provenance", {}), other.get("provenance", {})
+    lines = changed(*identities, where)
+    for pair, name in (identities, "versions"), (origins, "environment"), (origins, "git"):
+        before, after = (part.get(name) for part in pair)
+        if before and after:
+            lines += changed(before, after, where)
+    for loader, parts in one.get("data", {}).items():
+        own = other.get("data", {}).get(loader, parts)
+        lines += [f"the data of loader {loader}: {line}" for line in changed(parts, own, where)]
+    return lines
+
+
+def changed(
+    before: Mapping[str, Any], after: Mapping[str, Any], where: tuple[str, str]
 ) -> list[str]:
+    """Return in words which values of two mappings differ, except those that are mappings themselves."""
     return [
-        f"{name}: {before.get(name)} recorded, {after.get(name)} now"
-        for name in dict.fromkeys(names or [*before, *after])
-        if before.get(name) != after.get(name)
+        f"{name}: {before.get(name)} {where[0]}, {after.get(name)} {where[1]}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name) and not isinstance(before.get(name), dict)
     ]

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, ScriptNotFoundError, UsageError
 from lockstep.launch.command import RunCommand
 from lockstep.settings import TABLE, write
 from lockstep.state.checkpoint import catalog
@@ -50,7 +50,7 @@ class RecordedRun:
             )
         for name in ("script", "directory"):
             if not Path(command[name]).exists():
-                raise UsageError(
+                raise ScriptNotFoundError(
                     f"{command[name]}, the {name} of the recorded command, is gone; expected it to exist",
                     hint="put it back where it was when the run began",
                 )

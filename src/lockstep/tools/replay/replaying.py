@@ -39,6 +39,7 @@ class Asked:
     debugs: bool = False  # whether to stop in the debugger
     anomaly: bool = False  # whether to switch on torch's anomaly detection
     saves: bool = False  # whether to save the state after the last step
+    traces: int | None = None  # step of which each module's output is hashed
     ranks: int = 1
     devices: str | None = None
 
@@ -82,16 +83,18 @@ class Replayed:
     content: dict[str, Any]  # its `run.json`
     entries: dict[Key, Entry]  # its step record
     samples: dict[tuple[int, int], list[int]]  # sample ids by step and replica
+    trace: list[dict[str, Any]]  # what `TracedStep` has written
 
 
 def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
     """Compute steps of a run again in the scratch directory `directory`.
 
+    `asked` is checked by the caller.
+
     Raises:
-        UsageError: if the run has no such steps.
         RunError: if the script fails.
     """
-    asked.check(run)
+    directory.mkdir(parents=True, exist_ok=True)
     state = run.state_at(0, asked.step - 1)
     scratch = directory / "run"
     run.begin(state, scratch, stays=False)
@@ -101,10 +104,11 @@ def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
     request = {
         "step": asked.step,
         "until": asked.until,
-        "samples": str(directory / "samples"),
+        "directory": str(directory),
         "debugs": (asked.replica or 0) if asked.debugs else None,
         "anomaly": asked.anomaly,
         "saves": asked.saves,
+        "traces": asked.traces,
     }
     environ = command.environ(run.strategy, os.environ) | run.variables() | _SETTINGS
     environ |= {"LOCKSTEP_REPLAY": json.dumps(request)}
@@ -122,19 +126,17 @@ def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
             launcher.wait()
         complaint = verdict_in(errors)
     if code:
-        error = UsageError if code == 2 else RunError
-        raise error(f"the script fails in the replay of {run.directory}\n{complaint}")
+        raise RunError(f"the script fails in the replay of {run.directory}\n{complaint}")
     key = None if state is None else catalog.key_of(state)
     return Replayed(
         begin=0 if key is None else key[0],
         content=run_file.read(scratch) or {},
         entries=steps.read(scratch),
-        samples=dict(_samples(directory)),
+        samples={(e["step"], e["replica"]): e["samples"] for e in _lines(directory, "samples")},
+        trace=list(_lines(directory, "trace")),
     )
 
 
-def _samples(directory: Path) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    for path in directory.glob("samples-*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            yield (entry["step"], entry["replica"]), entry["samples"]
+def _lines(directory: Path, name: str) -> Iterator[dict[str, Any]]:
+    for path in directory.glob(f"{name}-*.jsonl"):
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
