@@ -14,6 +14,7 @@ LockstepError
     ├── LoaderError                     data that cannot be split over the replicas
     ├── StepError                       the order of calls would make the result depend on the layout
     ├── AuditError                      a microbatch that is computed twice gives different bits
+    │   └── WrongRankError              one rank computes something else than all others
     ├── NonFiniteLossError              a loss that is NaN or infinite
     ├── ExactnessError                  a setting makes the result depend on the layout, with `exact=True`
     ├── MismatchError                   ranks are in different collective calls
@@ -108,6 +109,14 @@ class StepError(RunError):
 
 class AuditError(RunError):
     """A microbatch that was computed twice gave different bits, or changed state that only a step may."""
+
+
+class WrongRankError(AuditError):
+    """One rank, number `rank`, computes something else than all others, which agree."""
+
+    def __init__(self, message: str, *, hint: str, rank: int) -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
 
 
 class NonFiniteLossError(RunError):

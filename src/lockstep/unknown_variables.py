@@ -19,6 +19,7 @@ _OTHERS = (
         "LAUNCH",
         "LAUNCHER",
         "LAUNCHER_PID",
+        "LEFT_OUT",
         "LOG_DIR",
         "MEMORY",
     ),

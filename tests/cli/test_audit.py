@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import socket
+from typing import Any
+
 import pytest
 
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(3)]
@@ -100,19 +106,121 @@ def test_loops_that_are_limited_from_outside_are_told(lockstep, loop, told):
     assert told in done.err
 
 
-def test_a_rank_that_computes_wrongly_is_named(lockstep):
-    fault = {"LOCKSTEP_FAULTS": "flip@5"}
-    done = lockstep("run", "-n", "3", script(lockstep), env=fault)
+NAMED = "rank {} (node 0, cpu, host "
+ODD = "computes something else than the other ranks"
+SAVES = "run.save() if run.step % 3 == 2 else None"  # after steps 3, 6, 9 and so on
+
+
+def flips(lockstep, rank: int, *words: str, ranks: str = "3", body: str = SAVES):
+    """Run the script on ranks of which one flips a bit from step 10 on."""
+    env = {"LOCKSTEP_FAULTS": f"flip:{rank}@10"}
+    name = script(lockstep, body)
+    return lockstep("run", "-n", ranks, "--run-dir", "run", *words, name, env=env, timeout=120)
+
+
+def digest(done) -> str:
+    return re.search(r"digest=(sha256:\w+)", done.out)[1]
+
+
+def clean(lockstep) -> str:
+    return digest(lockstep("run", "-n", "2", script(lockstep)))
+
+
+def recorded(lockstep) -> dict[str, Any]:
+    return json.loads((lockstep.directory / "run/run.json").read_text())
+
+
+def checkpoints(lockstep) -> set[str]:
+    return {path.name for path in lockstep.directory.glob("run/checkpoints/*")}
+
+
+ASIDE = {f"unconfirmed-step-000000{step:02}" for step in (9, 12)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_computes_wrongly_is_left_out_and_the_result_is_right(lockstep, rank):
+    """Audits of steps 2, 4 and 8 agree, that of step 16 does not: what was saved after 8 does not count."""
+    done = flips(lockstep, rank)
+    assert done.code == 0, done.err
+    assert f"lockstep: {NAMED.format(rank)}" in done.err
+    assert f"{ODD}: replica " in done.err
+    assert (
+        f"; restart 1 without rank {rank}, from the newest state that an audit has conf" in done.err
+    )
+    assert "other losses" not in done.err, "computed again, they need not be what they were"
+    assert digest(done) == clean(lockstep)
+    first, second = recorded(lockstep)["generations"]
+    assert (first["ranks"], second["ranks"]) == (3, 2)
+    assert second["step"] in (6, 7, 8), "the checkpoint of step 6, or a snapshot in memory"
+    (found,) = recorded(lockstep)["audits"]["found"]
+    host, device = socket.gethostname(), "cpu"
+    expected = {"step": 16, "confirmed": 8, "rank": rank, "host": host, "device": device}
+    assert found == expected
+    assert checkpoints(lockstep) >= ASIDE
+    pytest.importorskip("plotly")
+    assert lockstep("report", "run").code == 0
+    page = (lockstep.directory / "run/report.html").read_text()
+    assert (
+        f"audit of step 16: rank {rank} on {host} (cpu) computes wrongly; confirmed up to" in page
+    )
+    assert "audits that found a difference" in page
+
+
+def test_without_checkpoints_or_in_memory_only_confirmed_states_count(lockstep):
+    done = flips(lockstep, 2, body="pass")
+    assert done.code == 0, done.err
+    assert digest(done) == clean(lockstep)
+    assert recorded(lockstep)["generations"][1].get("step", 0) <= 8
+    shutil.rmtree(lockstep.directory / "run")
+    done = flips(lockstep, 2, "--audit", "1", body="pass")
+    assert digest(done) == clean(lockstep)
+    second = recorded(lockstep)["generations"][1]
+    assert second["source"] == "memory"
+    assert second["step"] <= 9
+
+
+def test_without_restarts_it_is_named_and_the_next_launch_goes_back(lockstep):
+    done = flips(lockstep, 2, "--max-restarts", "0")
     assert done.code == 1
-    assert "rank 2 (node 0, cpu) computes something else than the other ranks" in done.err
-    assert "the last audit that agreed was at step 4" in done.err
+    assert f"WrongRankError: {NAMED.format(2)}" in done.err
+    assert "states are confirmed up to step 8, and the run continues from one of these" in done.err
+    assert "renamed: unconfirmed-step-" in done.err
+    # That of step 15 may have been unfinished.
+    assert checkpoints(lockstep) - {"unconfirmed-step-00000015"} == {"step-00000006"} | ASIDE
+    done = lockstep("run", "-n", "3", "--run-dir", "run", "train.py")
+    assert done.code == 0, done.err
+    assert digest(done) == clean(lockstep)
+    assert recorded(lockstep)["generations"][1]["step"] == 6
+
+
+def test_of_two_ranks_it_is_not_known_which_one_computes_wrongly(lockstep):
+    done = flips(lockstep, 1, ranks="2")
+    assert done.code == 1
+    assert "AuditError: replica 3 in step 16, computed by rank" in done.err
+    assert "or a processor computes wrongly" in done.err
+    assert recorded(lockstep)["audits"]["found"] == [{"step": 16, "confirmed": 8}]
+    assert len(recorded(lockstep)["generations"]) == 1, "no restart"
+    assert checkpoints(lockstep) >= ASIDE
+
+
+def test_one_rank_repeats_its_own_error_and_finds_nothing(lockstep):
+    done = flips(lockstep, 0, ranks="1")
+    assert done.code == 0, done.err
+    assert digest(done) != clean(lockstep)
+    assert recorded(lockstep)["audits"]["found"] == []
+
+
+def test_a_variable_that_the_pass_changes_may_be_the_cause(lockstep):
     printed = 'count += loss.item(); print("sum", count)'
-    done = lockstep("run", "-n", "3", script(lockstep, printed), env=fault)
-    assert "rank 2 (node 0, cpu) computes something else than the other ranks" in done.err
+    done = flips(lockstep, 2, body=printed)
+    assert done.code == 0, done.err
+    assert "restart 1 without rank 2" in done.err
+    shutil.rmtree(lockstep.directory / "run")
     computed = "count += loss.item(); loss = loss + 0 * count"
-    done = lockstep("run", "-n", "3", script(lockstep, computed), env=fault)
+    done = flips(lockstep, 2, body=computed)
     assert done.code == 1
-    assert "if that does not matter to the loss, rank 2 (node 0, cpu) computes wrongly" in done.err
+    assert f"if that does not matter to the loss, {NAMED.format(2)}" in done.err
+    assert len(recorded(lockstep)["generations"]) == 1, "no restart"
 
 
 def test_servers_that_sum(lockstep):

@@ -84,6 +84,34 @@ def test_a_script_that_fails_is_no_verdict(verify: Lockstep) -> None:
     assert "Traceback" not in done.err
 
 
+TWO_RUNS = """
+import sys, torch, lockstep
+for fold in range(2):
+    with lockstep.Run(f"fold-{fold}", replicas=2) as run:
+        model = run.model(torch.nn.Linear(4, 2))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        own = torch.Generator().manual_seed(run.world.rank)
+        for (x,) in run.loader(torch.utils.data.TensorDataset(torch.randn(20, 4)), batch_size=4):
+            if sys.argv[1:] and fold == 1 and run.step == 2:
+                x = x + torch.randn(x.shape, generator=own)
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.forked
+def test_each_run_of_a_script_is_compared(lockstep: Lockstep) -> None:
+    lockstep.script(TWO_RUNS)
+    done = lockstep("verify", "train.py", "--layouts", "1", "2,kill@3", timeout=120)
+    assert done.code == 0, done.out + done.err
+    assert "same: yes\nsamples: 2 loops, 0 seen twice, 0 never\n" in done.out
+    without = {"LOCKSTEP_AUDIT": "off"}
+    done = lockstep("verify", "train.py", "--layouts", "1,2", "--", "noise", env=without)
+    assert done.code == 3
+    assert "first difference: run 2 in the script: step 3 (epoch 0, batch 2)" in done.out
+
+
 @pytest.mark.forked
 def test_a_script_without_a_run(lockstep: Lockstep) -> None:
     lockstep.script("print('nothing to verify')")

@@ -29,6 +29,7 @@ from lockstep.launch.target.imports import Sources
 from lockstep.settings import TABLE
 from lockstep.version import __version__
 from lockstep.world.cores import usable_cores
+from lockstep.world.devices_asked import CHOSEN
 from lockstep.world.environments.init_method import STORE
 from lockstep.world.environments.torchrun import MARK, TOKEN
 from lockstep.world.network import INTERFACES
@@ -70,6 +71,8 @@ class Generation:
         store: file of the workers' `FileStore`, if a single launcher starts all ranks.
         token: secret with which workers and parameter servers of the launch identify themselves.
         replicas: default number of logical data-parallel workers; `None` means the number of ranks.
+        left_out: ranks of the first start that are left out, since they compute wrongly; only with a single
+            launcher.
     """
 
     number: int = 0
@@ -81,6 +84,7 @@ class Generation:
     store: Path | None = None
     token: str = field(default="", repr=False)
     replicas: int | None = None
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +201,14 @@ def _workers(
     spec, machine, environ, n = launch.spec, launch.machine, launch.environ, launch.ranks
     here = range(members.first_local_rank, members.first_local_rank + n)
     devices = rank_devices(spec, machine, environ, here, own=members.own_gpus)
-    sharing, among = (range(n), n) if members.own_cores else (here, members.local_size)
-    bound = binding.variables(spec, machine, environ, sharing, among)
+    left_out = generation.left_out
+    among = n if members.own_cores else members.local_size + len(left_out)
+    bound = binding.variables(
+        spec, machine, environ, range(n) if members.own_cores else here, among
+    )
 
-    def worker(index: int) -> WorkerPlan:
+    def worker(index: int, place: int) -> WorkerPlan:
+        device = devices[place]
         rank, local_rank = members.first_rank + index, here[index]
         error_file = error_dir / f"rank-{rank}.{generation.number}.json"
         identity = {
@@ -209,18 +217,21 @@ def _workers(
             "ROLE_RANK": str(rank),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
         }
+        if left_out and device.device != "cpu":  # it does not follow from the local rank any more
+            identity[CHOSEN] = device.device
         return WorkerPlan(
             rank=rank,
             local_rank=local_rank,
             command=command(launch, local_rank),
-            env={**identity, **shared, **devices[index].env, **bound[index]},
-            device=devices[index].device,
-            gpu=devices[index].gpu,
+            env={**identity, **shared, **device.env, **bound[place]},
+            device=device.device,
+            gpu=device.gpu,
             log=log_dir / f"rank-{rank}.log",
             error_file=error_file,
         )
 
-    return tuple(map(worker, range(n)))
+    places = (place for place in range(n) if place not in left_out)
+    return tuple(worker(index, place) for index, place in enumerate(places))
 
 
 def _server(
@@ -345,6 +356,8 @@ def _shared_environment(
     has_store = generation.store is not None and (size != "1" or has_servers)
     variables[TOKEN] = generation.token if has_servers else ""
     variables[STORE] = str(generation.store) if has_store else ""
+    if generation.left_out:
+        variables["LOCKSTEP_LEFT_OUT"] = ",".join(map(str, generation.left_out))
     if generation.replicas is not None:
         variables[TABLE["default_replicas"].variable] = str(generation.replicas)
     if "LOCKSTEP_ENVIRONMENT" in environ:  # it is about the launcher, not its workers

@@ -11,6 +11,7 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.devices.machine import Machine
 from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.nodes.config import Nodes
+from lockstep.launch.nodes.membership import Membership
 from lockstep.launch.plan import arguments, command, count_ranks, resolve
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target.imports import Sources
@@ -153,6 +154,20 @@ def test_placement(devices, machine, expected):
         LaunchSpec(target="a.py", n=2, settings=FlagSettings(devices=devices)), machine
     ).workers
     assert [worker.device for worker in workers] == expected
+
+
+def test_a_rank_that_is_left_out_takes_its_device_with_it():
+    spec = LaunchSpec(target="a.py", n=4)
+    alone = {"membership": Membership.alone(2), "left_out": (0, 2)}
+    workers = plan(spec, SERVER, **alone).workers
+    assert [worker.device for worker in workers] == ["cuda:1", "cuda:3"]
+    assert [worker.env["LOCKSTEP_DEVICE"] for worker in workers] == ["cuda:1", "cuda:3"]
+    for name in ("RANK", "LOCAL_RANK"):
+        assert [worker.env[name] for worker in workers] == ["0", "1"]
+    assert {worker.env["LOCKSTEP_LEFT_OUT"] for worker in workers} == {"0,2"}
+    assert {worker.env["WORLD_SIZE"] for worker in workers} == {"2"}
+    on_cores = [worker.env for worker in plan(spec, **alone).workers]
+    assert ["LOCKSTEP_DEVICE" in env for env in on_cores] == [False, False]
 
 
 @pytest.mark.parametrize(

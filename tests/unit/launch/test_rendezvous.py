@@ -16,6 +16,16 @@ def test_alone() -> None:
     connect_store("127.0.0.1", first.port).set("note", "1")
 
 
+def test_ranks_that_are_left_out_are_those_of_the_first_generation() -> None:
+    one = GenerationRendezvous(Generation(listens=False), 4)
+    for rank, left_out in ((1, (1,)), (1, (1, 2)), (1, (1, 2, 3))):
+        one.leave_out(rank)
+        generation = one.next_generation()
+        assert generation.left_out == left_out
+        assert generation.membership is not None
+        assert generation.membership.size == 4 - len(left_out)
+
+
 def test_every_generation_has_a_store_of_its_own() -> None:
     one = GenerationRendezvous(Generation(run_id="id"), 1)
     connect_store("127.0.0.1", one.next_generation().port).set("note", "1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -132,6 +132,16 @@ def test_how_often_without_progress(limit, cause, is_run, expected):
     text = "rank 1 failed; restart {}, from a snapshot"
     again = [text.format(number) for number in range(1, expected + 1)]
     assert messages == [*again, *[None] * (10 - expected)]
+
+
+@pytest.mark.parametrize("leaves_out", [True, False])
+def test_a_rank_that_computes_wrongly_is_left_out_where_that_is_possible(leaves_out):
+    progress: Any = Progress()
+    restarts = Restarts(None, progress, uses_lockstep=True, leaves_out=leaves_out)
+    message = restarts.decide(replace(failed(Kind.WRONG), brief="rank 2 is odd", wrong=2))
+    state = "the newest state that an audit has confirmed"
+    expected = f"rank 2 is odd; restart 1 without rank 2, from {state}"
+    assert message == (expected if leaves_out else None)
 
 
 def test_progress_begins_the_count_anew():

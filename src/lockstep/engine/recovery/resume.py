@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ResumeInfo:
     directory: str | None = None  # directory of an unfinished run that continues
     note: str | None = None  # line for the user about an unfinished run
     parent: str | None = None  # checkpoint of another run with whose state this run begins
+    audits: dict[str, Any] = field(default_factory=dict)  # what `run.json` has of audits
 
     @property
     def is_new(self) -> bool:
@@ -83,7 +84,8 @@ def recall(
             return ResumeInfo(directory=found, note=line, parent=parent)
         replicas, threads = identity.get("replicas"), identity.get("threads")
         parent, count = _parent_of(recorded), len(generations)
-        return ResumeInfo(count, replicas, threads, is_ours, found, line, parent)
+        audits = recorded.get("audits", {})
+        return ResumeInfo(count, replicas, threads, is_ours, found, line, parent, audits)
 
     text = rendezvous.broadcast("earlier", lambda: json.dumps(asdict(earlier())), "begin")
     return ResumeInfo(**json.loads(text))

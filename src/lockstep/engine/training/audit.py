@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import socket
 import struct
 import sys
 from collections.abc import Callable
@@ -38,6 +40,7 @@ from lockstep.engine.training.state_watch import StateWatch, texts
 from lockstep.engine.training.variables import script_frames
 from lockstep.errors import LockstepError
 from lockstep.state.record import stacks
+from lockstep.world import accelerator
 
 #: Number of loops whose beginning is audited, besides the steps that are due.
 _MOST_LOOPS = 8
@@ -87,7 +90,9 @@ class Audit:
         self._extra: Record | None = None
         self._before: tuple[Observation, dict[str, str]] = Observation(), {}
         self._found: list[Change] = []
-        self._agreed: list[int] = []  # steps of audits without a difference
+        self._agreed = 0  # audits without a difference since the (re)start
+        #: Called when an audit has found a difference: what was saved since the last one may be wrong.
+        self.distrust: Callable[[], None] = lambda: None
         self._has_failed = self._is_off = False
         self._warned: set[str] = set()
         self.was_left = self.step_was_read = False
@@ -209,7 +214,9 @@ class Audit:
             if record is not None and self._extra is not None:
                 extra, self._extra = self._extra, None
                 self._compare(microbatch, step, extra, record)
-                self._agreed.append(step)
+                if not self._is_off:
+                    self._agreed += 1
+                    self._context.record.audit_agrees(step)
 
     def warn_of_counts(self) -> None:
         """Warn if the script left the last loop early and never read `run.step` or `run.batch_index`."""
@@ -246,7 +253,7 @@ class Audit:
             )
 
     def _observation(self) -> Observation:
-        values = _VALUES if len(self._agreed) < _THOROUGH else _FEW_VALUES
+        values = _VALUES if self._agreed < _THOROUGH else _FEW_VALUES
         return self._observe(sys._getframe(1), values)
 
     def _look_before(self) -> None:
@@ -285,6 +292,7 @@ class Audit:
         if kinds:
             losses, changes = (extra.loss(), own.loss()), tuple(self._found)
             finding = Finding(microbatch.replica, step, kinds, *losses, changes)
+            self._differs(step)
             raise carried(finding, f"computed twice by rank {self._context.world.rank}")
 
     def _compare_ranks(self, step: int, extra: Record, own: Record) -> None:
@@ -308,12 +316,34 @@ class Audit:
         finding = Finding(replica, step, kinds, *losses, tuple(self._found))
         by = f"computed by rank {found.auditor} and by its own rank {found.host}"
         if found.odd is None:
+            self._differs(step)
             raise carried(finding, by)
-        place = f"rank {found.odd} (node {rows[found.odd][2 * size + 1]}, {context.device.type})"
-        if finding.changes:  # which may matter, or be a sum that is only printed
-            raise carried(finding, by, suspect=place)
+        host, device = self._machine(found.odd)
+        node = rows[found.odd][2 * size + 1]
+        place = f"rank {found.odd} (node {node}, {context.device.type}, host {host})"
         is_even = context.replicas % context.world.size == 0
-        raise wrong_rank(finding, place, self._agreed[-1] if self._agreed else 0, is_even=is_even)
+        # A variable that the pass changed may matter, or be a sum that is only printed. On ranks that make
+        # unequal numbers of passes, the first audit sees what counts them, too.
+        is_clear = not finding.changes and (is_even or context.record.audits.count > 0)
+        who = {"rank": found.odd, "host": host, "device": device}
+        self._differs(step, **(who if is_clear else {}))
+        if finding.changes:
+            raise carried(finding, by, suspect=place)
+        agreed = context.record.audits.confirmed or 0
+        raise wrong_rank(finding, place, agreed, rank=found.odd if is_clear else None)
+
+    def _differs(self, step: int, **who: Any) -> None:
+        self._context.record.audit_differs(step, **who)
+        self.distrust()
+
+    def _machine(self, rank: int) -> tuple[str, str]:
+        """Return the host and the device of a rank, which each rank writes to the store; all call it."""
+        rendezvous, device = self._context.rendezvous, self._context.device
+        own = socket.gethostname(), accelerator.name(device) or str(device)
+        rendezvous.store.set(f"audit/{rendezvous.world.rank}", json.dumps(own))
+        rendezvous.wait([f"audit/{rank}"], "the audit")
+        host, name = json.loads(rendezvous.store.get(f"audit/{rank}"))
+        return host, name
 
 
 def _place(frame: FrameType) -> _Place:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.engine.training.audit_record import NO_LOSS
 from lockstep.engine.training.observations import Change
-from lockstep.errors import AuditError
+from lockstep.errors import AuditError, WrongRankError
 
 _OFF = "--audit off switches the audit off"
 #: A note on an exception of the script's.
@@ -99,20 +99,23 @@ def collectives(calls: int) -> AuditError:
     )
 
 
-def wrong_rank(finding: Finding, place: str, agreed: int, *, is_even: bool) -> AuditError:
+def wrong_rank(finding: Finding, place: str, agreed: int, *, rank: int | None) -> AuditError:
     """Return the error for one rank whose losses or gradients in audits differ from all other ranks'.
 
-    `is_even` says whether all ranks compute the same number of replicas.
+    `rank` is its number; `None` if the script may be the cause, since ranks make unequal numbers of passes.
     """
-    counts = (
-        "" if is_even else "look for what counts passes, of which ranks make unequal numbers; or "
-    )
-    return AuditError(
+    message = (
         f"{place} computes something else than the other ranks: {finding.where}: "
-        f"{finding.what}; the other ranks agree",
-        hint=f"{counts}test that machine's memory and processor; the last audit that agreed was at step "
-        f"{agreed}: checkpoints written since then may be wrong; {_OFF}",
+        f"{finding.what}; the other ranks agree"
     )
+    hint = (
+        f"test that machine's memory and processor; states are confirmed up to step {agreed}, and the run "
+        f"continues from one of these; {_OFF}"
+    )
+    if rank is not None:
+        return WrongRankError(message, hint=hint, rank=rank)
+    counts = "look for what counts passes, of which ranks make unequal numbers; or "
+    return AuditError(message, hint=counts + hint)
 
 
 def _listed(names: Sequence[str]) -> str:

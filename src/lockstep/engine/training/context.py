@@ -77,11 +77,17 @@ class Memory:
 
     @staticmethod
     def find(
-        environ: Mapping[str, str], rendezvous: RankRendezvous, identity: Identity, ahead: int
+        environ: Mapping[str, str],
+        rendezvous: RankRendezvous,
+        identity: Identity,
+        ahead: int,
+        *,
+        forgets: bool,
     ) -> Memory | None:
         """Open the memory that the launcher shares; return `None` if there is none, as under `torchrun`.
 
-        `ahead` is the number of steps by which another rank may be ahead of rank 0.
+        `ahead` is the number of steps by which another rank may be ahead of rank 0; `forgets` says that the
+        losses before a restart may be wrong.
         """
         world, run = rendezvous.world, rendezvous.number  # 0 for this process's first run
         if (found := _descriptors(environ, world)) is None:
@@ -101,7 +107,7 @@ class Memory:
         schedule = SnapshotSchedule(snapshots, page, leads=index == 0, ahead=ahead)
         words = LossRing.memory(descriptors.losses)
         losses, before = LossRing(words, index), LossRing.read_all(words, count)
-        if run > 0:
+        if run > 0 or forgets:
             losses.clear()
             before = {}
         return Memory(page, slot, snapshots, schedule, losses, before)
@@ -204,7 +210,8 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
             torch.set_num_threads(threads)  # the bits of sums depend on the number of threads
         _prepare(device, settings)
         identity = describe(settings, replicas=here.replicas, threads=threads, device=device.type)
-        memory = Memory.find(os.environ, rendezvous, identity, settings.staleness or 0)
+        ahead, forgets = settings.staleness or 0, bool(resume_info.audits.get("unconfirmed"))
+        memory = Memory.find(os.environ, rendezvous, identity, ahead, forgets=forgets)
         entry = STRATEGIES.find(settings.strategy)
         connection = connect(rendezvous, device, always=entry.needs_group)
         groups = Groups.of(connection.group, mesh, entry.name, device)
@@ -285,6 +292,7 @@ def _open_record(
         hash_every=settings.hash_every,
         launch=launch_of(rendezvous.world, os.environ),
         restarted=resume_info.is_ours,
+        audits=resume_info.audits,
         repeats=here.column > 0,
         before=before if pid == os.getpid() else None,
         device=device,

@@ -15,9 +15,11 @@ from lockstep.engine.training.listeners import PointListener
 from lockstep.errors import UsageError
 from lockstep.world.model import World
 
-#: Environment variable with the faults to inject, such as `kill@30,term@60` or `flip@30`.
+#: Environment variable with the faults to inject, such as `kill@30,term@60`, `flip@30` or `flip:1@30`.
 VARIABLE = "LOCKSTEP_FAULTS"
 _KINDS = ("kill", "term", "flip")
+#: Environment variable with the ranks that the launcher has left out since their first start.
+LEFT_OUT = "LOCKSTEP_LEFT_OUT"
 #: The bit of a 32-bit float that is flipped, in the middle of its fraction.
 _BIT = 1 << 16
 
@@ -37,18 +39,26 @@ class Faults(PointListener):
         """Return the faults that `LOCKSTEP_FAULTS` sets for this rank; `None` if it sets none.
 
         `kill` happens on the last rank: the first one before any restart, the second one after the first
-        restart, and so on. `term` happens on rank 0 and `flip` on the last rank, after a restart, too.
+        restart, and so on. `term` happens on rank 0. `flip:RANK` happens on that rank, `flip` on the last
+        one, after a restart, too; both mean a rank of the first start, also after others are left out.
 
         Raises:
             UsageError: if the variable cannot be parsed.
         """
         text = environ.get(VARIABLE, "")
-        pairs = [_parse(word, text) for word in text.split(",") if word]
-        kills = [step for kind, step in pairs if kind == "kill"]
-        terms = frozenset(step for kind, step in pairs if kind == "term")
+        parsed = [_parse(word, text) for word in text.split(",") if word]
+        kills = [step for kind, _, step in parsed if kind == "kill"]
+        terms = frozenset(step for kind, _, step in parsed if kind == "term")
         is_last = world.rank == world.size - 1
         due = kills[world.generation] if is_last and world.generation < len(kills) else 0
-        flips = [step for kind, step in pairs if kind == "flip"] if is_last else []
+        left_out = [int(rank) for rank in environ.get(LEFT_OUT, "").split(",") if rank]
+        first = range(world.size + len(left_out))  # the ranks of the first start
+        own = [rank for rank in first if rank not in left_out][world.rank]
+        flips = [
+            step
+            for kind, rank, step in parsed
+            if kind == "flip" and rank in (own, own - len(first))
+        ]
         faults = Faults(due, terms if world.is_main else frozenset(), min(flips, default=0))
         return faults if faults.kill or faults.term or faults.flip else None
 
@@ -91,8 +101,13 @@ class Faults(PointListener):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _parse(word: str, text: str) -> tuple[str, int]:
+def _parse(word: str, text: str) -> tuple[str, int, int]:
+    """Return kind, rank and step of a fault; rank -1, the last one, if `word` names none."""
     kind, _, step = word.partition("@")
-    if kind not in _KINDS or not step.isdecimal() or int(step) < 1:
-        raise UsageError(f"{VARIABLE} is {text!r}; expected words such as kill@30 or term@25")
-    return kind, int(step)
+    name, _, rank = kind.partition(":")
+    is_of_rank = name == "flip" and rank.isdecimal()
+    if (kind not in _KINDS and not is_of_rank) or not step.isdecimal() or int(step) < 1:
+        raise UsageError(
+            f"{VARIABLE} is {text!r}; expected words such as kill@30, term@25 or flip:1@30"
+        )
+    return name, int(rank) if is_of_rank else -1, int(step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +46,14 @@ from lockstep.engine.training.models import Models
 from lockstep.engine.training.rank_statistics import RankStatistics
 from lockstep.engine.training.replayed_steps import ReplayedSteps
 from lockstep.engine.training.step_hashes import StepHashes
-from lockstep.errors import LockstepError, ModelError, PeerError, RunError, StepError
+from lockstep.errors import (
+    CheckpointError,
+    LockstepError,
+    ModelError,
+    PeerError,
+    RunError,
+    StepError,
+)
 from lockstep.setting_checks import audit_steps
 from lockstep.settings import Settings
 from lockstep.state.checkpoint.catalog import DIRECTORY, Catalog
@@ -53,6 +62,8 @@ from lockstep.world.rendezvous.rank_rendezvous import leave
 
 #: Seconds to wait for an unfinished checkpoint when the script has failed.
 _PATIENCE = 10.0
+#: The same when an audit has found a difference: the launcher ends all ranks soon.
+_MOMENT = 0.2
 _MEMORY_HINT = (
     "hint: a smaller batch_size; more replicas on as many ranks (--replicas), which is gradient "
     "accumulation over smaller microbatches; or strategy='fsdp', which splits parameters"
@@ -141,9 +152,16 @@ class Session:
         context, record, memory = self.context, self.context.record, self.context.memory
         parent, where = context.resume_info.parent, record.directory / DIRECTORY
         catalog = Catalog(where, asdict(context.identity), record.warn, parent=parent)
+        if self.loop.audit is not None:
+            self.loop.audit.distrust = partial(self._distrust, catalog)
+            catalog.confirmed = lambda: record.audits.confirmed
         snapshots = None if memory is None else memory.snapshots
         saved = None
         is_new = context.resume_info.is_new and parent is None
+        if record.audits.unconfirmed:
+            self._set_aside(catalog)
+            if snapshots is not None:
+                snapshots.forget_after(record.audits.confirmed or 0)
         if not is_new or context.world.generation > 0:
             saved = Search(context.rendezvous, context.group, snapshots, catalog).find()
         has_memory = snapshots is not None and snapshots.found is not None
@@ -160,6 +178,21 @@ class Session:
         if memory is not None and has_memory:
             memory.schedule.go_on(self.loop.resumed)
         return catalog
+
+    def _distrust(self, catalog: Catalog) -> None:
+        """Drop unfinished checkpoints, and rename those that no audit has confirmed."""
+        self._checkpointing.close(_MOMENT)
+        with contextlib.suppress(CheckpointError):  # the next start tries it again
+            self._set_aside(catalog)
+
+    def _set_aside(self, catalog: Catalog) -> None:
+        """Rename the checkpoints that no audit has confirmed, on the main rank; no run resumes them."""
+        record, step = self.context.record, self.context.record.audits.confirmed or 0
+        if self.context.world.is_main and (aside := catalog.set_aside(step)):
+            record.warn(
+                f"lockstep: no audit has confirmed the checkpoints after step {step}, which are renamed: "
+                f"{', '.join(path.name for path in aside)}"
+            )
 
     def open(self) -> None:
         """Print the title line of the run on the main rank, and install signal handlers."""

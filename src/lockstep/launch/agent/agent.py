@@ -134,8 +134,9 @@ class Agent:
             self._record("restart", generation=generation.number)
         for server in self.plan.servers:
             self._processes.start(self.plan, server, {})
+        variables = self._progress.variables
         for index, worker in enumerate(self.plan.workers):
-            self._processes.start(self.plan, worker, self._progress.variables(index))
+            self._processes.start(self.plan, worker, variables(index, len(self.plan.workers)))
 
     @property
     def _coordinator(self) -> CoordinatorClient | None:
@@ -240,6 +241,8 @@ class Agent:
             decision = self._await_decision()
         elif (text := self._restarts.decide(verdict)) is not None:
             decision = Decision(kind="restart", text=text)
+            if verdict.wrong is not None:
+                self._rendezvous.leave_out(verdict.wrong)
         return self._apply(decision or Decision(kind="end", verdict=verdict))
 
     def _await_decision(self) -> Decision | None:

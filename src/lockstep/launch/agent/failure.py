@@ -52,6 +52,7 @@ class Kind(StrEnum):
     LOST = "lost"  # a launcher, or its node
     ENVIRONMENT = "environment"  # disk, network, memory: may not happen again
     SCRIPT = "script"  # an exception that would happen again
+    WRONG = "wrong"  # a rank that an audit has found to compute wrongly, and that can be left out
     REFUSED = "refused"  # an error of Lockstep, which would happen again
 
 
@@ -96,6 +97,8 @@ _PHRASES = re.compile(
 
 def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
     """Return the kind of a rank's failure; `code` is its exit code, or minus the signal that ended it."""
+    if report is not None and report.wrong is not None:
+        return Kind.WRONG
     if report is not None and report.exception == errors.EarlyExitError.__name__:
         return Kind.REFUSED  # the script would do the same again
     if consequence:
@@ -155,9 +158,11 @@ class Verdict:
 
     Attributes:
         text: the lines printed for the user.
-        name: name of the rank or parameter server that failed first, such as `rank 1`; `None` if unknown.
+        name: name of the rank or parameter server that failed first, or that computes wrongly, such as
+            `rank 1`; `None` if unknown.
         traceback: Python traceback of that process, if it raised an exception.
         brief: one line, printed when the workers start again; by default the first line of `text`.
+        wrong: rank that an audit has found to compute wrongly.
     """
 
     text: str
@@ -166,6 +171,7 @@ class Verdict:
     traceback: str | None
     kind: Kind = Kind.SCRIPT
     brief: str = ""
+    wrong: int | None = None
 
     def __post_init__(self) -> None:
         if not self.brief:
@@ -243,7 +249,7 @@ def verdict(
     `None` if unknown.
     """
     cause = first(failures)
-    name = cause.worker.name
+    name, wrong = cause.worker.name, None if cause.report is None else cause.report.wrong
     place = f"{name} of {size}" if cause.worker.rank >= 0 else name
     what = _what(cause, killed_for_memory)
     lines = [f"lockstep: {place} failed on {socket.gethostname()}: {what}", *_details(cause)]
@@ -253,10 +259,13 @@ def verdict(
     return Verdict(
         text="\n".join(lines),
         exit_code=cause.report.exit_code if cause.report else 1,
-        name=name,
+        name=name if wrong is None else f"rank {wrong}",
         traceback=cause.report.traceback if cause.report else None,
         kind=kind(cause.report, cause.code, consequence=cause.consequence),
-        brief=f"{name} {_briefly(cause, what, killed_for_memory)}",
+        brief=f"{name} {_briefly(cause, what, killed_for_memory)}"
+        if wrong is None
+        else what.removeprefix("WrongRankError: "),
+        wrong=wrong,
     )
 
 

@@ -61,7 +61,6 @@ class RankProgress:
 
     def __init__(self, memory: Descriptors, ranks: int) -> None:
         self._memory = memory
-        self._ranks = ranks
         self._page = StatusPage(memory.page)
         self.slots: tuple[Slot, ...] = tuple(
             self._page.slot(index) for index in range(min(ranks, SLOTS))
@@ -107,11 +106,11 @@ class RankProgress:
         run = run_of(tag)
         return f", from the newest snapshot{f' of run {run + 1} in the script' if run else ''}"
 
-    def variables(self, index: int) -> dict[str, str]:
-        """Return variables through which the `index`-th local rank finds the memory for its progress."""
+    def variables(self, index: int, ranks: int) -> dict[str, str]:
+        """Return variables through which the `index`-th of `ranks` local ranks finds the memory."""
         return {
             VARIABLE: self._memory.variable(),
-            "LOCKSTEP_SLOT": f"{index}/{self._ranks}",
+            "LOCKSTEP_SLOT": f"{index}/{ranks}",
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
 
@@ -123,10 +122,18 @@ class Restarts:
         limit: maximum number of failures in a row without progress that are followed by a restart; `None`
             means `DEFAULT` for scripts that use Lockstep, 0 for other scripts.
         uses_lockstep: whether the script's source imports Lockstep.
+        leaves_out: whether the launch may go on without a rank that computes wrongly.
     """
 
-    def __init__(self, limit: int | None, progress: RankProgress, *, uses_lockstep: bool) -> None:
-        self._limit = limit
+    def __init__(
+        self,
+        limit: int | None,
+        progress: RankProgress,
+        *,
+        uses_lockstep: bool,
+        leaves_out: bool = False,
+    ) -> None:
+        self._limit, self._leaves_out = limit, leaves_out
         self._progress = progress
         self._uses_lockstep = uses_lockstep
         self._in_a_row = 0
@@ -152,10 +159,17 @@ class Restarts:
         limit = self._limit
         if limit is None:
             limit = DEFAULT if self.is_run and verdict.kind is not Kind.SCRIPT else 0
-        if verdict.kind is Kind.REFUSED or self._in_a_row > limit:
+        is_wrong = verdict.wrong is not None
+        is_refused = verdict.kind is Kind.REFUSED or (is_wrong and not self._leaves_out)
+        if is_refused or self._in_a_row > limit:
             return None
         self._count += 1
-        return f"{verdict.brief}; restart {self._count}{self._progress.origin}"
+        origin = self._progress.origin
+        if is_wrong:
+            origin = (
+                f" without rank {verdict.wrong}, from the newest state that an audit has confirmed"
+            )
+        return f"{verdict.brief}; restart {self._count}{origin}"
 
     def count_restart(self) -> None:
         """Count a restart that launcher 0 decided, since this launcher may become launcher 0 later."""
@@ -166,6 +180,17 @@ class Restarts:
         newest = self._progress.snapshot
         self._in_a_row = self._in_a_row + 1 if newest == self._last else 1
         self._last = newest
+
+
+def policy_of(launch: Launch, progress: RankProgress, *, is_only: bool) -> Restarts:
+    """Return the restart policy of `launch`; `is_only`: whether it has a single launcher."""
+    settings, environ = launch.spec.settings, launch.environ
+    return Restarts(
+        settings.value("max_restarts", environ),
+        progress,
+        uses_lockstep=launch.sources.uses_lockstep,
+        leaves_out=is_only and settings.value("mesh", environ) is None,
+    )
 
 
 class GenerationRendezvous:
@@ -207,6 +232,13 @@ class GenerationRendezvous:
     def may_leave(self) -> bool:
         """Whether the launch continues if this launcher leaves."""
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
+
+    def leave_out(self, rank: int) -> None:
+        """Leave out a rank of this launcher, the only one, in the following generations."""
+        ranks = self._alone.size + len(self._common.left_out)  # of the first generation
+        left = [place for place in range(ranks) if place not in self._common.left_out]
+        self._common = replace(self._common, left_out=(*self._common.left_out, left[rank]))
+        self._alone = Membership.alone(self._alone.size - 1)
 
     def next_generation(self, check: Check = go_on) -> Generation:
         """Wait until all launchers have stopped their workers; return the rendezvous of the next workers.

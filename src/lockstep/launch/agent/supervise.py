@@ -85,8 +85,7 @@ def supervise(
 
         ranks, settings, environ = launch.ranks, launch.spec.settings, launch.environ
         progress = restarts.RankProgress(memory, ranks)
-        limit, uses_lockstep = settings.value("max_restarts", environ), launch.sources.uses_lockstep
-        policy = restarts.Restarts(limit, progress, uses_lockstep=uses_lockstep)
+        policy = restarts.policy_of(launch, progress, is_only=rounds is None)
         shared = None if rounds is None else rounds.common
         common, files = shared or Common.new(ranks), private if has_locks else None
         generation = Generation(

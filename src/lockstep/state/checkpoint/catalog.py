@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,7 @@ class Catalog:
     ) -> None:
         self.directory, self.warn, self.parent = directory, warn, parent
         self.identity = json.loads(json.dumps(identity))
+        self.confirmed: Callable[[], int | None] = lambda: None  # step up to which audits confirm
         #: Checkpoints newer than the one that the run resumed from: their files did not verify.
         self._damaged: set[Key] = set()
 
@@ -365,12 +367,28 @@ class Catalog:
                 return read_manifest(path).text
         return None
 
+    def set_aside(self, step: int) -> list[Path]:
+        """Rename the checkpoints of steps after `step`, so that no run resumes them; return the new paths.
+
+        Raises:
+            CheckpointError: if a checkpoint cannot be renamed.
+        """
+        moved = []
+        for path in [path for key, path in paths(self.directory).items() if key[0] > step]:
+            asides = (path.with_name(f"unconfirmed{'-' * n}{path.name}") for n in count(1))
+            try:
+                moved.append(path.rename(next(aside for aside in asides if not aside.exists())))
+            except OSError as error:
+                what = f"{path}, which no audit has confirmed, cannot be renamed: {error.strerror}"
+                raise CheckpointError(what, hint="move it away") from error
+        return moved
+
     def remove_old(self, keep: int, newest: Key, anchors: int = 0, limit: float = 0.0) -> None:
         """Remove checkpoints of this run, except the `keep` latest, the best, anchors, and `newest`.
 
         Anchors are the first checkpoints of each `anchors` steps, or of twice as many steps, four times as
-        many and so on, until they have at most `limit` bytes. Checkpoints of newer formats stay. Damaged
-        ones do not count towards `keep`, and are removed if older than `newest`.
+        many and so on, until they have at most `limit` bytes. Checkpoints of newer formats stay, and the
+        latest confirmed one. Damaged ones count not towards `keep`, and are removed if older than `newest`.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -382,6 +400,8 @@ class Catalog:
         rated = [(best, key) for best, key in rated if not isnan(best)]
         if rated:
             stay.add(max(rated)[1])
+        confirmed = self.confirmed()
+        stay |= {*sorted(key for key in good if confirmed is not None and key[0] <= confirmed)[-1:]}
         if anchors:
             stay |= _anchors(good, anchors, limit)
         # A damaged one that lies ahead is replaced when the run gets there.

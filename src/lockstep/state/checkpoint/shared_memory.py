@@ -338,6 +338,11 @@ class Buffer:
         self.memory[DATA + data : DATA + data + len(text)] = text
         self._words[_MAGIC_WORD] = _MAGIC
 
+    def discard(self) -> None:
+        """Make the snapshot in the buffer incomplete, so that no rank reads it any more."""
+        assert self._words is not None
+        self._words[_MAGIC_WORD] = 0
+
     def commit(self, part: int, number: int) -> None:
         """Mark the part of rank `part` of this launcher as complete, in snapshot `number`."""
         assert self._words is not None

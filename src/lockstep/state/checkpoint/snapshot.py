@@ -175,6 +175,15 @@ class Snapshots:
         first, stop, size = head["ranks"]
         return Snapshot(head["text"], tensors, range(first, stop), size, head["cuts"])
 
+    def forget_after(self, step: int) -> None:
+        """Discard snapshots of this run after step number `step`; each rank calls it before the resume."""
+        for buffer in self._buffers:
+            if buffer.number > 0 and buffer.tag == self._tag:
+                text = json.loads(json.loads(buffer.text)["text"])
+                if text["position"]["counters"]["steps"] > step:
+                    buffer.discard()
+        self.found = self.newest()
+
     def is_ready(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the memory has been allocated for a snapshot of `tensors`."""
         size = Layout.of(tensors).size

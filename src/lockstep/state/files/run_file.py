@@ -34,6 +34,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "generations": (list,),
     "next": (str,),
     "parent": (dict,),
+    "audits": (dict,),
     "provenance": (dict,),
     "complete": (bool,),
 }

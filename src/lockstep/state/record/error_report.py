@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import LockstepError, PeerError, causes, shortened
+from lockstep.errors import LockstepError, PeerError, WrongRankError, causes, shortened
 from lockstep.state.files.atomic_file import atomic_write
 from lockstep.state.record.stacks import Frame
 
@@ -53,6 +53,7 @@ class Report:
     time: float = 0.0  # by this machine's `time.monotonic`
     consequence: bool = False  # whether another rank's failure caused the exception
     errnos: Sequence[int] = ()  # of OSErrors among the exception and its causes
+    wrong: int | None = None  # rank that an audit has found to compute wrongly
 
 
 def describe(error: BaseException, rank: int, home: str | None) -> Report:
@@ -75,6 +76,7 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
         time=time.monotonic(),
         consequence=is_consequence(error),
         errnos=errnos(error),
+        wrong=error.rank if isinstance(error, WrongRankError) else None,
     )
 
 

@@ -138,11 +138,20 @@ def values_of(event: Event) -> list[tuple[str, float]]:
 
 
 def describe(event: Event) -> str | None:
-    """Return a checkpoint, failure, restart or end in words; `None` for other events."""
+    """Return a checkpoint, failed audit, failure, restart or end in words; `None` for other events."""
     match event["kind"]:
         case "checkpoint":
             best = "" if event.get("best") is None else f", best={event['best']:.4g}"
             return f"checkpoint {event['name']}, written in {event['seconds']:.2f} s{best}"
+        case "audit":
+            who = "it is not known which rank computes wrongly"
+            if "rank" in event:
+                who = (
+                    f"rank {event['rank']} on {event['host']} ({event['device']}) computes wrongly"
+                )
+            return (
+                f"audit of step {event['step']}: {who}; confirmed up to step {event['confirmed']}"
+            )
         case "failure":
             return str(event["text"])
         case "restart":

@@ -28,6 +28,7 @@ from lockstep.state.files import lock, run_file
 from lockstep.state.files.lock import DirectoryLock, Owner
 from lockstep.state.files.run_file import Identity
 from lockstep.state.record import reproducibility, trainjob
+from lockstep.state.record.audits import Audits
 from lockstep.state.record.events import Events, copied
 from lockstep.state.record.forwarding import DIRECTORY, Forwarding
 from lockstep.state.record.monitor import Monitor
@@ -90,7 +91,7 @@ class Recorder:
             self.steps = StepRecord(self.directory, world.rank, settings.generation)
         self._trace: Trace | None = None
         if settings.trace:
-            self._trace = Trace(settings.trace, world.rank, settings.generation)
+            self._trace = Trace(settings.trace, world.rank, settings.generation, settings.number)
         self.pace = Pace(alone=world.size == 1)
         self._monitor: Monitor | None = None
         self._loggers: Forwarding | None = None
@@ -103,12 +104,15 @@ class Recorder:
         data = recorded.get("data")  # description of each loader's data
         self._data: dict[str, Any] = data if isinstance(data, dict) else {}
         self._provenance: dict[str, Any] = {}
+        #: What the run's audits have found, also before a restart.
+        self.audits = Audits.of(settings.audits)
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
 
     def begin(self, step: int, source: str | None) -> None:
         """Record that the run begins, or that it resumes after step `step` from the state in `source`."""
+        self.audits.begin(step)
         if self._trace is not None:
             self._trace.begin(step)
         world, device = self._world, self._settings.device
@@ -301,6 +305,22 @@ class Recorder:
         self._events.add(kind="log", **(where | kept))
         self._bar.log(kept)
 
+    def audit_agrees(self, step: int) -> None:
+        """Record an audit of step number `step` that found no difference."""
+        if self.audits.agrees(step) and self._world.is_main:
+            self._write("running")
+
+    def audit_differs(self, step: int, **who: Any) -> None:
+        """Record an audit that found a difference; `who` as in `Audits.differs`.
+
+        The main rank writes it at once, before the launcher ends all ranks.
+        """
+        found = self.audits.differs(step, **who)
+        if self._world.is_main:
+            self._events.add(kind="audit", **found)
+            self._events.flush()
+            self._write("running")
+
     def traffic(self, model: int, moved: Mapping[str, int]) -> None:
         """Record how many bytes this rank has sent and received for a model, if they are counted."""
         if moved:
@@ -415,6 +435,7 @@ class Recorder:
                 **more,
                 "generations": self._generations,
                 "data": self._data,
+                "audits": self.audits.as_json(),
                 "provenance": self._provenance,
                 **run_file.kept(self.directory),
             },

@@ -1,10 +1,10 @@
 """Trace: samples, losses and digests of every step, exact to the bit, to compare two layouts.
 
-Every rank writes a file for each (re)start, with one JSON object per line. The first line says after which
-step the (re)start continues. `{"kind": "microbatch", …}` has the bits of a replica's loss and its sample
-ids, `{"kind": "seen", …}` the sample ids of a microbatch without a backward pass, as in an evaluation.
-`{"kind": "step", …}` has the digests of models and of objects passed to `run.register` after an update,
-`{"kind": "end", …}` the digests at the end of the run.
+Every rank writes a file for each (re)start of each run, with one JSON object per line. The first line says
+after which step the (re)start continues. `{"kind": "microbatch", …}` has the bits of a replica's loss and
+its sample ids, `{"kind": "seen", …}` the sample ids of a microbatch without a backward pass, as in an
+evaluation. `{"kind": "step", …}` has the digests of models and of objects passed to `run.register` after an
+update, `{"kind": "end", …}` the digests at the end of the run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from lockstep.engine.data.microbatch import Microbatch
 
 
 class Trace:
-    """Writes the trace of one rank since one (re)start to a file in `directory`."""
+    """Writes the trace of one rank since one (re)start to a file in `directory`.
 
-    def __init__(self, directory: Path, rank: int, generation: int = 0) -> None:
+    `run` is the number of the run in its script, from 0; later runs write to subdirectories.
+    """
+
+    def __init__(self, directory: Path, rank: int, generation: int = 0, run: int = 0) -> None:
+        directory = directory / f"run-{run + 1}" if run else directory
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank-{rank}.{generation}.jsonl"
         self._file = path.open("w", encoding="utf-8")

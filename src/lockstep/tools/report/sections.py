@@ -40,8 +40,9 @@ def sections(runs: Sequence[Shown]) -> list[Section]:
     speed = [*speed_charts(runs, clock), *(chart for chart in shares if chart is not None)]
     machine = [chart for run in runs for chart in machine_charts(run, clock, _prefix(run, runs))]
     memory = [table for run in runs for table in _memory(run, _prefix(run, runs))]
+    audits = [table for run in runs for table in _audits(run, _prefix(run, runs))]
     return [
-        Section("Run" if len(runs) == 1 else "Runs", _about(runs)),
+        Section("Run" if len(runs) == 1 else "Runs", [*_about(runs), *audits]),
         Section("Losses and metrics", _or_text(curve_charts(runs), "The run logged no numbers.")),
         Section(
             "Speed", _or_text(speed, "No pace is recorded: no step was made, or an older version.")
@@ -110,12 +111,28 @@ def _own(run: Shown) -> dict[str, object]:
         "layout": layout,
         "generations": len(generations),
         "devices": _devices(run),
+        "audits": _audited(content.get("audits", {})),
     }
 
 
 def _parent(content: Mapping[str, Any] | None) -> str | None:
     """Return the run and the step whose state a run began with; `None` for any other run."""
     return None if content is None else f"{content.get('directory')}, step {content.get('step')}"
+
+
+def _audited(audits: Mapping[str, Any]) -> str | None:
+    """Return how many audits found no difference, and what they confirmed; `None` if there were none."""
+    count = audits.get("count")
+    return f"{count} without a difference, up to step {audits.get('confirmed')}" if count else None
+
+
+def _audits(run: Shown, prefix: str) -> list[Table]:
+    """Return a table of the audits that found a difference, with the rank that computed wrongly."""
+    names = ("step", "rank", "host", "device", "confirmed")
+    found = run.recorded.run.get("audits", {}).get("found", [])
+    rows = [[one.get(name) for name in names] for one in found]
+    heads = (*names[:-1], "confirmed up to step")
+    return [Table(heads, rows, f"{prefix}audits that found a difference")] if rows else []
 
 
 def _devices(run: Shown) -> str | None:

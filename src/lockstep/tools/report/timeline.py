@@ -19,6 +19,7 @@ _LAUNCHER = "launcher"
 _MARKS = {
     "start": ("triangle-right", 11, "#12a150"),
     "checkpoint": ("diamond", 8, "#3b82f6"),
+    "audit": ("cross", 11, "#a21caf"),
     "failure": ("x", 11, "#e5484d"),
     "restart": ("star", 12, "#e8710a"),
     "end": ("square", 10, "#80858f"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.tools.verify.running import Outcome
@@ -156,9 +156,7 @@ class VerifyResult:
 
     outcomes: Sequence[Outcome]
     difference: Difference | None  # the earliest difference
-    coverage: (
-        Coverage  # of the first layout whose coverage is not exact, or else of the first layout
-    )
+    coverage: Coverage  # in all runs, each on the first layout where it is not exact, or the first
 
     @property
     def same(self) -> bool:
@@ -199,17 +197,41 @@ class VerifyResult:
 
 
 def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
-    """Compare every layout with the first, and steps repeated after a restart with their first results."""
-    first, *others = outcomes
-    differences = [redone(outcome.traces, str(outcome.layout)) for outcome in outcomes]
-    differences += [
-        compare(first.traces, other.traces, str(first.layout), str(other.layout))
-        for other in others
+    """Compare every layout with the first, and steps repeated after a restart with their first results.
+
+    Of a script with several runs, each run is compared with the run of the same number.
+    """
+    count = max(len(outcome.traces) for outcome in outcomes)
+    runs = [[(*one.traces, *[Traces()] * count)[run] for one in outcomes] for run in range(count)]
+    found = [
+        replace(difference, text=f"run {number + 1} in the script: {difference.text}")
+        if number
+        else difference
+        for number, traces in enumerate(runs)
+        if (difference := _first_difference(outcomes, traces)) is not None
     ]
-    found = [difference for difference in differences if difference is not None]
-    earliest = min(found, key=lambda difference: difference.step, default=None)
-    own = coverage(first.traces)
+    covered = [_coverage(outcomes, traces) for traces in runs]
+    whole = Coverage(
+        sum(one.loops for one in covered),
+        tuple(sample for one in covered for sample in one.twice),
+        tuple(sample for one in covered for sample in one.never),
+    )
+    return VerifyResult(outcomes, found[0] if found else None, whole)
+
+
+def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Difference | None:
+    """Return the first difference of a run; `traces`: for each of the layouts `outcomes`."""
+    names = [str(outcome.layout) for outcome in outcomes]
+    found = [redone(own, name) for own, name in zip(traces, names, strict=True)]
+    others = zip(traces[1:], names[1:], strict=True)
+    found += [compare(traces[0], other, names[0], name) for other, name in others]
+    return min(filter(None, found), key=lambda difference: difference.step, default=None)
+
+
+def _coverage(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Coverage:
+    """Return a run's coverage on the first layout on which it is not exact, else on the first one."""
+    own, complete = coverage(traces[0]), traces[0].complete
     # A layout whose ranks diverged has stopped early, so it lacks samples.
-    ended = [other.traces for other in others if other.digest is not None]
-    known = [own, *(coverage(traces, first.traces.complete) for traces in ended)]
-    return VerifyResult(outcomes, earliest, next((one for one in known if not one.is_exact), own))
+    others = zip(outcomes[1:], traces[1:], strict=True)
+    known = [coverage(one, complete) for outcome, one in others if outcome.digest is not None]
+    return next((one for one in (own, *known) if not one.is_exact), own)

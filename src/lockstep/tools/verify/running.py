@@ -16,7 +16,7 @@ from lockstep.settings import TABLE
 from lockstep.state.files import run_file
 from lockstep.tools.verify.chaos import Chaos, draw
 from lockstep.tools.verify.layouts import Layout, Stage
-from lockstep.tools.verify.traces import Traces, read
+from lockstep.tools.verify.traces import Traces, read_runs
 
 AUDIT = TABLE["audit"]
 #: Restarts that `lockstep run` allows by default.
@@ -33,7 +33,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a script on one layout: exit code, digest, traces."""
+    """The result of a script on one layout: exit code, traces, and of its first run digest and steps."""
 
     layout: Layout
     exit_code: int
@@ -42,7 +42,7 @@ class Outcome:
     seconds: float
     kills: int  # number of workers that were killed
     generations: int  # number of (re)starts of the run
-    traces: Traces
+    traces: tuple[Traces, ...]  # of each run of the script
     complaint: str  # error message of the last launch, if it failed
 
     @property
@@ -110,7 +110,7 @@ def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
         seconds=seconds,
         kills=kills,
         generations=len(content.get("generations", [])),
-        traces=read(trace),
+        traces=read_runs(trace),
         complaint=verdict_in(directory / "errors.txt") if exit_code else "",
     )
     _check_faults(outcome)

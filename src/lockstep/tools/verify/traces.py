@@ -64,8 +64,15 @@ class Traces:
     ends: Digests = field(default_factory=dict)  # the state at the end
 
 
+def read_runs(directory: Path) -> tuple[Traces, ...]:
+    """Return the merged traces of each run of a script, in their order in the script."""
+    count = len(list(directory.glob("run-*")))  # runs after the first
+    later = (read(directory / f"run-{number + 2}") for number in range(count))
+    return read(directory), *later
+
+
 def read(directory: Path) -> Traces:
-    """Return the merged traces in `directory`; empty if there are none."""
+    """Return the merged traces of one run in `directory`; empty if there are none."""
     traces = Traces()
     dropped: dict[int, Step] = {}
     for _, files in sorted(generations(directory).items()):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from lockstep.engine.training.faults import VARIABLE, Faults
+from lockstep.engine.training.faults import LEFT_OUT, VARIABLE, Faults
 from lockstep.errors import UsageError
 from lockstep.world.model import World
 
@@ -56,7 +56,36 @@ def test_a_run_that_goes_on_is_not_sent_the_signals_of_steps_that_are_done(monke
     assert sent == [10]
 
 
-@pytest.mark.parametrize("text", ["kill", "kill@", "kill@0", "kill@x", "hang@3", "kill@3 term@4"])
+def flipping(text: str, size: int, left_out: str = "") -> list[int]:
+    """Return the step from which on each rank flips a bit; 0 for none."""
+    worlds = [World(rank=rank, size=size, address="x", port=1) for rank in range(size)]
+    found = [Faults.of({VARIABLE: text, LEFT_OUT: left_out}, world) for world in worlds]
+    return [0 if one is None else one.flip for one in found]
+
+
+def test_bits_flip_on_ranks_of_the_first_start_also_when_others_are_left_out():
+    assert flipping("flip@5", 3) == [0, 0, 5]
+    assert flipping("flip:1@5", 3) == [0, 5, 0]
+    assert flipping("flip:1@5,flip:3@7,flip:1@4", 4) == [0, 4, 0, 7]
+    assert flipping("flip:1@5,flip:3@7", 3, left_out="1") == [0, 0, 7]
+    assert flipping("flip@5", 2, left_out="2") == [0, 0]
+    assert flipping("flip:7@5", 3) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flip:x@3",
+        "kill:1@3",
+        "flip:@3",
+        "kill",
+        "kill@",
+        "kill@0",
+        "kill@x",
+        "hang@3",
+        "kill@3 term@4",
+    ],
+)
 def test_what_makes_no_sense_is_refused(text):
     with pytest.raises(UsageError, match="expected words such as kill@30"):
         of(text, rank=0)

@@ -97,6 +97,30 @@ def test_the_latest_and_the_best_stay(make, directory) -> None:
     assert names(directory) == ["step-00000006", "step-00000007"]
 
 
+def test_the_latest_that_an_audit_has_confirmed_stays(make, directory) -> None:
+    checkpoints = make(keep=1)
+    checkpoints.catalog.confirmed = lambda: 4
+    save(checkpoints, 2, 3, 6, 8)
+    assert names(directory) == ["step-00000003", "step-00000008"]
+    checkpoints.catalog.confirmed = lambda: 8
+    save(checkpoints, 9)
+    assert names(directory) == ["step-00000008", "step-00000009"]
+
+
+def test_what_is_not_confirmed_is_renamed_and_not_resumed(make, directory) -> None:
+    checkpoints = make(keep=9)
+    save(checkpoints, 3, 6, 9)
+    for count, aside in ((2, ["unconfirmed-step-00000006", "unconfirmed-step-00000009"]), (0, [])):
+        moved = checkpoints.catalog.set_aside(3)
+        assert sorted(path.name for path in moved) == aside
+        assert len(moved) == count
+        assert whole(checkpoints, 3)
+    again = make(keep=9)
+    save(again, 6)
+    assert [path.name for path in again.catalog.set_aside(5)] == ["unconfirmed--step-00000006"]
+    assert len(names(directory)) == 4, "nothing is removed"
+
+
 def test_a_step_that_is_saved_twice_is_written_once(make, directory) -> None:
     checkpoints = make(keep=1)
     save(checkpoints, 1)

@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def run(layout: Layout, work: RunSpec, _: Path, steps: int) -> Outcome:
         lines.append(" ".join([layout.name, *work.command.words(layout.strategy, {})]))
-        return Outcome(layout, 0, "sha256:0", 1, 0.0, 0, 1, Traces(), "")
+        return Outcome(layout, 0, "sha256:0", 1, 0.0, 0, 1, (Traces(),), "")
 
     monkeypatch.setattr("lockstep.tools.verify.running.run", run)
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,64 @@
+"""`Audits`: what a run's audits have found so far, as `run.json` records it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Seconds between two writes of `run.json` for audits that found no difference.
+_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Audits:
+    """What a run's audits have found so far; the same on all ranks.
+
+    Attributes:
+        count: number of audits that found no difference.
+        confirmed: step up to which states count as right: that of the last audit without a difference, or
+            of the state from which the run has resumed, if that is earlier; `None` before the run begins.
+        unconfirmed: whether an audit has found a difference, so that later states must not be resumed.
+        found: the audits that found a difference, with the rank that computed wrongly, if it is known.
+    """
+
+    count: int = 0
+    confirmed: int | None = None
+    unconfirmed: bool = False
+    found: list[dict[str, Any]] = field(default_factory=list)
+    _written: float = 0.0
+
+    @staticmethod
+    def of(recorded: Mapping[str, Any]) -> Audits:
+        """Return the audits that `as_json` has recorded; new ones if nothing is recorded."""
+        return Audits(**recorded)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `run.json` has of the audits."""
+        content = asdict(self)
+        del content["_written"]
+        return content
+
+    def begin(self, step: int) -> None:
+        """Note that the run begins, or resumes, with the state after step number `step`."""
+        self.confirmed = step if self.confirmed is None else min(self.confirmed, step)
+        self.unconfirmed = False
+
+    def agrees(self, step: int) -> bool:
+        """Note an audit of step `step` that found no difference; return whether to write `run.json`."""
+        self.count, self.confirmed = self.count + 1, step
+        now = time.monotonic()
+        if now - self._written < _SECONDS:
+            return False
+        self._written = now
+        return True
+
+    def differs(self, step: int, **who: Any) -> dict[str, Any]:
+        """Note an audit of step `step` that found a difference; return the record of it.
+
+        `who`: number, host and device of the rank that computed wrongly; nothing if it is not known.
+        """
+        self.unconfirmed = True
+        self.found.append({"step": step, "confirmed": self.confirmed, **who})
+        return self.found[-1]
