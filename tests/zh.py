@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PARTS = ("get-started", "guides", "concepts")
 _HEAD = re.compile(r"\A---\ntranslation_of: (\w*)\n---\n\n?")
 _BLOCK = re.compile(r"(?ms)^ *(`{3,})(.*?)^ *\1$")
-_COMMENT = re.compile(r"(?m)^<!-- .* -->\n")
+_COMMENT = re.compile(r"(?ms)^ *<!-- (?:(?!-->).)*-->\n")
 _TOCTREE = "{toctree}"
 #: Blocks that only the site has: lists of contents, and cards.
 _SITE = (_TOCTREE, "{container}")
@@ -85,8 +85,8 @@ def blocks(text: str) -> list[str]:
 
 
 def prose(text: str) -> str:
-    """Return a page without its code blocks and front matter."""
-    return _BLOCK.sub("", _HEAD.sub("", text))
+    """Return a page without its code blocks, comments and front matter."""
+    return _COMMENT.sub("", _BLOCK.sub("", _HEAD.sub("", text)))
 
 
 def sections(text: str) -> list[tuple[str, str]]:

@@ -47,6 +47,16 @@ def check_audit(value: Any, origin: str) -> None:
         raise UsageError(f"{origin} is {value!r}; expected off, first or a number of steps")
 
 
+def check_directory(value: Any, origin: str) -> None:
+    """Raise `UsageError` for a URL, such as `s3://bucket/run`, in the place of a directory."""
+    scheme, separator, rest = str(value).partition(":/")  # a `Path` has one slash of two
+    if separator and "/" not in scheme:
+        raise UsageError(
+            f"{origin} is the URL {scheme}://{rest.lstrip('/')}; expected a directory of this machine",
+            hint="copy checkpoints from there to the store (manual, more-recipes)",
+        )
+
+
 #: Signals that cannot ask a run to end: no process can handle them, or the system sends them itself.
 _UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS}
 

@@ -17,7 +17,14 @@ from lockstep.engine.layout.classes import PRECISIONS
 from lockstep.engine.layout.mesh import parse as parse_mesh
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS, resolve
-from lockstep.setting_checks import Check, at_least, check_audit, check_seed, signal_of
+from lockstep.setting_checks import (
+    Check,
+    at_least,
+    check_audit,
+    check_directory,
+    check_seed,
+    signal_of,
+)
 
 #: Converts the text of a variable or a flag to a value; raises `ValueError` for a text that has none.
 Parse = Callable[[str], Any]
@@ -220,6 +227,7 @@ class Settings:
         "directory of the run",
         Path,
         default_text="`runs/NAME/TIME`, a new one",
+        check=check_directory,
         flag=("records", "--run-dir DIR"),
     )
     fresh: bool = _setting(

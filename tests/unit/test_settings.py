@@ -198,6 +198,10 @@ def test_a_variable_that_cannot_be_read_is_named(variable: str, text: str) -> No
         ({"threads": -1}, "threads is -1"),
         ({"threads": "two"}, "threads is 'two'"),
         ({"strategy": "fsdp9"}, "strategy is 'fsdp9'; expected one of auto"),
+        (
+            {"run_dir": Path("s3://bucket/run")},
+            "run_dir is the URL s3://bucket/run; expected a direct",
+        ),
         ({"precision": "fp8"}, "precision is 'fp8'; expected one of fp32"),
     ],
 )
