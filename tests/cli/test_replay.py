@@ -71,7 +71,7 @@ def disturbed(lockstep: Lockstep) -> Path:
 
 def replayed(lockstep: Lockstep, step: int) -> dict[str, Any]:
     """Return the result of the replay of a step of the run `run`."""
-    done = lockstep("replay", "run", "--step", str(step), "--json")
+    done = lockstep("replay", "run", "--step", str(step), "--json", timeout=120)
     assert done.code == 0, done.err + done.out
     result: dict[str, Any] = json.loads(done.out)
     return result
