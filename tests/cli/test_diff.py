@@ -91,7 +91,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Lockstep:
 
 def made(lockstep: Lockstep, name: str, spoilt: str) -> None:
     """Make a run in which the sample `spoilt` has other values."""
-    words = "run", "--run-dir", name, "--anchors", "4", "train.py", spoilt
+    words = "run", "--run-dir", name, "--anchors", "4", "--hash-every", "1", "train.py", spoilt
     done = lockstep(*words)
     assert done.code == 0, done.err
 

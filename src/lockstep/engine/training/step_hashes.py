@@ -115,7 +115,7 @@ def cost(parameters: Sequence[torch.Tensor]) -> float:
     return 2 * (_PER_TENSOR * len(parameters) + _PER_BYTE * size)
 
 
-def hash64(tensors: Mapping[str, torch.Tensor]) -> Value:
+def hash64(tensors: Mapping[str, torch.Tensor]) -> Callable[[], bytes]:
     """Return a function that returns a hash of 8 bytes of names, types, shapes and bits of tensors.
 
     Devices compute meanwhile; the function waits for them. A tensor that is cut over ranks is gathered.
