@@ -28,6 +28,7 @@ REASONS = (
     "examples of rules, which the tests of the rules check",
     "needs a GPU",
     "needs MPI",
+    "needs Ray",
     "recipes, which tests/adversary/test_recipes.py verifies",
     "the model, arguments and data of the reader",
     "a part of a class or a function",

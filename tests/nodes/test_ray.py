@@ -28,7 +28,7 @@ SMALL = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-SECONDS = 300.0
+SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")
