@@ -129,17 +129,17 @@ def test_checkpoints_of_a_store_continue_a_run(lockstep: Lockstep) -> None:
     lockstep.script(STORED)
     url = f"file://{lockstep.directory}/bucket"
     whole = lockstep("run", "-n", "2", "train.py", env={"STORE": url})
-    stored = sorted(lockstep.directory.glob("bucket/step-*"))
+    stored = sorted(lockstep.directory.glob("bucket/checkpoints/step-*"))
     assert stored
     fetched = lockstep.python("store.py", url, "runs/again")
     assert fetched.code == 0, fetched.err
     again = lockstep("run", "-n", "1", "--run-dir", "runs/again", "train.py", env={"STORE": url})
-    assert re.search(r"resumed? .*step (6|12|18|24)\b", again.err), again.err
+    assert re.search(r"resuming after step (6|12|18|24) ", again.err), again.err
     assert _digest(again) == _digest(whole)
 
     weights = {"models.0.head.bias": torch.full((4,), torch.nan)}
-    dcp.load(weights, storage_reader=FsspecReader(f"file://{stored[-1]}"), no_dist=True)
-    lockstep("export", "runs/again", "-o", "all.pt")
+    with pytest.warns(UserWarning, match="single process"):  # no process group: nothing is wrong
+        dcp.load(weights, storage_reader=FsspecReader(f"file://{stored[-1]}"), no_dist=True)
     assert weights["models.0.head.bias"].isfinite().all()
 
 

@@ -43,6 +43,10 @@ pytestmark = pytest.mark.forked
             ],
             "a mesh of 2x2 has 4 ranks; the run has 2",
         ),
+        (
+            ["--run-dir", "s3://bucket/a"],
+            "--run-dir is the URL s3://bucket/a; expected a directory of",
+        ),
         (["--bind", "tight"], "invalid choice: 'tight'"),
         (["--max-restarts", "-1"], "--max-restarts is -1; expected at least 0"),
         (["--preempt-signal", "KILL"], "--preempt-signal is 'KILL'; expected the name of a signal"),
@@ -251,3 +255,10 @@ def test_help_states_the_conditions_of_the_promise(lockstep, verb):
         "one version of",
     ):
         assert word in text.partition("Exit codes")[2]
+
+
+def test_a_doctor_of_a_url_has_no_file_system_to_look_at(lockstep):
+    done = lockstep("doctor", "--run-dir", "gs://bucket/runs")
+    assert done.code == 2
+    assert "--run-dir is the URL gs://bucket/runs; expected a directory of this machine" in done.err
+    assert "hint: copy checkpoints from there to the store" in done.err

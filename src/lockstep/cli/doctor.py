@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.cli import nodes
 from lockstep.cli.parser import Parser
 from lockstep.errors import UsageError
+from lockstep.settings import TABLE
 
 HELP = "find what is wrong with machines and the network between them"
 USAGE = "[options]"
@@ -49,6 +50,7 @@ def handle(options: argparse.Namespace) -> int:
     from lockstep.tools.doctor.check import Options
     from lockstep.tools.doctor.examine import examine
 
+    TABLE["run_dir"].require(options.run_dir, "--run-dir")
     given: dict[str, Any] = nodes.given(options)
     several = Nodes(**given)
     if several.least is not None:
