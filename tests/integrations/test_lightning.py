@@ -178,6 +178,41 @@ def test_manual_optimization_with_two_optimizers_is_the_same_on_every_layout(
     assert rows[0][2] == 1e-3 and rows[3][2] == pytest.approx(1e-4)  # noqa: PT018
 
 
+MIXED = (
+    COMMON
+    + """
+import time
+from pathlib import Path
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+class Slow(TorchCheckpointIO):
+    def save_checkpoint(self, *words, **settings):
+        time.sleep(1)
+        super().save_checkpoint(*words, **settings)
+
+is_initialized = []
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 150
+    def __getitem__(self, index):
+        assert is_initialized, "worker_init_fn was not called"
+        return images[index] + torch.rand(64) / 9, digits[index]
+
+trainer = trained(max_epochs=1, precision="bf16-mixed", gradient_clip_val=0.05, enable_checkpointing=True,
+    plugins=[AsyncCheckpointIO(Slow())], callbacks=[ModelCheckpoint("out", save_last=True)])
+trainer.fit(Digits(), DataLoader(Augmented(), 32, shuffle=True, num_workers=1, worker_init_fn=is_initialized.append), test)
+assert Path("out/last.ckpt").exists()  # on each rank, as soon as fit has returned
+results(trainer)
+"""
+)
+
+
+def test_mixed_precision_with_clipping_workers_and_slow_checkpoints(lockstep: Lockstep) -> None:
+    found = verified(lockstep, MIXED, "1", "2")
+    assert found[0] == found[1]
+
+
 FABRIC = (
     COMMON
     + """

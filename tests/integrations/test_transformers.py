@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from lockstep.integrations.refusals import GENERATING
 from tests.conftest import Lockstep
 from tests.integrations.scripts import ENV, LAYOUTS, TEXT, result_of, verified
 
@@ -118,9 +121,17 @@ OWN_LOADERS = (
 from torch.utils.data import DataLoader, IterableDataset
 from lockstep.integrations.transformers import Trainer
 
+is_initialized = []
+
+class Augmented(Text):
+    def __getitem__(self, index):
+        assert is_initialized, "worker_init_fn was not called"
+        return {"input_ids": (super().__getitem__(index)["input_ids"] + torch.randint(0, 5, ())) % 64}
+
 class Own(Trainer):
     def get_train_dataloader(self):
-        return DataLoader(self.train_dataset, self.args.train_batch_size, shuffle=True, collate_fn=collate)
+        return DataLoader(self.train_dataset, self.args.train_batch_size, shuffle=True, collate_fn=collate,
+            num_workers=2, worker_init_fn=is_initialized.append)
     def get_eval_dataloader(self, eval_dataset=None):
         return DataLoader(self.eval_dataset, 5, collate_fn=collate)
 
@@ -128,14 +139,15 @@ class Stream(IterableDataset):
     def __iter__(self):
         yield from map(Text(45).__getitem__, range(45))
 
-made = {"args": arguments(max_steps=3), "data_collator": collate, "replicas": 4}
-trainer = Own(model=gpt2(), train_dataset=Text(61), eval_dataset=Text(13, 500), **made)
+made = {"args": arguments(max_steps=3, dataloader_drop_last=True), "data_collator": collate, "replicas": 4}
+trainer = Own(model=gpt2(), train_dataset=Augmented(61), eval_dataset=Text(13, 500), **made)
 trainer.train()
 trainer.train()  # again, with the optimizer of the first time
 losses = [trainer.evaluate()["eval_loss"]]
 trainer = Trainer(model=gpt2(), train_dataset=Stream(), eval_dataset=Stream(), **made)
 trainer.train()
-results(trainer, losses=[*losses, trainer.evaluate()["eval_loss"]])
+predicted = [len(trainer.predict(Text(size, 900)).predictions) for size in (2, 31)]
+results(trainer, losses=[*losses, trainer.evaluate()["eval_loss"]], predicted=predicted)
 """
 )
 
@@ -145,7 +157,46 @@ def test_own_loaders_streams_and_a_second_training_are_the_same_on_every_layout(
 ) -> None:
     results = verified(lockstep, OWN_LOADERS, "1", "3", "2,kill@5")
     assert results == [results[0]] * 3
-    assert len(json.loads(results[0])["losses"]) == 2
+    result = json.loads(results[0])
+    assert len(result["losses"]) == 2
+    assert result["predicted"] == [2, 31]  # dataloader_drop_last is for training
+
+
+def test_a_run_that_dies_before_its_first_snapshot_begins_again_as_it_began(
+    lockstep: Lockstep,
+) -> None:
+    """With `resume_from_checkpoint` if there is a checkpoint, as scripts do that are started again by hand."""
+    script = lockstep.script(
+        TEXT
+        + """
+import os, pathlib, signal
+from lockstep.integrations.transformers import Trainer
+
+class Kill(TrainerCallback):
+    def on_save(self, args, state, control, **rest):
+        if len(sys.argv) > 1 and trainer._run.is_main_process and not pathlib.Path("killed").exists():
+            pathlib.Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+args = arguments(num_train_epochs=2, save_strategy="steps", save_steps=1, logging_steps=1)
+args.output_dir = "out" + str(len(sys.argv))
+has_checkpoint = any(pathlib.Path(args.output_dir).glob("checkpoint-*"))
+trainer = Trainer(model=gpt2(), args=args, train_dataset=Text(45), data_collator=collate, replicas=4, callbacks=[Kill()])
+trainer.train(resume_from_checkpoint=has_checkpoint)
+files = {file.name for file in pathlib.Path(args.output_dir, "checkpoint-6").iterdir()}
+assert "trainer_state.json" in files  # what the main rank writes last, seen by each rank
+results(trainer)
+"""
+    )
+    results = []
+    for words in ((), ("kill",)):
+        done = lockstep("run", "-n", "2", script, *words, env=ENV)
+        assert done.code == 0, done.err
+        assert ("restart 1" in done.err) == bool(words)
+        assert "lockstep: warning" not in done.err
+        digest = next(line.split()[-1] for line in done.out.splitlines() if "finished" in line)
+        results.append((digest, result_of(done.out)))
+    assert results[0] == results[1]
 
 
 def test_lora_is_the_same_on_every_layout(lockstep: Lockstep) -> None:
@@ -178,6 +229,20 @@ REFUSED = {
 }
 
 
+def test_the_trainers_of_trl_that_generate_are_known_by_name() -> None:
+    """Those of the installed version: a new one must be refused, too, or tried."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
+        pytest.skip("needs trl, of the extra `adversary`")
+    generating = set()
+    for file in Path(str(spec.origin)).parent.rglob("*_trainer.py"):
+        text = file.read_text()
+        if re.search(r"def _generate|unwrap_model_for_generation|vllm", text):
+            generating |= set(re.findall(r"^class (\w+Trainer)\(", text, re.MULTILINE))
+    assert generating <= {*GENERATING, "ServerDistillationTrainer"}  # a DistillationTrainer
+    assert "GRPOTrainer" in generating
+
+
 def test_options_that_cannot_be_exact_are_refused_by_name(lockstep: Lockstep) -> None:
     script = lockstep.script(
         TEXT
@@ -191,18 +256,18 @@ for option, made in {REFUSED!r}.items():
     except UsageError as error:
         assert option in error.message and error.hint, (option, error)
         print("refused", option)
-class GRPOTrainer(transformers.Trainer): pass
-class Own(LockstepTrainer, GRPOTrainer): pass
-try:
-    Own(model=gpt2(), args=arguments(), replicas=4)
-except UsageError as error:
-    print("refused", error.message.split()[0])
+for name in {GENERATING!r}:
+    trainer = type(name, (transformers.Trainer,), {{}})
+    try:
+        type("Own", (LockstepTrainer, trainer), {{}})(model=gpt2(), args=arguments(), replicas=4)
+    except UsageError as error:
+        print("refused", error.message.split()[0])
 Trainer(model=gpt2(), args=arguments(gradient_accumulation_steps=2), train_dataset=Text(8))
 """
     )
     done = lockstep.python(script, env=ENV)
     refused = [line.split()[1] for line in done.out.splitlines() if line.startswith("refused")]
-    assert refused == [*REFUSED, "GRPOTrainer"], done.err
+    assert refused == [*REFUSED, *GENERATING], done.err
     assert done.code == 1
     assert "gradient_accumulation_steps=2 without replicas" in done.err
     assert "Traceback" not in done.err

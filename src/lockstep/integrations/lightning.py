@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.strategy import Strategy as StrategyOfFabric
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero
@@ -101,6 +102,8 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         run, loop = self.run, trainer.fit_loop.epoch_loop
         trainer._signal_connector.register_signal_handlers = _nothing  # the run has its own
         plugin: Any = self.precision_plugin
+        # That of bf16-mixed looks for a GradScaler first.
+        plugin.clip_gradients = functools.partial(Precision.clip_gradients, plugin)
         plugin.clip_grad_by_norm = lambda own, value: run.clip_grad_norm_(_of(own), value)
         plugin.clip_grad_by_value = lambda own, value: run.clip_grad_value_(_of(own), value)
         loop._results = self._results = GlobalResults(run)
@@ -148,8 +151,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         self._state.restore_if_resumed(self._batches)
 
     def on_train_end(self) -> None:
-        """End the run's loop over epochs."""
+        """End the run's loop over epochs; wait until the main rank has written its checkpoints."""
         self._batches.end()
+        self.checkpoint_io.teardown()
+        self.run.barrier()
 
     # --- a step --------------------------------------------------------------------------------------
 

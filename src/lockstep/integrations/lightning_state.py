@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
+
+from lockstep.integrations import process
 
 #: Attributes of Lightning's logger connector that are carried from batch to batch.
 _CONNECTOR = (
@@ -39,7 +40,7 @@ class FitState:
         self._loops: dict[str, Any] | None = None
         self._frozen: dict[str, Any] | None = None
         self._register_callbacks()
-        self._fix_directories(self._run.directory / f"lightning-{number}.json")
+        self._fix_directories(f"lightning-{number}")
 
     def _register_callbacks(self) -> None:
         """Save callbacks of the script with the run, if they have a `state_dict` of their own."""
@@ -50,21 +51,15 @@ class FitState:
                 name = callback.state_key if not same else f"{callback.state_key}-{len(same) + 1}"
                 self._run.register(name, callback)
 
-    def _fix_directories(self, path: Path) -> None:
+    def _fix_directories(self, name: str) -> None:
         """Let checkpoints go where those before a restart went; loggers begin a new version."""
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
         own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
-        found = None
-        if self._run.is_main_process:
-            if self._run.is_replaying and path.exists():
-                found = json.loads(path.read_text())
-            else:
-                path.write_text(json.dumps(own))
-        found = self._strategy.broadcast(found)
-        for callback, directory in zip(callbacks, found or (), strict=False):
+        first, again = process.first_value(self._run, name, own)
+        for callback, directory in zip(callbacks, first, strict=False):
             callback.dirpath = directory
-            # Files that were written after the saved state are written again, under the same names.
-            callback._enable_version_counter = False
+            # Files that were written before the crash are written again, under the same names.
+            callback._enable_version_counter &= not again
 
     # --- saving ----------------------------------------------------------------------------------------
 

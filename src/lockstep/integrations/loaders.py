@@ -39,10 +39,16 @@ class _Together:
             self._batches.set_epoch(epoch)
 
 
-def global_loader(run: Run, data: Any, times: int | None = None) -> Loader:
+def global_loader(
+    run: Run, data: Any, times: int | None = None, *, complete: bool = False
+) -> Loader:
     """Return a loader whose global batch is `times` batches of `data`; by default, one per replica.
 
-    `data`: a DataLoader; a loader of the run is returned unchanged.
+    Args:
+        run: the run that computes the batches.
+        data: a DataLoader; a loader of the run is returned unchanged.
+        times: number of batches of `data` that make one global batch.
+        complete: whether to include the samples that `drop_last` of `data` leaves out.
 
     Raises:
         UsageError: for another iterable, of which the samples that make a batch are unknown.
@@ -55,7 +61,7 @@ def global_loader(run: Run, data: Any, times: int | None = None) -> Loader:
     workers: dict[str, Any] = {"num_workers": data.num_workers, "pin_memory": data.pin_memory}
     if data.num_workers:
         names = ("prefetch_factor", "timeout", "persistent_workers", "multiprocessing_context")
-        workers |= {name: getattr(data, name) for name in names}
+        workers |= {name: getattr(data, name) for name in (*names, "worker_init_fn")}
     if data.batch_size is None:
         batches = _Together(data.batch_sampler, times)
         return run.loader(
@@ -65,7 +71,7 @@ def global_loader(run: Run, data: Any, times: int | None = None) -> Loader:
         data.dataset,
         batch_size=data.batch_size * times,
         sampler=None if isinstance(data.dataset, IterableDataset) else data.sampler,
-        drop_last=data.drop_last,
+        drop_last=data.drop_last and not complete,
         collate_fn=data.collate_fn,
         **workers,
     )

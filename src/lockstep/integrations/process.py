@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.engine.recovery.preemption import Preempted
+from lockstep.engine.training.columns import of_all
 from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
 
@@ -77,6 +79,21 @@ def current() -> Run | None:
 def when_opened(act: Callable[[Run], None]) -> None:
     """Call `act` with each run that `open_run` opens from now on."""
     _current.on_open = act
+
+
+def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
+    """Return what the main rank's `value` was when the run began, and whether it has been restarted since.
+
+    `value`: numbers, text, `None`, or lists of them, kept as file `name` in the run's directory.
+    """
+    path = run.directory / f"{name}.json"
+    again = path.exists()
+    if run.is_main_process and again:
+        value = json.loads(path.read_text())
+    elif run.is_main_process:
+        path.write_text(json.dumps(value))
+    first: tuple[Any, bool] = of_all((value, again), run._session.context.group)[0]
+    return first
 
 
 def end_run() -> None:

@@ -40,13 +40,10 @@ _ACCELERATOR: dict[str, str] = {
     ),
 }
 #: Trainers of TRL that generate while they train.
-_GENERATING = (
-    "GRPOTrainer",
-    "RLOOTrainer",
-    "OnlineDPOTrainer",
-    "PPOTrainer",
-    "NashMDTrainer",
-    "GKDTrainer",
+GENERATING = (
+    *("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer"),
+    *("GKDTrainer", "GOLDTrainer", "GRPOTrainer", "IWOPDTrainer", "NashMDTrainer"),
+    *("OnlineDPOTrainer", "PPOTrainer", "RLOOTrainer", "SDFTTrainer", "SDPOTrainer", "XPOTrainer"),
 )
 
 
@@ -57,7 +54,7 @@ def check_trainer(kind: type) -> None:
         UsageError: if `kind` is such a class.
     """
     for base in kind.__mro__:
-        if base.__name__ in _GENERATING:
+        if base.__name__ in GENERATING:
             refuse(
                 base.__name__,
                 "a loop with lockstep.Run: what a rank generates follows from how many prompts it has, and "

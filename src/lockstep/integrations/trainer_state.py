@@ -19,6 +19,8 @@ _TIMES = ("_runtime", "_per_second")
 #: Attributes of Trainer and TRL's trainers that are carried from step to step.
 _CARRIED = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 _CARRIED_BY_TRL = ("_metrics", "_total_train_tokens")
+#: All attributes of a trainer that follow from what is saved with the run.
+KEPT = frozenset({*_CARRIED, *_CARRIED_BY_TRL, "_tr_loss", "_weight"})
 
 
 class TrainingProgress:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import (
     EvalLoopOutput,
     EvalPrediction,
     denumpify_detensorize,
+    get_last_checkpoint,
     has_length,
 )
 
@@ -27,7 +28,7 @@ from lockstep.integrations import alone, process, refusals
 from lockstep.integrations.loaders import global_loader
 from lockstep.integrations.process import refuse
 from lockstep.integrations.rows import pack, unpack
-from lockstep.integrations.trainer_state import TrainingProgress
+from lockstep.integrations.trainer_state import KEPT, TrainingProgress
 from lockstep.integrations.trl_metrics import ListedMetrics
 from lockstep.run import Run
 
@@ -45,6 +46,7 @@ class LockstepTrainer:
         UsageError: for an option that would make the result depend on the layout.
     """
 
+    _kept_by_run = KEPT  # attributes of which no warning says that a crash loses them
     _run: Run
     _progress: TrainingProgress
 
@@ -76,7 +78,8 @@ class LockstepTrainer:
         accelerator = self._me.accelerator
         accelerator.backward = self._backward
         accelerator.clip_grad_norm_ = self._run.clip_grad_norm_
-        accelerator.prepare_data_loader = lambda data, *_, **__: global_loader(self._run, data)
+        # Training and evaluation make different loaders of the run from a DataLoader.
+        accelerator.prepare_data_loader = lambda data, *_, **__: data
         accelerator.prepare_model = self._place_model
 
     def _place_model(self, model: Any, *_: Any, **__: Any) -> Any:
@@ -125,6 +128,25 @@ class LockstepTrainer:
         process.end_run()
 
     # --- training ------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> Any:
+        """Train as transformers does; a restarted run begins with the checkpoint that it began with first.
+
+        Else it would begin with one that was written since, which its own saved state does not know.
+        """
+        run = self._run
+        if resume_from_checkpoint is True and run.is_main_process:
+            newest = get_last_checkpoint(self._me.args.output_dir)  # type: ignore[no-untyped-call]
+            resume_from_checkpoint = newest or True
+        self._trainings = getattr(run, "trainings", 0) + 1
+        run.trainings = self._trainings  # type: ignore[attr-defined]
+        first, _ = process.first_value(
+            run, f"trainer-{self._trainings}", resume_from_checkpoint or None
+        )
+        # The state that a run restores replaces all of what a checkpoint has.
+        result = super().train(None if run.is_replaying else first, **rest)  # type: ignore[misc]
+        run.barrier()  # the main rank may still write a checkpoint
+        return result
 
     def _inner_training_loop(
         self,
@@ -175,8 +197,6 @@ class LockstepTrainer:
         if me.args.ignore_data_skip:
             done -= done % per_epoch
         self._progress.first_step = done
-        self._trainings = getattr(run, "trainings", 0) + 1
-        run.trainings = self._trainings  # type: ignore[attr-defined]
         run.register(
             "trainer" if self._trainings == 1 else f"trainer-{self._trainings}", self._progress
         )
@@ -284,7 +304,7 @@ class LockstepTrainer:
         only_loss = (
             args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         )
-        model, loader = self._prepare_model(), global_loader(self._run, dataloader)
+        model, loader = self._prepare_model(), global_loader(self._run, dataloader, complete=True)
         me.callback_handler.eval_dataloader = dataloader
         model.eval()
         if callable(getattr(me.optimizer, "eval", None)):

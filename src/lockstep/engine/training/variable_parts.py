@@ -92,7 +92,8 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and value of attributes in an object's `__dict__` and slots; properties are left out."""
     with contextlib.suppress(AttributeError):
         own = object.__getattribute__(value, "__dict__")
-        hidden = _OF_MODULES if issubclass(type(value), nn.Module) else ()
+        kept = getattr(type(value), "_kept_by_run", ())  # as the trainers of integrations say
+        hidden = _OF_MODULES if issubclass(type(value), nn.Module) else kept
         yield from (pair for pair in list(own.items()) if pair[0] not in hidden)
     for kind in type(value).__mro__:
         for name, slot in list(vars(kind).items()):
