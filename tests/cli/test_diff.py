@@ -240,7 +240,7 @@ def test_an_attested_run_is_confirmed_and_changes_are_found(
 def test_a_record_that_no_replay_meets_is_found(
     lockstep: Lockstep, past: Callable[[str], Path]
 ) -> None:
-    """Whoever attests may have changed the records before; a note names another version of torch."""
+    """The records may have been changed before; a note names another version of torch."""
     run = past("last")
     content = json.loads((run / "run.json").read_text())
     content["identity"]["versions"]["torch"] = "0.9"
