@@ -14,6 +14,9 @@ TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slur
 LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
 NEWEST := transformers accelerate
 
+# Each test starts processes that import torch: without bytecode on disk, that takes them several times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install mpi demo test $(TESTS) test-frameworks test-wide test-adversary lint docs dist bench test-gpu clean
 
 install: $(STAMP)
