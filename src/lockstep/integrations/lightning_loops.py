@@ -27,13 +27,16 @@ class AutomaticOptimization(_AutomaticOptimization):
 
 
 class ManualOptimization(_ManualOptimization):
-    """Counts a step of an optimizer once per global batch, and not in the thread of each replica."""
+    """Counts a step of an optimizer in Lightning's `global_step` once per global batch.
+
+    A rank computes each of its replicas in a thread of its own; these do not count.
+    """
 
     def on_run_start(self) -> None:
         """Leave out what Lightning does around each call of `step()`; `count` does it."""
 
     def count(self, optimizer: Any, step: Any) -> None:
-        """Call `step`, which steps an optimizer, and count it."""
+        """Call `step`, which steps the optimizer, and add one to Lightning's `global_step`."""
         self._on_before_step()
         step()
         self._on_after_step()

@@ -156,7 +156,11 @@ class Audit:
             )
 
     def _replica(self) -> int:
-        """Return the replica that this rank computes for an audit: the next rank's last one, or its own."""
+        """Return the replica that this rank computes again in an audit, to compare results.
+
+        A rank computes one or more replicas. It takes the last one of the next rank; if only it can compute
+        its replicas, the last one of its own.
+        """
         context = self._context
         if self._is_alone:
             return context.dims.block[-1]

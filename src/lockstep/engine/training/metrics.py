@@ -46,9 +46,10 @@ class _Partial(Protocol):
 
 
 class Metrics:
-    """Implementation of `run.mean`, `run.sum`, `run.gather` and `run.all_gather`.
+    """Means, sums and gathers of values of all replicas, for `run.mean`, `run.sum` and `run.gather`.
 
-    `block` are the replicas that this rank computes; `collective(name)` is a context for a collective call.
+    `block` are the replicas that this rank computes, one or more; `collective(name)` is a context for a
+    collective call.
     """
 
     def __init__(

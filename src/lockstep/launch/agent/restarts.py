@@ -83,7 +83,7 @@ class RankProgress:
         return self._opened or bool(self.pids)
 
     def is_inside(self, index: int) -> bool:
-        """Whether the `index`-th rank of this launcher has opened a run that has not finished."""
+        """Whether the `index`-th rank of this launcher is inside `with lockstep.Run(…)`."""
         slot = self.slots[index] if index < len(self.slots) else None
         return slot is not None and slot.pid != 0 and slot.waiting != AFTER_RUN
 

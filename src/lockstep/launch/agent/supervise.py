@@ -205,7 +205,10 @@ def _preload(launch: Launch) -> Importer | None:
 
 
 def _fork_server(job: Job, preload: Importer | None, interrupts: Interrupts) -> ForkServer:
-    """Start the fork server, which imports the script's packages first if `fork` works after that."""
+    """Start the fork server. It imports the script's packages first, so that no worker has to.
+
+    A package whose import starts threads or uses a device would break forks: it is left to the workers.
+    """
     # Only an actual import shows whether a package makes forks unsafe.
     skipped: list[str] = []
     while preload is not None and len(skipped) < _TRIES:

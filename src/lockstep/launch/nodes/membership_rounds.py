@@ -180,7 +180,9 @@ class Rounds:
             self._join(expected, over)
 
     def _approach(self) -> int:
-        """Wait until launcher 0 of the newest round answers or has ended; return the last round now over.
+        """Wait until this launcher may join; return the number of the last round that is over, or 0.
+
+        A round is a period with fixed launchers. Its launcher 0 lets new ones in while it runs.
 
         Raises:
             UnreachableError: if launcher 0 runs and this node cannot connect to it.

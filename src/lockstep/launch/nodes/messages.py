@@ -62,7 +62,7 @@ class Answer:
     """The coordinator's answer to a launcher's report.
 
     Attributes:
-        generation: number of the start of workers that the answered report is about.
+        generation: how many times workers had been started, as in the report that is answered.
         port: port of the workers' store; 0 while it is not open.
         saves: whether all ranks are to save the run's state and exit.
     """

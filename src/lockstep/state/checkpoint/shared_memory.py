@@ -234,7 +234,10 @@ class LossRing:
 
     @staticmethod
     def read_all(words: memoryview, ranks: int) -> dict[int, int]:
-        """Return the losses of a launcher's ranks by key, except those that differ between two ranks."""
+        """Return the losses of a launcher's ranks, except those that differ between two ranks.
+
+        The keys are those of `key`: backward pass and replica. The values are the bits of float64 numbers.
+        """
         found: dict[int, int] = {}
         unclear = set()
         for index in range(ranks):

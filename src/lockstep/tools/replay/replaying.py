@@ -77,7 +77,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay has computed."""
+    """Results of steps that `lockstep replay` has computed again: losses, hashes, and sample ids."""
 
     begin: int  # the step after which it began
     content: dict[str, Any]  # its `run.json`

@@ -1,4 +1,7 @@
-"""Read and merge the traces of a layout: the samples, losses and digests that ranks record in steps."""
+"""Read and merge the traces of a launch on one layout, such as 2 ranks with a kill in step 30.
+
+A trace has the samples, losses and digests of parameters that a rank records in each step.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,11 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def _number(hosts: list[str], tasks: Mapping[str, str], index: int) -> int:
-    """Return the number of this pod: by its index in the only task, or by its host name."""
+    """Return the position of this pod in `hosts`, which is its node rank.
+
+    A job's pods are in tasks (groups). With one task it is the pod's index there, otherwise the position of
+    its host name.
+    """
     if len(tasks) == 1:
         return index
     own = socket.gethostname().partition(".")[0]
