@@ -43,6 +43,12 @@ _KINDS_OF_GENERATIONS: dict[str, tuple[type, ...]] = {
     "nodes": (int,),
     "time": (int, float),
 }
+_KINDS_OF_AUDITS: dict[str, tuple[type, ...]] = {
+    "count": (int,),
+    "confirmed": (int, type(None)),
+    "unconfirmed": (bool,),
+    "found": (list,),
+}
 _COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads": (int,)}
 
 
@@ -113,8 +119,10 @@ def read(directory: Path) -> dict[str, Any] | None:
             hint="a newer version of Lockstep wrote it: use that one",
         )
     _check_kinds(path, recorded.get("identity", {}), _COUNTS_OF_IDENTITY, least=1)
-    if not all(isinstance(generation, dict) for generation in recorded.get("generations", [])):
-        raise _damaged(path, "its generations are not objects")
+    _check_kinds(path, recorded.get("audits", {}), _KINDS_OF_AUDITS, least=0)
+    for name, of in ("generations", recorded), ("found", recorded.get("audits", {})):
+        if not all(isinstance(entry, dict) for entry in of.get(name, [])):
+            raise _damaged(path, f"{name} has entries that are not objects")
     for generation in recorded.get("generations", []):
         _check_kinds(path, generation, _KINDS_OF_GENERATIONS, least=1)
     return recorded
@@ -126,7 +134,8 @@ def _check_kinds(
     """Raise an error if a field of `content` has another type than `expected`, or is less than `least`."""
     for name in expected.keys() & content.keys():
         value, kinds = content[name], expected[name]
-        if type(value) not in kinds or (int in kinds and not value >= least):
+        number = int in kinds and value is not None
+        if type(value) not in kinds or (number and not value >= least):
             raise _damaged(path, f"{name} is {value!r:.40}")
 
 

@@ -32,7 +32,8 @@ class Audits:
     @staticmethod
     def of(recorded: Mapping[str, Any]) -> Audits:
         """Return the audits that `as_json` has recorded; new ones if nothing is recorded."""
-        return Audits(**recorded)
+        names = ("count", "confirmed", "unconfirmed", "found")
+        return Audits(**{name: recorded[name] for name in names if name in recorded})
 
     def as_json(self) -> dict[str, Any]:
         """Return what `run.json` has of the audits."""

@@ -16,7 +16,7 @@ PARAMETERS = (
 )
 OPTIMIZER = "{0} cannot be followed to where it is made: give it to run.optimizer or run.scheduler"
 EPOCHS = "epochs are not counted by range(...): let this loop go over run.epochs(number of epochs)"
-START = "a run that continues after a crash counts epochs by itself, and this start comes from a file that may be another one then: let the number of epochs be the same at each launch"
+START = "a run that continues after a crash counts epochs by itself, and this start comes from a file that may have changed by then: let the number of epochs be the same at each launch"
 OUTSIDE = (
     "this is in no training loop that was found: run.backward belongs into a loop over run.loader"
 )

@@ -223,7 +223,9 @@ def test_a_runs_trace_does_not_depend_on_when_it_is_read(
                 optimizer.step()
                 optimizer.zero_grad()
             digest = run.digest()
-        found = lines(tmp_path / f"trace-{number}" / "rank-0.0.jsonl")
+        # Runs of other tests in this process count: a later run writes to a subdirectory.
+        (path,) = (tmp_path / f"trace-{number}").rglob("rank-0.0.jsonl")
+        found = lines(path)
         steps = [line["digests"] for line in found if line["kind"] == "step"]
         assert steps[-1] == {"parameters": digest}
         assert found[-1] == {"kind": "end", "digests": {"parameters": digest}}
