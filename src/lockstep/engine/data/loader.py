@@ -39,9 +39,10 @@ class GlobalBatch:
         return self._pass(turn)
 
     def ahead(self) -> Iterator[Any]:
-        """Return an iterator over the microbatches for use before the next regular iteration over them.
+        """Return an additional iterator over the microbatches, for `run.all_gather`.
 
-        Both draw the same random numbers; only the latter is audited (a microbatch computed twice).
+        Its iteration and the script's next one draw the same random numbers. An audit, which computes a
+        microbatch twice, takes place only in the script's iteration.
         """
         return self._pass(self._turn, audits=False)
 
@@ -90,7 +91,7 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
 
 
 def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
-    """Yield `items`; report an exception that `items` raises to `observer`: the script may catch it."""
+    """Yield from the generator `items`; report its exceptions to `observer`: the script may catch them."""
     try:
         for item in items:  # noqa: UP028 - to be left while `items` can still be closed
             yield item

@@ -184,9 +184,11 @@ class MapSource:
         requests: Iterable[FetchRequest],
         compare: CompareData,
     ) -> Iterator[Any]:
-        """Compare samples of the first batch with other ranks (`compare`), then return data of `requests`.
+        """Compare samples of the first batch with other ranks; return an iterator of `requests`' data.
 
         DataLoader workers fetch these samples, too, so that this process does not use the dataset.
+        `drawn`: the loop's global batches. `numbers`: those of loader, epoch, loop and first batch, and -1
+        for a replica; random seeds follow from them. `compare`: compares named checksums with other ranks.
         """
         batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
         some = np.unique(batch[[0, len(batch) // 2, -1]])

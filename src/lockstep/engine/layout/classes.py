@@ -12,7 +12,10 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def of_servers(strategy: str, staleness: int | None, device: str) -> str:
-    """Return the exactness class: `close` if servers update on CPUs for ranks on GPUs, else `exact`."""
+    """Return the exactness class of parameter servers: `close` if they update for GPUs, else `exact`.
+
+    Servers run the optimizer on CPUs, which round otherwise than the GPUs of the ranks.
+    """
     return "close" if updates_in_servers(strategy, staleness) and device != "cpu" else "exact"
 
 

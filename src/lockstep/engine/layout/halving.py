@@ -9,13 +9,16 @@ from collections.abc import Sequence
 
 from lockstep.engine.layout.tree import nodes
 
-#: Number of hosts from which rounds pay. A message costs a rank about 0.1 ms of processor time over TCP,
-#: and a round waits for the network once: 8 hosts save 8 messages for 4 more rounds, 4 save 2 for 2 more.
+#: Number of hosts from which halving is faster. A message costs a rank about 0.1 ms of CPU time over TCP,
+#: and a round of messages waits for the network: 8 hosts save 8 messages for 4 more rounds, 4 save 2 for 2.
 FEWEST = 8
 
 
 def is_possible(blocks: Sequence[range], replicas: int) -> bool:
-    """Return whether there are 2^k hosts, the replicas of each (`blocks`) one subtree, all of one size."""
+    """Return whether the number of hosts is a power of two, and their replicas are subtrees of equal size.
+
+    `blocks`: the replicas of each host.
+    """
     is_power = len(blocks) & (len(blocks) - 1) == 0
     sizes = {len(own) for own in blocks}
     return is_power and len(sizes) == 1 and all(len(nodes(own, replicas)) == 1 for own in blocks)

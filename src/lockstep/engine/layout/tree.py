@@ -4,9 +4,9 @@
 only on the number of replicas, so a sum in tree order has the same bits on every layout.
 
 A block of neighbouring leaves is reduced with a stack, as a binary counter adds one: push a value, then
-merge the two topmost values as long as they are siblings in the tree. The values that remain on the stack
-belong to the *maximal nodes* of the block. Pushing the maximal nodes of all blocks, in order, gives the
-root by the same additions.
+add the two topmost values as long as their nodes are siblings in the tree. The values that remain on the
+stack belong to the *maximal nodes* of the block. Pushing the maximal nodes of all blocks, in order, gives
+the root by the same additions.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
 
 
 def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], list[Interval]]:
-    """Return how many additions `fold` must make after each node in `intervals`, and which nodes remain.
+    """Return how many additions `fold` must make after each value, and the tree nodes that remain.
 
-    A node is an interval of replicas: the first one, and the one after the last. Nodes that are children of
-    one node of the tree are merged; nodes without a neighbour to merge with remain.
+    `intervals`: the tree node of each value, in order, as an interval of replicas: the first one, and the
+    one after the last. Two values are added if their nodes are the children of one node of the tree.
     """
     counts: list[int] = []
     stack: list[Interval] = []
@@ -79,7 +79,10 @@ def nodes(block: range, replicas: int) -> list[Interval]:
 def fold(
     values: Sequence[Value], counts: Sequence[int], add: Callable[[Value, Value], Value]
 ) -> list[Value]:
-    """Push `values` on a stack; after value `i` add the two topmost `counts[i]` times; return the stack."""
+    """Push `values` on a stack; after value `i`, `counts[i]` times, replace the two topmost by their sum.
+
+    Returns the stack.
+    """
     stack: list[Value] = []
     for value, count in zip(values, counts, strict=True):
         stack.append(value)

@@ -37,10 +37,11 @@ def set_again(
     parents: Sequence[Settings],
     own: Sequence[Settings],
 ) -> list[str]:
-    """Set again the settings that this run's script gives other values than the parent's script gave.
+    """Apply optimizer settings, such as `lr`, in which a branch's script differs from its parent's script.
 
-    Return one line of text for each. If a scheduler has changed a learning rate since the parent's start,
-    the new learning rate is changed by the same factor.
+    The loaded state has the parent's settings. If a scheduler has changed a learning rate since the
+    parent's start, the branch's learning rate is changed by the same factor. Return one line of text for
+    each setting.
 
     Args:
         optimizers: the run's optimizers, with their loaded state.
@@ -65,7 +66,13 @@ def set_again(
 
 
 def _carried(value: Any, old: Any, new: Any) -> Any:
-    """Return `new`, a list as a tuple; a float is multiplied by `value / old`, the change so far."""
+    """Return a setting's value to apply: `new`, or `new * value / old` for a float that has changed since.
+
+    Args:
+        value: the setting in the loaded state.
+        old: the setting with which the parent's script began.
+        new: the setting with which the branch's script began; a list is returned as a tuple.
+    """
     if isinstance(new, list):
         return tuple(new)
     is_scaled = value != old and isinstance(value, float) and isinstance(new, float) and old

@@ -190,7 +190,10 @@ class StateSaver(PointListener):
         self._save(*self._capture(captured, at))
 
     def _due(self, schedule: SnapshotSchedule, request: Request | None) -> int:
-        """Return the number of the snapshot to take now; 0 for none. `request`: what all ranks do now."""
+        """Return the number of the snapshot to take now; 0 for none.
+
+        `request`: `snapshot`, `save` or `stop`, if all ranks have agreed to do so at this step.
+        """
         due = schedule.due(self._loop.steps)
         if self._apart:
             if due:

@@ -9,7 +9,8 @@ With a staleness K ranks may be K steps ahead of rank 0, which chooses the first
 Ranks of several launchers, or of none, have only the key-value store, and a read at each point is too slow.
 A rank with a request writes it to the store. The watchdog's thread of every rank polls the store. When the
 thread finds a request, the main thread begins to read the store at every point, and the rank writes that
-it is ready. When all ranks are ready, rank 0 chooses the next step. Without requests a point reads a flag.
+it is ready. When all ranks are ready, rank 0 chooses the next step. Without requests a rank only reads a
+flag of its own process at a point.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ class Agreement:
         self._loop, self.is_here = loop, False
 
     def after(self, batch: int) -> bool:
-        """Return whether all ranks end the run now, after `batch` batches; called if this is requested."""
+        """Return whether all ranks end the run now, after `batch` batches of the loop.
+
+        A rank calls this method after each batch once it knows of a request to end the run.
+        """
         store, here = self._store, f"{self._loop}/here"
         if not self.is_here:
             self.is_here = True
@@ -117,7 +120,7 @@ class Evaluations:
         self._loop = None
 
     def batch_ends(self, batch: int) -> None:
-        """End the run after `batch` batches of a loop, if this was requested and all ranks agree.
+        """End the run after `batch` batches of a loop, if its end was requested and all ranks agree.
 
         Raises:
             Preempted: if the run ends here; its state is on disk then.

@@ -37,7 +37,10 @@ _AGAIN = 16
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """The loops, epochs and metrics that a script runs inside one other such event, or inside none."""
+    """One level of nested events: events that a script runs inside one other event, or inside none.
+
+    An event is a call of `run.epochs`, a loop over a loader, a metric such as `run.mean`, or `run.save`.
+    """
 
     events: list[Event]  # events that the script has reached
     #: during replay, recorded events not reached yet; `None` inside of an event without a record
@@ -212,7 +215,10 @@ class Progress:
         return Start(epoch=epoch, round=round_, batch=batch, again=again, is_over=over, loop=done)
 
     def _is_among_many(self) -> bool:
-        """Return whether at least `_AGAIN` recorded loops precede the next loop, and as many follow it."""
+        """Return whether at least `_AGAIN` recorded loops precede the next loop, and as many follow it.
+
+        Replay does not compute the last batch of such a loop again.
+        """
         around = (self._around.events, self._around.ahead or ())
         return all(sum(isinstance(e, LoopEvent) for e in events) >= _AGAIN for events in around)
 
@@ -256,7 +262,10 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Begin a call of a metric, such as `run.mean`; a repeated call's event has the recorded value."""
+        """Begin a call of a metric, such as `run.mean`; return its event, which records the metric's value.
+
+        If a resumed run repeats the call, the event has the value from before the restart.
+        """
         event = self._expect(MetricEvent, call)
         if event is None:
             event = MetricEvent(call=call, after=self.counters())
@@ -272,7 +281,10 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """End a call of a metric, such as `run.mean`, that returns `value`; forget events inside it."""
+        """End a call of a metric, such as `run.mean`, that returns `value`; forget events inside it.
+
+        `key`: seed of the random generators after the call; `None` if the call has not changed it.
+        """
         self._levels.remove(self._level_of(event))
         event.done, event.value, event.key, event.after = True, value, key, self.counters()
         event.events = []
@@ -332,9 +344,10 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """The innermost epoch or metric that the script is in, else the top level, to record a new loop in.
+        """Level of the innermost `run.epochs` or metric that the script is in, or the top level.
 
-        Loops that the script left by an exception may still be open inside; they are passed over.
+        A new loop is recorded there. Loops that the script left by an exception may still be open inside of
+        this level; they are skipped.
         """
         levels = reversed(self._levels)
         return next(level for level in levels if not isinstance(level.of, LoopEvent))

@@ -54,7 +54,7 @@ class ResumeInfo:
 
 
 def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the name of the launch of `lockstep run` that started this process; `None` without one."""
+    """Return the name that `lockstep run` gave this launch; `None` if it did not start this process."""
     return environ.get("LOCKSTEP_LAUNCH") if world.environment == "lockstep" else None
 
 
@@ -146,7 +146,7 @@ class Saved:
     def restore(self, state: State, *, whole: bool) -> None:
         """Load this saved state into the models, optimizers and other objects of `state`.
 
-        `whole` requires the script to have made all objects; else those that exist are loaded.
+        `whole`: whether the script must have made all saved objects; else only those it made are loaded.
         """
         needed = state.needed_whole(self.tensors)
 
@@ -171,7 +171,7 @@ class Saved:
 class Search:
     """Search of all ranks for the newest saved state of a run, in shared memory and on disk.
 
-    The newest state is the one after most points, which are the ends of batches and epochs.
+    The newest state is the one that was saved after the largest number of batches and epochs.
     """
 
     def __init__(
@@ -227,7 +227,8 @@ class Search:
         """Find the newest of the states in all ranks' memory and on disk; return as JSON which one it is.
 
         The JSON has the number of batches and epochs before the newest state in memory, and the path of a
-        newer checkpoint, or an empty text.
+        newer checkpoint, or an empty text. `answers`: for each rank, JSON of this number for the state in
+        its memory, and of whether that is only a part of a state.
         """
         newest = _newest_whole([json.loads(answer) for answer in answers])
         self._found = self._on_disk(beyond=newest)
@@ -273,7 +274,7 @@ class Search:
 def _newest_whole(states: list[Any]) -> int:
     """Return the number of batches and epochs before the newest complete state in memory; -1 without one.
 
-    `states`: for each rank, this number for the state in its memory, and whether that is only a part.
+    `states`: for each rank, this number for the state in its memory, and whether it has only a part of it.
     """
     # Parts make a complete state only if every rank has its part of the same state.
     has_all = all(state == states[0] for state in states)

@@ -26,7 +26,7 @@ from lockstep.world import accelerator
 #: Key in the saved state of those results of metrics that are tensors.
 ANSWERS = "answers"
 
-#: Keys of the saved state whose tensors may be cut over ranks, besides `optimizers`.
+#: Keys of the saved state whose tensors may be sharded over ranks, besides `optimizers`.
 _OF_MODELS = ("models", "gradients")
 #: Maximal size, in bytes, of a registered object's state that is copied when an epoch begins: counters and
 #: best values are smaller, averages of weights are larger.
@@ -66,7 +66,7 @@ class State:
     def parts(self) -> dict[str, Mapping[str, Any]]:
         """Return the state of each model and each object of `run.register`, by a name for the user.
 
-        All ranks call this method together, since they gather tensors that are cut over ranks.
+        All ranks call this method together, since they gather tensors that are sharded over ranks.
         """
         for model in self.models:
             model.check_gathering()
@@ -191,7 +191,7 @@ class State:
 
     @property
     def is_split(self) -> bool:
-        """Whether the tensors of a model are cut over ranks, so that no rank has the whole state."""
+        """Whether a model is sharded or spread over ranks, so that no rank has the whole state."""
         return any(model.is_split for model in self.models)
 
     @property
@@ -202,8 +202,8 @@ class State:
     def needed_whole(self, names: Iterable[str]) -> set[str]:
         """Return those of the saved tensors `names` that this rank must read completely.
 
-        Of a model whose tensors are cut over ranks a rank reads only its part; of a model that the script
-        has not made yet, nothing.
+        Of a sharded model's tensors a rank reads only its shards; of a model that the script has not made
+        yet, nothing.
         """
         holders = [self._holder(optimizer) for optimizer in self.optimizers]
         models = [str(n) for n, model in enumerate(self.models) if not model.is_cut]
@@ -223,7 +223,10 @@ class State:
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
     def _extras(self) -> dict[str, Any]:
-        """Return attributes not in `state_dict`, of optimizers whose models are not split over ranks."""
+        """Return, by an optimizer's number, those of its attributes that its `state_dict` leaves out.
+
+        Optimizers of models that are split over ranks are left out.
+        """
         known = {id(own) for own in self.optimizers}
         return {
             str(number): extras

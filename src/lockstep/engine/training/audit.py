@@ -44,7 +44,8 @@ from lockstep.world import accelerator
 
 #: Number of loops whose beginning is audited, besides the steps that are due.
 _MOST_LOOPS = 8
-#: Values of variables that the first audits read, the number of these audits, values that later ones read.
+#: Maximal number of values of variables that each of the first audits reads, number of these first audits,
+#: and maximal number of values that each later audit reads.
 _VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
 #: Number of loops that are remembered; those that are not over are among the latest.
 _KEPT_LOOPS = 64
@@ -61,7 +62,8 @@ class Audit:
         context: context of the run.
         state: models, optimizers and objects of `run.register`, which the run saves.
         every: steps between two audits; 0 to audit only the beginning of loops.
-        observe: returns fingerprints of the script's variables, from a frame outwards, of so many values.
+        observe: function of a stack frame and a maximal number of values; returns fingerprints (short texts
+            of values) of the script's variables in this frame and its callers.
 
     Attributes:
         record: losses and gradients of the current microbatch, if they are compared.
@@ -91,7 +93,7 @@ class Audit:
         self._before: tuple[Observation, dict[str, str]] = Observation(), {}
         self._found: list[Change] = []
         self._agreed = 0  # audits without a difference since the (re)start
-        #: Called when an audit has found a difference: what was saved since the last one may be wrong.
+        #: Called when an audit has found a difference: states saved after the previous audit may be wrong.
         self.distrust: Callable[[], None] = lambda: None
         self._has_failed = self._is_off = False
         self._warned: set[str] = set()
@@ -101,11 +103,12 @@ class Audit:
     # --- which microbatches ----------------------------------------------------------------------
 
     def plan(self, start: Start, phase: int, steps: int) -> Audited:
-        """Return a function that returns, for a batch's number in a loop, the replica to compute twice.
+        """Choose the batches to audit in a loop that begins at `start`, in `run.epochs` call `phase`.
 
-        It returns `None` for a batch without an audit. Audited are a loop's beginning in each call of
-        `run.epochs`, and every step that is due; `steps`: number of steps before batch `start.batch`. The
-        first batch of a loop that is not known to train is not: a script may take it alone, by `next`.
+        Returns a function: for a batch's number in the loop, it returns the replica whose microbatch this
+        rank computes twice, or `None` without an audit. Audited are every step that is due, and in a run's
+        first loops the first batch. In a loop that has run no backward pass yet it is the second batch,
+        since a script may take the first one alone, by `next`. `steps`: steps before batch `start.batch`.
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
@@ -135,7 +138,7 @@ class Audit:
         return audited
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether to compute a microbatch once more, for an audit: if the loop is known to train.
+        """Whether to compute an audit's extra microbatch: only if the loop has run a backward pass before.
 
         All iterations over one global batch get the same answer, since a body may count microbatches.
         """
@@ -169,7 +172,11 @@ class Audit:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether only this rank can compute its microbatches, as others have different models or parts."""
+        """Whether no other rank can compute a microbatch of this rank, to compare the bits.
+
+        That is so on a single rank, if ranks have different models or different parts of a model, and with
+        BatchNorm layers that communicate.
+        """
         models = self._state.models
         return (
             self._context.group is None
@@ -180,7 +187,7 @@ class Audit:
     # --- passes ----------------------------------------------------------------------------------
 
     def begins(self, microbatch: Microbatch) -> None:
-        """Begin a pass of an outermost loop's body over a microbatch, perhaps an audit's extra pass."""
+        """Record that the outermost loop's body begins a microbatch, perhaps an audit's extra one."""
         self.was_left = False
         place, watched = self._loops.get(microbatch.loop, (None, -1))
         if microbatch.audit:
@@ -198,7 +205,10 @@ class Audit:
         return self._watch.step(act) if self._watch.is_on else act()
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
-        """End a pass of the loop's body in step number `step`; `left` if `break` or an exception ended it.
+        """Record that the loop's body has computed a microbatch.
+
+        If an audit computed the microbatch twice, losses, gradients and optimizer settings are compared.
+        `step`: number of the step. `left`: whether `break` or an exception ended the body.
 
         Raises:
             AuditError: if the body depends on earlier passes, or a rank computes wrongly.
@@ -341,7 +351,7 @@ class Audit:
         self.distrust()
 
     def _machine(self, rank: int) -> tuple[str, str]:
-        """Return the host and the device of a rank, which each rank writes to the store; all call it."""
+        """Return the names of a rank's host and device; a collective call, through the key-value store."""
         rendezvous, device = self._context.rendezvous, self._context.device
         own = socket.gethostname(), accelerator.name(device) or str(device)
         rendezvous.store.set(f"audit/{rendezvous.world.rank}", json.dumps(own))

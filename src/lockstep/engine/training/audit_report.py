@@ -10,7 +10,7 @@ from lockstep.engine.training.observations import Change
 from lockstep.errors import AuditError, WrongRankError
 
 _OFF = "--audit off switches the audit off"
-#: A note on an exception of the script's.
+#: Note that is added to an exception which the script raises in an audit's extra pass.
 IN_AUDIT = (
     "this was in an extra pass of the audit, which runs the loop's body once more on a microbatch: "
     f"{_OFF}"
@@ -57,7 +57,8 @@ class Finding:
 def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
     """Return the error for an audit in which two passes of the loop's body over one microbatch differ.
 
-    The cause is state that the body keeps between passes or, if given, wrong computation by `suspect`.
+    `by`: text that names the ranks which computed the passes. The cause is state that the body keeps
+    between passes, or, if the text `suspect` names a rank, perhaps wrong computation by this rank.
     """
     named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
     cause = f"the pass changed {named}"
@@ -102,7 +103,9 @@ def collectives(calls: int) -> AuditError:
 def wrong_rank(finding: Finding, place: str, agreed: int, *, rank: int | None) -> AuditError:
     """Return the error for one rank whose losses or gradients in audits differ from all other ranks'.
 
-    `rank` is its number; `None` if the script may be the cause, since ranks make unequal numbers of passes.
+    `place`: text that names the rank, its node and its device. `agreed`: the last step whose state audits
+    have confirmed. `rank`: number of the rank; `None` if the script may be the cause, since ranks compute
+    unequal numbers of microbatches.
     """
     message = (
         f"{place} computes something else than the other ranks: {finding.where}: "

@@ -23,7 +23,7 @@ _DEPTH = 16
 class Averages(Listener):
     """Modules that the run does not train, but whose buffers it sets to replica 0's on all ranks.
 
-    The run's loop calls the modules in `followed` at each microbatch.
+    `followed`: wrappers of these modules; the run's loop calls them before and after each microbatch.
     """
 
     def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:

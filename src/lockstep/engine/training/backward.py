@@ -269,7 +269,10 @@ def _check_loss(loss: torch.Tensor) -> None:
 def _check_whole(
     microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
 ) -> None:
-    """Raise an error if a model is distributed over ranks: none of them may leave out its backward pass."""
+    """Raise an error for a loss that has weight 0, is not finite, and comes from a model split over ranks.
+
+    Its backward pass cannot be left out, since all ranks with parts of the model run it together.
+    """
     for model in models:
         if model.is_split:
             raise StepError(
@@ -292,12 +295,15 @@ def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
 
 
 def _unit(microbatch: Microbatch) -> float:
-    """Return the power of two, at most the global batch's size, that divides weighted gradients."""
+    """Return the largest power of two up to the global batch's size, by which weights are divided."""
     return float(1 << (microbatch.total.bit_length() - 1))
 
 
 def _owners_behind(loss: torch.Tensor, owners: dict[int, WrappedModel], enough: int) -> set[int]:
-    """Return ids of up to `enough` models that `loss` depends on; `owners` has the model of a parameter."""
+    """Return the `id`s of models that `loss` depends on; stop when `enough` models are found.
+
+    `owners`: by the `id` of a parameter, the model that it belongs to.
+    """
     found: set[int] = set()
     for leaf in _leaves_behind(loss):
         if (owner := owners.get(id(leaf))) is not None:

@@ -31,9 +31,9 @@ from lockstep.engine.training.observations import Change, Observation, Place, Va
 from lockstep.engine.training.variable_parts import attributes
 from lockstep.world.model import World
 
-#: Number of points, and of loops, at whose beginning variables are compared.
+#: Number of a run's first points at which variables are always compared; maximal number of comparisons.
 _FIRST, _LOOPS = 2, 8
-#: Length of the saved fingerprints: equal on all ranks, since the ranks' parts of a snapshot follow them.
+#: Number of characters of saved fingerprints: equal on all ranks, which write behind them in a snapshot.
 SAVED = 4096
 #: Number of values that are read for the saved fingerprints, which are made often.
 _BUDGET_SAVED = 300
@@ -90,7 +90,7 @@ class CarriedVariables(PointListener):
         self.resumed = ""
 
     def opens(self) -> None:
-        """Give numbers to the stack frames of the script that are open until it leaves the run."""
+        """Number the script's stack frames around `with lockstep.Run(…)`, to identify their variables."""
         self._frames.hold("run", sys._getframe(1))
 
     def epoch_begins(self) -> None:
@@ -102,7 +102,7 @@ class CarriedVariables(PointListener):
         self._is_new = True
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Number the frames of a loop over a loader; before the first one, record the variables' values."""
+        """Number the script's stack frames around a loop; before the first loop, record the variables."""
         place = (loader, epoch, round_)
         self._frames.hold(place, sys._getframe(1))
         self._is_new = True
@@ -145,9 +145,14 @@ class CarriedVariables(PointListener):
         changed: bool = False,
         innermost: bool = False,
     ) -> Observation:
-        """Return fingerprints of variables, as `variables.observe`, and of attributes of the run's modules.
+        """Return fingerprints of the script's variables, from `frame` outwards, and of the run's modules.
 
-        `changed`: without modules whose attributes are still those that they had when the run got them.
+        Args:
+            frame: innermost frame; frames of Lockstep and of libraries are left out.
+            budget: maximal number of values that are read.
+            look: returns the variables that a frame reads later.
+            changed: whether to leave out modules whose attributes are the same as when the run got them.
+            innermost: whether to read only the innermost frame of the script, and no modules.
         """
         if not self._loop.epochs:
             self._frames.release("epochs")
@@ -174,7 +179,10 @@ class CarriedVariables(PointListener):
         return self._changes("inside", self._place if self._loop.is_in_loop else None, now)
 
     def _changes(self, moment: str, place: Hashable, now: Observation) -> list[Change]:
-        """Return the variables that changed since the last call with the same `moment` and `place`."""
+        """Return the variables that changed since the last call with the same `moment` and `place`.
+
+        `moment` names a kind of comparison, such as `ended` (after a loop); `place` identifies the loop.
+        """
         before, last = self._last.get(moment, (place, Observation()))
         known = last.values if place == before else {}
         # A call with a smaller budget leaves variables out.
@@ -217,7 +225,10 @@ class CarriedVariables(PointListener):
     # --- over a crash -----------------------------------------------------------------------------
 
     def saved(self) -> str:
-        """Return fingerprints of the variables, for saving with the state: text of `SAVED` characters."""
+        """Return fingerprints of the script's variables, to save them with the state, as one text.
+
+        It has `SAVED` characters, on all ranks.
+        """
         if self._rank or self._loop.closed:
             return " " * SAVED
         now = self.observe(sys._getframe(1), _BUDGET_SAVED, changed=True)
@@ -225,7 +236,7 @@ class CarriedVariables(PointListener):
         return packed(now.texts(SAVED // 2))
 
     def arrived(self) -> None:
-        """Warn of variables that differ from their saved fingerprints, once a resumed run has its state."""
+        """Warn of script variables that differ from their saved fingerprints after a resume."""
         if self._rank or not self.resumed.strip():
             return
         texts, self.resumed = unpacked(self.resumed), ""
@@ -353,7 +364,7 @@ class _OwnObjects:
         return self._ids.union(map(id, values))
 
     def hooks(self) -> dict[str, Any]:
-        """Return the hooks on optimizers' steps by name: script objects may be reachable only there."""
+        """Return the hooks of `register_step_post_hook` by name: script variables may be only in them."""
         return {
             f"hook {number} of {type(one).__name__}": hook
             for one in self._state.optimizers
@@ -363,7 +374,7 @@ class _OwnObjects:
     def attributes(self, *, changed: bool) -> dict[Place, Value]:
         """Return fingerprints of modules' attributes that a `state_dict` leaves out, such as `Dropout.p`.
 
-        `changed`: without modules whose attributes are still those that they had when the run got them.
+        `changed`: whether to leave out modules whose attributes are the same as when the run got them.
         """
         found: dict[Place, Value] = {}
         for number, (name, one) in enumerate(self._parts):

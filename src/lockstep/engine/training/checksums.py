@@ -27,9 +27,9 @@ class Checksums:
     """Checksums of the state of one rank.
 
     Attributes:
-        whole: checksums by name of tensors and numbers of which all ranks have all.
-        cut: checksums by name of tensors of which each rank has a part.
-        part: where this rank's parts are in the tensors of `cut`.
+        whole: checksums, by name, of the tensors and numbers that every rank has completely.
+        cut: checksums, by name, of this rank's shards of the tensors that are sharded over ranks.
+        part: which shards these are, such as `0/2`; equal on ranks that have the same shards.
     """
 
     whole: dict[str, str]
@@ -49,11 +49,14 @@ class Checksums:
         return Checksums(whole, {name: sums[name] for name in cuts}, ",".join(part))
 
     def brief(self) -> str:
-        """Return a short text of the checksums, equal on ranks whose checksums and parts are equal."""
+        """Return a short text that is equal on two ranks if their `whole`, `cut` and `part` are equal."""
         return f"{_short(self.whole)} {_short(self.cut)} {self.part}"
 
     def differing(self, other: Checksums) -> list[str]:
-        """Return names of tensors that differ; compare those cut over ranks only if the parts match."""
+        """Return the names of the tensors whose checksums differ from those of another rank, `other`.
+
+        Shards of sharded tensors are compared only if both ranks have the same shards.
+        """
         names = {**self.whole, **other.whole}
         found = [name for name in names if self.whole.get(name) != other.whole.get(name)]
         if self.part == other.part:
@@ -62,7 +65,10 @@ class Checksums:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return for each tensor, by name, a text with its type, its shape and a hash of this rank's part."""
+    """Return for each tensor, by name, a text with its dtype, its shape and a hash of its elements.
+
+    Of a tensor that is sharded over ranks only this rank's shard is hashed.
+    """
     hashes = read([bits(tensor) for tensor in tensors.values()])
     return {
         name: f"{tensor.dtype} {tuple(tensor.shape)} {first:x} {second:x}"

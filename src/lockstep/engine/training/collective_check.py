@@ -148,8 +148,9 @@ class WaitingRank:
 def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
     """Return an error if two ranks wait in different collective calls; `None` if they may wait on.
 
-    Each rank numbers its calls. Let n be the number of the current call of the rank that is behind. If
-    the two ranks' calls number n differ, neither can continue. Otherwise the rank ahead waits for a third.
+    Each rank numbers its calls. Let n be the lower of the numbers of the two current calls. If the calls
+    number n of the two ranks differ, neither rank can continue. If they are equal, the rank with the higher
+    number waits for a third rank.
     """
     number = min(own.now.number, other.now.number)
     mine, theirs = own.at(number), other.at(number)

@@ -82,9 +82,10 @@ def _check_shapes(name: str, shapes: list[_Shape]) -> None:
 
 
 def of_all(own: ValueT, group: dist.ProcessGroup | None) -> list[ValueT]:
-    """Gather a value of every rank, in rank order: tensors, numbers and text, also in lists and mappings.
+    """Return a list of the value `own` of every rank, in rank order; a collective call.
 
-    `all_gather_object` is not used, since it would unpickle any object.
+    A value consists of tensors, numbers and text, also in lists and mappings. `all_gather_object` is not
+    used, since it would unpickle any object.
     """
     if group is None:
         return [own]

@@ -86,8 +86,8 @@ class Memory:
     ) -> Memory | None:
         """Open the memory that the launcher shares; return `None` if there is none, as under `torchrun`.
 
-        `ahead` is the number of steps by which another rank may be ahead of rank 0; `forgets` says that the
-        losses before a restart may be wrong.
+        `ahead`: number of steps by which another rank may be ahead of rank 0. `forgets`: whether to drop
+        the losses that were recorded before a restart, since they may be wrong.
         """
         world, run = rendezvous.world, rendezvous.number  # 0 for this process's first run
         if (found := _descriptors(environ, world)) is None:
@@ -152,14 +152,17 @@ class Context:
         return self.groups.everyone
 
     def exactness(self, *of_models: str) -> str:
-        """Return the worst class of exactness among strategy, exchange, servers and `of_models`."""
+        """Return the least exact class of strategy, exchange, servers, and models (`of_models`)."""
         asked = self.settings
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
         of_sums = exactness_of(self.exchange, self.dims.forest)
         return worst([self.strategy.exactness, of_sums, servers, *of_models])
 
     def of_model(self, number: int, servers: object = None) -> ModelContext:
-        """Return what a strategy needs to wrap the run's model number `number`, as a `ModelContext`."""
+        """Return the ranks, groups and settings with which a strategy wraps the run's model `number`.
+
+        `servers`: the connections to parameter servers, if the strategy has any.
+        """
         return ModelContext(
             number=number,
             device=self.device,

@@ -4,7 +4,7 @@ A state is hashed entry by entry, depth first: path, type and shape, which give 
 the bytes. Keys that look like a path are quoted, so that different states have different entries. Types
 that `state/checkpoint/state_codec.py` cannot save raise an error: their text may contain an address.
 
-All ranks gather tensors that are cut over ranks, one at a time, in the order in which they are hashed.
+All ranks gather tensors that are sharded over ranks, one at a time, in the order in which they are hashed.
 """
 
 from __future__ import annotations

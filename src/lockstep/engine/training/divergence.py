@@ -104,7 +104,8 @@ def check_same(
 ) -> None:
     """Wait until all ranks have ended their run, and compare the ranks' digests of the final state.
 
-    If these differ, digests of single models and other objects, from `parts`, show where.
+    `own` is this rank's digest. If digests differ, `parts` returns the digests of single models and other
+    objects, which show where.
 
     Raises:
         DivergenceError: if `exact`, and the digest of a rank differs.
@@ -174,7 +175,10 @@ def check_states(
 
 
 def _shown(name: str, models: list[str]) -> str:
-    """Return a readable form of `name`, a key of a part of the state; `models` are the models' classes."""
+    """Return a tensor's name in the state in a readable form: of `models.0.fc.bias`, `fc.bias (Net)`.
+
+    `models`: class names of the run's models.
+    """
     kind, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
     if kind == "models":

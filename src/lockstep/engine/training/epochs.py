@@ -12,7 +12,7 @@ from lockstep.engine.training.loop import Loop
 def epochs_left(loop: Loop, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
     """Yield the epochs that are still to be run of one call of `run.epochs` with `count` epochs.
 
-    At the end of each epoch, unless it was finished before a restart, `epoch_ends` gets its number.
+    `epoch_ends` is called with an epoch's number at its end, but not for epochs that a resumed run repeats.
     """
     return observed(_epochs(loop, count, epoch_ends), loop)
 

@@ -38,9 +38,10 @@ class Faults(PointListener):
     def of(environ: Mapping[str, str], world: World) -> Faults | None:
         """Return the faults that `LOCKSTEP_FAULTS` sets for this rank; `None` if it sets none.
 
-        `kill` happens on the last rank: the first one before any restart, the second one after the first
-        restart, and so on. `term` happens on rank 0. `flip:RANK` happens on that rank, `flip` on the last
-        one, after a restart, too; both mean a rank of the first start, also after others are left out.
+        `kill@STEP` applies to the last rank: the first such word before any restart, the second one after
+        the first restart, and so on. `term@STEP` applies to rank 0. `flip:RANK@STEP` applies to that rank,
+        and `flip@STEP` to the last one, after a restart, too. If the launcher has left out ranks since the
+        first start, the ranks of `flip` are still those of the first start.
 
         Raises:
             UsageError: if the variable cannot be parsed.

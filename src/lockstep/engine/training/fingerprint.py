@@ -29,7 +29,7 @@ def describe(settings: Settings, *, replicas: int, threads: int, device: str) ->
 
 
 def reproduced(settings: Settings, *, replicas: int, threads: int) -> dict[str, Any]:
-    """Return the settings with which a run on any number of ranks computes the same, as JSON values."""
+    """Return, as JSON values, the settings with which another run computes the same on any layout."""
     names = ["seed", "precision", "exact", "hash_every"]
     names += [one.name for one in TABLE.values() if one.changes_result and one.name != "exchange"]
     values = {name: getattr(settings, name) for name in names} | {
@@ -40,7 +40,10 @@ def reproduced(settings: Settings, *, replicas: int, threads: int) -> dict[str, 
 
 
 def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, str]:
-    """Return the names of the strategy, with `auto` replaced by the one it stands for, and the exchange."""
+    """Return the names of the strategy and the exchange, for the run's record.
+
+    The strategy `auto` becomes `single` on one rank (`alone`), and else `ddp`.
+    """
     auto = "single" if alone else "ddp"
     strategy = auto if settings.strategy == "auto" else settings.strategy
     return {"strategy": strategy, "exchange": exchange}

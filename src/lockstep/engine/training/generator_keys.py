@@ -45,7 +45,10 @@ class GeneratorKeys:
 
     @property
     def key(self) -> int | None:
-        """Seed to which the generators are set for the script's code after a global batch, if any."""
+        """Seed of the random generators for the script's code after the latest global batch.
+
+        It is `None` before the first global batch.
+        """
         if self._key is None and self.passed is not None:
             self._key = self._after(self.passed)
         return self._key

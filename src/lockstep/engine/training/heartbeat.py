@@ -1,6 +1,6 @@
-"""`Heartbeat`: counts events and logs collective calls of this rank, for its launcher and its watchdog.
+"""`Heartbeat`: counts signs of progress and logs collective calls of this rank, for launcher and watchdog.
 
-An event costs less than a microsecond, and a step has a handful of events.
+To count one costs less than a microsecond, and a step has a handful of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _RECENT = 16
 class Call(NamedTuple):
     """A collective call of this rank: its number among the rank's calls, its name, and its `detail`.
 
-    `detail`, for a backward pass: numbers of loader, epoch, loop, batch and models; empty for other calls.
+    `detail`: for a backward pass, the numbers of the loader, the epoch, the loop, the batch, the iteration
+    over the batch, and the models; empty for other calls.
     """
 
     number: int
@@ -35,10 +36,13 @@ class Call(NamedTuple):
 
 
 class Heartbeat(Listener):
-    """Counts events of this rank and logs its collective calls, in the launcher's memory `slot`, too.
+    """Counts signs of this rank's progress and logs its collective calls, so that hangs are detected.
+
+    A sign of progress is the beginning or end of a loop, microbatch, step or collective call. `slot` is
+    this rank's part of the status page, the memory in which the launcher reads the counts.
 
     Attributes:
-        beat: number of events so far.
+        beat: number of signs of progress so far.
         recent: the latest collective calls.
         waits: whether the rank is still in the last call of `recent`.
     """
@@ -61,18 +65,21 @@ class Heartbeat(Listener):
         return heartbeat
 
     def closes(self, *, left: bool = False) -> None:
-        """Record the run's end; unless `sys.exit` ended it (`left`), record that the script continues."""
+        """Record for the launcher that the run has ended, and whether the script continues after it.
+
+        `left`: whether `sys.exit` ended the run, so that the script ends, too.
+        """
         self.moves()
         if not left:
             self._slot.waiting = AFTER_RUN
 
     def moves(self) -> None:
-        """Count one more event, which shows the launcher that this rank makes progress."""
+        """Count one more sign of progress, which shows the launcher that this rank does not hang."""
         self.beat += 1
         self._slot.beat = self.beat + self._elsewhere
 
     def others_move(self) -> None:
-        """Count an event of another rank, so that the launcher does not take this waiting rank for hung."""
+        """Count progress of another rank, so that the launcher does not take this waiting rank for hung."""
         self._elsewhere += 1
         self._slot.beat = self.beat + self._elsewhere
 
@@ -113,18 +120,18 @@ class Heartbeat(Listener):
     # --- callbacks of the loop --------------------------------------------------------------------
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Write the number of the finished step to the launcher's memory, and count it as an event."""
+        """Write the number of the finished step to the launcher's memory; count a sign of progress."""
         self._slot.step = step
         self.moves()
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Count the beginning of a loop as an event: a sign of progress, which the launcher watches."""
+        """Count the beginning of a loop as a sign of progress, which the launcher watches."""
         self.moves()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Count the beginning of a microbatch as an event: a sign of progress, for the launcher."""
+        """Count the beginning of a microbatch as a sign of progress, which the launcher watches."""
         self.moves()
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Count the end of a loop over a loader as an event: a sign of progress, for the launcher."""
+        """Count the end of a loop over a loader as a sign of progress, which the launcher watches."""
         self.moves()

@@ -60,7 +60,10 @@ class Variable(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A variable that a loop uses: `line` assigns it or, if no line of the loop assigns it, reads it."""
+    """How a loop uses a variable: the line that assigns it or, without one, a line that reads it.
+
+    `matters`: whether values computed from the variable have effects besides output.
+    """
 
     line: int
     matters: bool = True
@@ -188,10 +191,11 @@ class _Reads:
 
 
 def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool) -> None:
-    """Collect in `reads` the variables that the script reads from its current position `way` on.
+    """Collect in `reads` the variables that the script reads from its current position on.
 
-    `question` is `next` (with the next iteration of the innermost loop), `around` (with that of the loop
-    around it) or `after` (only the code behind the innermost loop). `at_for`: a `for` takes its next item.
+    `way`: this position, as `way_of` returns it. `question`: `next` begins with the next iteration of the
+    innermost loop, `around` with that of the loop around it, `after` with the code behind the innermost
+    loop. `at_for`: whether a `for` is taking its next item.
     """
     stands, assigned = list(way), NONE
     here: Any = stands[-1].now

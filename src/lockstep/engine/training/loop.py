@@ -81,7 +81,10 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Number of finished steps; while a resumed run repeats the script, what it was there before."""
+        """Number of finished steps.
+
+        While a resumed run repeats the script, it is the number at that place before the restart.
+        """
         return self.progress.steps
 
     @property
@@ -128,7 +131,7 @@ class Loop:
             listener.arrived()
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begin an epoch; call listeners unless a resumed run only passes over this epoch."""
+        """Begin an epoch; call listeners, except in a resumed run before its saved position."""
         self.epoch = epoch
         self.progress.epoch_begins(epoch)
         self.arrive()
@@ -196,8 +199,8 @@ class Loop:
     def require_common_point(self, call: str, *, of_models: bool = True) -> None:
         """Raise `StepError` if the collective call `call` is made in a microbatch, with several replicas.
 
-        A rank that computes several replicas would make the call more often than others. Elsewhere, average
-        models trained by local SGD if `of_models`.
+        A rank that computes several replicas would make the call more often than others. Outside of
+        microbatches, complete the buffers, and if `of_models`, average models trained by local SGD.
         """
         self.first_error.check()
         if self._active and self._replicas > 1:
@@ -212,7 +215,7 @@ class Loop:
             self.average_models()
 
     def finish_buffers(self) -> None:
-        """Broadcast replica 0's buffers if a `break` has skipped this so far; a collective call."""
+        """Broadcast replica 0's buffers if the script left the last batch by `break`; a collective call."""
         for module in self._buffered:
             module.finish_buffers()
 
@@ -234,7 +237,7 @@ class Loop:
         return not self._active or self._active[-1].last
 
     def step_is_read(self) -> None:
-        """Record that the script reads `run.step` or `run.batch_index`, perhaps to leave a loop by it."""
+        """Record that the script reads `run.step` or `run.batch_index`, perhaps to decide on a `break`."""
         if self.audit is not None:
             self.audit.step_was_read = True
 
@@ -295,7 +298,11 @@ class Loop:
         return self.audit.plan(start, self.phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether the script gets a microbatch; one without samples only if all ranks must compute one."""
+        """Whether the loop yields a microbatch to the script.
+
+        A microbatch without samples is yielded with gradients enabled, or if a model is split over ranks or
+        changes buffers in forward passes, since then every rank must compute one.
+        """
         audit = self.audit
         if microbatch.audit:
             return audit is not None and not self.is_replaying and audit.takes(microbatch)
@@ -342,7 +349,10 @@ class Loop:
             self._count_update(microbatch)
 
     def batch_ends(self, start: Start) -> bool:
-        """End a global batch; return whether the loop is over, as may be when a resume repeats a batch."""
+        """End a global batch; return whether its loop is over.
+
+        That is so if a resumed run repeats only the last batch of a loop that ended before the restart.
+        """
         loop: LoopEvent = start.loop
         passed = self.generators.passed
         if self._updated and passed is not None and not self._active:

@@ -37,7 +37,8 @@ _MOST = 2.0**100
 class Scaler(Listener):
     """Multiplies losses by a scale, divides gradients by it, and skips steps if gradients are not finite.
 
-    `group` is the process group in which ranks that hold one model together all skip a step, or none.
+    `group` is the process group in which ranks with parts of one model agree on skipping a step; `None` on
+    a single rank.
 
     Attributes:
         scale: current factor of the losses.

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a variable of the script is; `frame` is 0 for globals, else a number of its function's call."""
+    """Where a variable of the script is.
+
+    `frame`: 0 for a global variable, else a number that identifies the call of the variable's function.
+    """
 
     frame: int
     file: str
@@ -32,7 +35,8 @@ class Value:
     Attributes:
         text: the fingerprint.
         line: line of the script that assigns the variable, or else reads it.
-        version: number that changes with the value in this process, where the text may stay equal.
+        version: number that changes when a tensor is changed in place or an iterator is read, where the
+            text may stay equal.
         kind: `module`; `random` for a generator of random numbers; `data` for a number of a dataset;
             `count` for a counting iterator; `attribute` for one that a `state_dict()` leaves out; `object`
             where the fingerprint is only the name of a class; `value` for all other values.

@@ -31,7 +31,8 @@ Scheduler = TypeVar("Scheduler")
 class _StepRandomness:
     """Sets the random generators to equal keys on all ranks during `step()` of an optimizer or scheduler.
 
-    Afterwards they are set back, so that the code around the step draws the numbers it would without it.
+    Afterwards the generators are set back, so that the step does not change the random numbers that the
+    code around it draws.
     """
 
     def __init__(self, loop: Loop, purpose: str, index: int) -> None:
@@ -126,7 +127,7 @@ class _Gate:
         return result
 
     def _check_every_microbatch(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
-        """Raise an error if `step()` is not called in every microbatch, as to accumulate gradients.
+        """Raise an error if the script calls `step()` in some microbatches only, to accumulate gradients.
 
         `asked` is the microbatch of the previous call.
         """

@@ -26,7 +26,10 @@ _LOOPS = 8
 
 
 class _Begun(NamedTuple):
-    """A loop at its beginning: its frame, fingerprints of its variables, and the backward passes so far."""
+    """Record of the beginning of a loop: stack frame, fingerprints of variables, backward passes so far.
+
+    `key`: numbers of the loader, the epoch and the loop.
+    """
 
     key: tuple[int, int, int]
     frame: int

@@ -62,7 +62,7 @@ from lockstep.world.rendezvous.rank_rendezvous import leave
 
 #: Seconds to wait for an unfinished checkpoint when the script has failed.
 _PATIENCE = 10.0
-#: The same when an audit has found a difference: the launcher ends all ranks soon.
+#: Seconds to wait for an unfinished checkpoint after a failed audit: the launcher ends all ranks soon.
 _MOMENT = 0.2
 _MEMORY_HINT = (
     "hint: a smaller batch_size; more replicas on as many ranks (--replicas), which is gradient "
@@ -73,7 +73,7 @@ _MEMORY_HINT = (
 class Session:
     """A run in this process, from the rendezvous of the ranks to the run's end, with all of its parts."""
 
-    #: Whether a signal asked the process's previous run to end too late, so that it ends the next run.
+    #: Whether a signal came too late to end the process's previous run, and is to end the next run.
     _stops: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, world: World, store: dist.Store | None = None) -> None:
@@ -180,7 +180,7 @@ class Session:
         return catalog
 
     def _distrust(self, catalog: Catalog) -> None:
-        """Drop unfinished checkpoints, and rename those that no audit has confirmed."""
+        """After a failed audit, drop unfinished checkpoints; rename those that no audit has confirmed."""
         self._checkpointing.close(_MOMENT)
         with contextlib.suppress(CheckpointError):  # the next start tries it again
             self._set_aside(catalog)

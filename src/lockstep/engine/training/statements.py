@@ -59,9 +59,9 @@ def is_for(code: CodeType, offset: int) -> bool:
 
 @functools.cache
 def way_of(code: CodeType, offset: int) -> tuple[Stand, ...]:
-    """Return where the instruction at bytecode `offset` is in each list of statements around it.
+    """Return the position of the instruction at bytecode `offset` in each list of statements around it.
 
-    The outermost list comes first.
+    The statements of the function or module come first, those of the innermost loop or `if` last.
     """
     positions = itertools.islice(code.co_positions(), offset // 2, None)
     line, _, column, _ = next(positions, (0, 0, 0, 0))
@@ -105,7 +105,7 @@ def blocks(node: ast.AST) -> list[Block]:
 
 
 def heads(statement: ast.stmt) -> list[ast.AST]:
-    """Return what a statement itself evaluates, such as the test of an `if`, without inner statements."""
+    """Return a statement's parts that are no inner statements, such as the test of an `if`."""
     if isinstance(statement, SCOPES) or not blocks(statement):
         return [statement]
     children = [*ast.iter_child_nodes(statement)]
@@ -117,7 +117,10 @@ def heads(statement: ast.stmt) -> list[ast.AST]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def names_of(node: ast.AST) -> tuple[Names, Names]:
-    """Return the variables of the scope around a syntax tree that the tree reads, and those it assigns."""
+    """Return the names of the variables that a syntax tree reads, and of those that it assigns.
+
+    Variables that are local to functions and comprehensions inside the tree are left out.
+    """
     inner = [names_of(child) for child in ast.iter_child_nodes(node)]
     loads, stores = (NONE.union(*(one[kind] for one in inner)) for kind in (0, 1))
     name = str(getattr(node, "asname", None) or getattr(node, "name", None) or "").partition(".")[0]

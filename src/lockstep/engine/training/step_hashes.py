@@ -20,13 +20,14 @@ from lockstep.engine.training.tensor_bits import bits, read
 from lockstep.state.checkpoint.parts import whole
 from lockstep.state.record.steps import GRADIENTS, PARAMETERS, Value
 
-#: Part of the time of steps that hashes may take. Losses are recorded, too: together less than 1 %.
+#: Fraction of the steps' time that hashes may take. With the recording of losses it is less than 1 %.
 _PART = 0.008
 #: Assumed seconds of a step until steps are measured.
 _STEP = 0.1
 #: Measured seconds per tensor, and per byte on one thread of a processor: an upper bound for accelerators.
 _PER_TENSOR, _PER_BYTE = 3e-5, 4e-10
-#: Least interval of models that are cut over ranks: their tensors are gathered, and no clock decides when.
+#: Steps between two hashes of models that are split over ranks, at least. Their tensors are gathered by all
+#: ranks, so that the interval must not depend on the times that one rank measures.
 _SPLIT = 64
 
 
@@ -34,9 +35,9 @@ class StepHashes(PointListener):
     """Hashes the gradients before, and the parameters and buffers after every `every`-th step.
 
     Args:
-        every: `None` for the shortest interval that costs less than 1 % of the steps' measured time.
-        is_main: whether this rank records; the other ranks only gather tensors that are cut over ranks.
-        add: records a hash: step, kind, function that returns the hash.
+        every: number of steps; `None` for the smallest one that costs less than 1 % of the measured time.
+        is_main: whether this rank records hashes; other ranks only take part in gathering sharded tensors.
+        add: function that records a hash; its arguments are step, kind and a function that returns it.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class StepHashes(PointListener):
     def _interval(self, step: float) -> int:
         """Return the number of steps of `step` seconds between two hashes: a power of two.
 
-        So two runs of unequal speed hash many steps that are the same.
+        With powers of two, two runs of unequal speed hash many of the same steps, which can be compared.
         """
         parameters = [p for model in self._state.models for p in model.parameters]
         seconds = max(cost(parameters), self._seconds)
@@ -110,7 +111,7 @@ class StepHashes(PointListener):
 
 
 def cost(parameters: Sequence[torch.Tensor]) -> float:
-    """Return an upper bound of the seconds that the hashes of a step take on a processor of its own."""
+    """Return an upper bound of the seconds that hashing a step's gradients and parameters takes."""
     size = sum(p.numel() * p.element_size() for p in parameters)
     return 2 * (_PER_TENSOR * len(parameters) + _PER_BYTE * size)
 
@@ -118,7 +119,8 @@ def cost(parameters: Sequence[torch.Tensor]) -> float:
 def hash64(tensors: Mapping[str, torch.Tensor]) -> Callable[[], bytes]:
     """Return a function that returns a hash of 8 bytes of names, types, shapes and bits of tensors.
 
-    Devices compute meanwhile; the function waits for them. A tensor that is cut over ranks is gathered.
+    Devices compute the hash asynchronously; the returned function waits for them. Tensors that are sharded
+    over ranks are gathered, by a collective call.
     """
     names = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
     hashes = [bits(whole(tensor)) for tensor in tensors.values()]

@@ -20,7 +20,7 @@ Bits = tuple[int, int] | torch.Tensor
 
 
 def bits(tensor: torch.Tensor) -> Bits:
-    """Return a hash of a tensor, or of this rank's part of a tensor that is cut over ranks.
+    """Return a hash of a tensor's bits; of a tensor that is sharded over ranks, of this rank's shard.
 
     Words of eight bytes are read as integers and arranged in a matrix. The hash is a weighted sum of row
     sums, and one of column sums, modulo 2^64: a single bit that changes always changes both.
@@ -52,7 +52,7 @@ def _bytes(own: torch.Tensor) -> torch.Tensor:
 
 
 def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
-    """Return hashes that `bits` computed as pairs of numbers; wait only once for each device."""
+    """Return the hashes that `bits` computed, each as two integers; wait only once for each device."""
     pending = {place: one for place, one in enumerate(hashes) if isinstance(one, torch.Tensor)}
     numbers: dict[int, list[int]] = {}
     for device in {one.device for one in pending.values()}:

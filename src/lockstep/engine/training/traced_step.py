@@ -27,7 +27,7 @@ class TracedStep:
         self._microbatch: Microbatch | None = None
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Watch the calls of all modules; before the first microbatch, hash parameters and buffers."""
+        """Hook the calls of all modules; before the first microbatch, hash parameters and buffers."""
         is_first, self._microbatch = self._microbatch is None, microbatch
         for n, model in enumerate(self._models if is_first else ()):
             of_model = f"model {n}: " if len(self._models) > 1 else ""
@@ -39,7 +39,7 @@ class TracedStep:
                 self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def step_ends(self) -> None:
-        """Stop watching."""
+        """Remove the hooks from all modules, and close the file."""
         for hook in self._hooks:
             hook.remove()
         self._file.close()
@@ -59,7 +59,10 @@ class TracedStep:
 
 
 def _hashes(value: Any, size: int) -> list[str]:
-    """Return a hash of all tensors in `value`, and of the first that has `size` rows one for each row."""
+    """Return a hash of all tensors in `value`, then one for each row of the first tensor with `size` rows.
+
+    `size`: number of samples in the microbatch, so that a row belongs to a sample.
+    """
     tensors = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
     rows = next((tensor for tensor in tensors if tensor.shape[:1] == (size,)), ())
     return [_hash(*tensors), *map(_hash, rows)]

@@ -68,7 +68,7 @@ _RANDOM: dict[type, Callable[[Any], Any]] = {
     np.random.RandomState: lambda own: own.get_state(legacy=False),
     random.Random: random.Random.getstate,
 }
-#: Versions of iterators: a new number each time, since reading one would change it.
+#: Versions of iterators: a new number at each observation, since reading an iterator would change it.
 _versions = itertools.count(1)
 #: A time before the script began, by the monotonic clock.
 _BEGUN = time.monotonic() - 30.0
@@ -90,7 +90,7 @@ def observe(
         frame: innermost frame; frames of Lockstep and of libraries are left out.
         skip: ids of objects without a fingerprint: models, optimizers and other state of the run.
         number: returns a number that distinguishes frames of one function.
-        look: returns the variables of a frame that are read, if they matter.
+        look: returns the variables that a frame reads later; those that do not matter are left out.
         innermost: whether to read only the innermost frame of the script.
         budget: number of values that are read at most.
         others: further objects to read, by name.
@@ -116,9 +116,9 @@ def observe(
 
 
 def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple[FrameType, bool]]:
-    """Return the script's frames from `frame` outwards, each with whether its return value has an effect.
+    """Return the script's frames from `frame` outwards, and for each whether its return value is used.
 
-    Printing the value is no effect here. With `innermost` only the first frame is returned.
+    A value that is only printed counts as not used. With `innermost` only the first frame is returned.
     """
     frames: list[FrameType] = []
     for one in itertools.islice(script_frames(frame), 1 if innermost else None):

@@ -39,7 +39,7 @@ EVERY = 5.0
 #: Seconds without a heartbeat after which a rank counts as lost. Code that keeps the interpreter's lock for
 #: long, such as reading one huge JSON file, also delays heartbeats.
 SILENCE = 120.0
-#: Upper limit of the seconds between two reads that count as silence: this process may have been stopped.
+#: Seconds of silence that one read adds, at most: this process itself may have been stopped before it.
 _LONGEST_LOOK = 2 * EVERY
 
 
@@ -120,7 +120,10 @@ class Watchdog(Listener):
 
     @contextlib.contextmanager
     def passing(self, row: range) -> Iterator[None]:
-        """Return a context whose body computes a model that is distributed over the ranks in `row`."""
+        """Return a context whose body computes a model that is distributed over the ranks in `row`.
+
+        In the body the watchdog detects that one of these ranks has ended its loop or its run.
+        """
         before, self._row = self._row, row
         try:
             yield
