@@ -1,8 +1,8 @@
 """`Accelerator` of accelerate on a `lockstep.Run`: a script changes its import, and nothing else.
 
-One iteration over a prepared DataLoader is one microbatch, the batch of one replica; `num_processes` is the
-number of replicas, also for what a scheduler counts. While the models are in evaluation mode each rank
-iterates over all of the data by itself, so that `gather_for_metrics` gets all results without gathering.
+One iteration over a prepared DataLoader is one microbatch, the batch of one replica. `num_processes` is the
+number of replicas, and a scheduler makes as many steps per update. While the models are in evaluation mode
+each rank iterates over all of the data, so that `gather_for_metrics` has nothing to gather.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Pass a scheduler to the run: it acts once per global batch, as one step for each replica."""
+        """Pass a scheduler to the run; return it.
+
+        By default it makes one step per replica after each global batch: accelerate makes one per process.
+        """
         if self.step_scheduler_with_optimizer and not self.split_batches:
             _count_for(scheduler, self.num_processes)
         self._schedulers.append(self._run.scheduler(scheduler))
@@ -89,7 +92,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """The script's number of replicas: that of the run, divided by accumulated batches per update."""
+        """Number of replicas of the script, in place of processes.
+
+        If the script accumulates gradients over k batches, the run itself has k times as many replicas.
+        """
         return self._run.replicas // int(self.gradient_state.num_steps)
 
     @property
@@ -99,7 +105,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """`False`: a step with gradients that overflow counts as a step that changes nothing."""
+        """Always `False`: a step whose gradients overflow changes nothing, but counts as a step."""
         return False
 
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
@@ -151,7 +157,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- ranks -----------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait for all ranks; do nothing in a loop over a loader, which ranks iterate unequally often."""
+        """Wait for all ranks; do nothing in a loop over a loader, where ranks may differ in iterations."""
         if not self._is_in_loop:
             self._run.barrier()
 
@@ -178,7 +184,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save models, optimizers and schedulers in accelerate's file format, on the main rank.
 
-        In a loop over a loader, the state is that after the update, and is saved when it is complete.
+        If later microbatches of the same global batch follow, the files are written after the last of them,
+        so that they contain the update.
         """
         saved = None
         if self.is_main_process and not self._run.is_replaying:
@@ -193,7 +200,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return saved
 
     def _save_late(self) -> None:
-        """Save what `save_state` was asked for in microbatches that were not the last of their batch."""
+        """Write the files that `save_state` has postponed to the last microbatch of the global batch."""
         while self._late_saves and self.sync_gradients:
             self._late_saves.pop(0)()
 

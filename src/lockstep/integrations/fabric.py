@@ -1,8 +1,8 @@
-"""`FabricStrategy`: what `LockstepStrategy` is in a `Fabric`: a loop of the script, executed by a run.
+"""`FabricStrategy`: the class that a `LockstepStrategy` changes to if it is given to a `Fabric`.
 
-One iteration over a DataLoader that `fabric.setup_dataloaders` returned is one microbatch: a replica's
-share of a batch of the DataLoader. While the models are in evaluation mode, each
-rank iterates over all batches.
+The training loop is the script's. One iteration over a DataLoader that `fabric.setup_dataloaders` returned
+is one microbatch: a replica's share of a batch of the DataLoader. While the models are in evaluation mode,
+each rank iterates over all batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
     _backward_sync_control = None
 
     def setup_environment(self) -> None:
-        """Open the run."""
+        """Enter the `lockstep.Run` through which the script trains."""
         refusals.check_precision(self.precision)
         self._open_run(self.accelerator)
         super().setup_environment()
@@ -75,12 +75,15 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         self.run.clip_grad_value_(list(self.precision.main_params(optimizer)), clip_val)
 
     def barrier(self, *_: Any, **__: Any) -> None:
-        """Wait for all ranks; do nothing in a loop over a loader, which ranks iterate unequally often."""
+        """Wait for all ranks; do nothing in a loop over a loader, where ranks may differ in iterations."""
         if not self.is_in_loop:
             self.run.barrier()
 
     def save_checkpoint(self, path: Any, state: Any, *rest: Any, **settings: Any) -> None:
-        """Write a checkpoint on the main rank, when an update is complete."""
+        """Write a checkpoint on the main rank, except if microbatches of the same global batch follow.
+
+        While a resumed run repeats earlier calls, nothing is written.
+        """
         if self.run.sync_gradients and not self.run.is_replaying:
             super().save_checkpoint(path, state, *rest, **settings)
 

@@ -9,14 +9,14 @@ from lockstep.engine.data.loader import GlobalBatch
 from lockstep.integrations.loaders import global_loader
 from lockstep.run import Run
 
-#: Number of epochs of a fit that has no limit.
+#: Number of epochs for `run.epochs` if the Trainer has no `max_epochs`.
 _UNLIMITED = 1 << 20
 
 
 class GlobalBatches:
-    """Yields the global batch that the fit loop's counters of epochs and batches point at.
+    """Yields global batches to Lightning's fit loop, from the epoch and batch on that its counters have.
 
-    So it continues behind the batches that a loaded checkpoint, or a restored state, has done.
+    So after a restart, or with a loaded checkpoint, batches are left out that were trained on before.
 
     Attributes:
         restore: called before the first batch after a restart, to set the loops' counters again.
@@ -52,7 +52,10 @@ class GlobalBatches:
         self._epochs = self._run.epochs(limit)
 
     def resume(self) -> None:
-        """Go on to where the run stopped, so that its state is restored; keep the batch that follows."""
+        """Iterate over epochs and batches up to where the run stopped, so that its state is restored.
+
+        The batch that follows is kept, and is the first one that `__next__` returns.
+        """
         self._ahead = self._next()
 
     def end(self) -> None:
@@ -65,11 +68,11 @@ class GlobalBatches:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the counters of the fit loop say which batch is next."""
+        """Return an empty dictionary: the counters of the fit loop determine the next batch."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the counters of the fit loop say which batch is next."""
+        """Do nothing: the counters of the fit loop determine the next batch."""
 
     def __next__(self) -> Any:
         if self.restore is not None:

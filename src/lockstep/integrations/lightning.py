@@ -82,7 +82,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         refusals.check_processes(self, self._world)
 
     def setup_environment(self) -> None:
-        """Open the run."""
+        """Enter the `lockstep.Run` through which the Trainer trains."""
         refusals.check_precision(self.precision_plugin)
         self._open_run(self.accelerator)
         super().setup_environment()
@@ -90,7 +90,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     # --- what is trained -----------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Pass the model, its optimizers and schedulers to the run, and replace the loops of a step."""
+        """Pass model, optimizers and schedulers to the run; replace Lightning's loops inside of a step."""
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # every rank evaluates all of the data
                 module.distributed_available_fn = _no_ranks
@@ -159,7 +159,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     # --- a step --------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        """Train on this rank's microbatches of a global batch; return means over the global batch."""
+        """Train on this rank's microbatches of a global batch; return means of loss and outputs over it."""
         module, run = self.lightning_module, self.run
         if not module.automatic_optimization:
             with self._state.frozen():
@@ -197,12 +197,16 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
             return call(data, *rest)
 
     def _forward(self, *inputs: Any) -> Any:
-        """Call `training_step` as the forward pass of the model, in which the run watches the model."""
+        """Call `training_step` as a forward pass of the model, so that hooks of `run.model` are called."""
         module = self.lightning_module
         return self._forward_redirection(self.model, module, "training_step", *inputs)
 
     def _accumulate(self, module: Any) -> None:
-        """Add the gradients of earlier batches to those of this one; keep them if no step follows."""
+        """Accumulate gradients over several global batches (`accumulate_grad_batches`).
+
+        The gradients of earlier batches are added to those of this one. If no optimizer step follows, the
+        sums are kept for the next batch, and each parameter's `grad` is set to `None`.
+        """
         trainer = module.trainer
         is_kept = trainer.fit_loop._should_accumulate()
         if not (self._kept or is_kept):
@@ -219,7 +223,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute the gradients of the mean loss of this microbatch, in `manual_backward`."""
+        """Compute the gradients of this microbatch's mean loss; called by `manual_backward`."""
         refusals.check_backward(args, kwargs)
         self.run.backward(closure_loss)
         return closure_loss
@@ -227,7 +231,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Step once per global batch, when its gradients are complete."""
+        """Call `closure`, which computes the gradients of a global batch, and then step the optimizer.
+
+        In manual optimization, wait until all replicas have called `step()`: then it is stepped once.
+        """
         result = closure()
         if self._threads.is_inside:
             self._threads.wait_for_step(optimizer)

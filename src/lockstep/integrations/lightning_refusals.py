@@ -13,15 +13,15 @@ from lockstep.errors import UsageError
 from lockstep.integrations.process import refuse
 from lockstep.world import World
 
-#: Kinds of precision that have been tried.
+#: Values of `precision` that were tried; others are refused.
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
-#: Attributes of a Trainer with the value that is not refused; what to use instead.
+#: Attributes of a Trainer; the only value that is not refused, and what to use instead of others.
 _TRAINER: dict[str, tuple[object, str]] = {
     "overfit_batches": (0.0, "limit_train_batches=, which keeps the order of the data"),
     "reload_dataloaders_every_n_epochs": (0, "one DataLoader for all epochs"),
     "_val_check_time_interval": (None, "val_check_interval= as a number of batches"),
 }
-#: Classes of callbacks; what to use instead.
+#: Classes of callbacks that are refused; what to use instead.
 _CALLBACKS: dict[str, str] = {
     "Timer": "max_steps= or max_epochs=: the number of steps in a given time depends on the layout",
     "StochasticWeightAveraging": "an average of weights with run.register of lockstep.Run",

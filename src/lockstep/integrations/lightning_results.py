@@ -38,7 +38,7 @@ class GlobalResults(_ResultCollection):
 
     @contextmanager
     def collecting(self, module: Any) -> Iterator[None]:
-        """Return a context in which logged values are collected; refuse metrics that are updated there."""
+        """Return a context manager that collects logged values; a metric updated in it raises an error."""
         metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
         counts = {name: metric._update_count for name, metric in metrics.items()}
         entries: dict[str, _Entry] = {}
@@ -63,7 +63,7 @@ class GlobalResults(_ResultCollection):
         self._entries[f"{fx}.{name}.{count}"] = (fx, name, value.detach(), settings)
 
     def taken(self) -> dict[str, Any]:
-        """Return the values that the microbatch has logged, to be summed over replicas; forget them."""
+        """Return the values that the microbatch has logged, to be summed over replicas; clear them here."""
         entries, self._own.entries = self._entries or {}, None
         rows = rows_of(self._run)
         taken: dict[str, Any] = {"replicas": int(rows > 0)}

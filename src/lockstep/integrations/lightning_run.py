@@ -1,4 +1,4 @@
-"""`OnRun`: base class of the strategies of Lightning's `Trainer` and `Fabric`: their run, and its ranks."""
+"""`OnRun`: base class of the strategies of Lightning's `Trainer` and `Fabric`; it has their run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OnRun:
         self._root_device = self.run.device
 
     def _model_of(self, module: Any) -> Any:
-        """Pass `module` to the run, unless an earlier fit has; return the module to call."""
+        """Return what `run.model(module)` returns, or has returned if an earlier fit has called it."""
         for known in self.run._session.state.models:
             if known.module is module:
                 return known.wrapped

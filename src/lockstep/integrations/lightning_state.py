@@ -15,7 +15,7 @@ from lightning.pytorch.loops.loop import _Loop
 
 from lockstep.integrations import process
 
-#: Attributes of Lightning's logger connector that are carried from batch to batch.
+#: Attributes of Lightning's logger connector whose values are used in later batches.
 _CONNECTOR = (
     "_progress_bar_metrics",
     "_logged_metrics",
@@ -43,7 +43,7 @@ class FitState:
         self._fix_directories(f"lightning-{number}")
 
     def _register_callbacks(self) -> None:
-        """Save callbacks of the script with the run, if they have a `state_dict` of their own."""
+        """Pass callbacks of the script to `run.register`, if they have a `state_dict` of their own."""
         registered = self._run._session.state.registered
         for callback in self._trainer.callbacks:
             if _is_of_script(callback) and all(callback is not one for one in registered.values()):
@@ -52,7 +52,11 @@ class FitState:
                 self._run.register(name, callback)
 
     def _fix_directories(self, name: str) -> None:
-        """Let checkpoints go where those before a restart went; loggers begin a new version."""
+        """Set the directory of each `ModelCheckpoint` to the one that it had before a restart.
+
+        Else it would be that of the logger, which begins a new version after a restart. `name`: of the file
+        in the run's directory in which the directories are kept.
+        """
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
         own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
         first, again = process.first_value(self._run, name, own)
@@ -64,7 +68,7 @@ class FitState:
     # --- saving ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loops, callbacks, datamodule and logged values."""
+        """Return the state of loops, callbacks and datamodule, and the logged values."""
         if self._frozen is not None:
             return self._frozen
         trainer = self._trainer
@@ -83,7 +87,10 @@ class FitState:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Return a context in which the state stays as it is, while replicas log one after the other."""
+        """Return a context manager in which `state_dict` returns the state at its beginning.
+
+        It is used for a batch: values that only some replicas have logged are no part of the state.
+        """
         self._frozen = self.state_dict()
         yield
         self._frozen = None
@@ -100,7 +107,11 @@ class FitState:
         return dict(state)
 
     def _hooks(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
-        """Call a hook of callbacks and module with the parts of a checkpoint; return what it has added."""
+        """Call a hook for checkpoints of all callbacks and the module; return the entries that they add.
+
+        `name`: "on_save_checkpoint" or "on_load_checkpoint". `extra`: entries of the checkpoint besides the
+        epoch, the step and the weights.
+        """
         trainer = self._trainer
         module = trainer.lightning_module
         owners = [*trainer.callbacks, module]
@@ -156,12 +167,15 @@ class FitState:
             setattr(results[key], name, value)
 
     def restore_loops(self) -> None:
-        """Set the counters of the loops."""
+        """Set the counters of Lightning's loops to those of the loaded state."""
         assert self._loops is not None
         _load(self._trainer.fit_loop, self._loops)
 
     def restore_if_resumed(self, batches: Any) -> None:
-        """If the run resumes, go on to where it stopped, in the middle of an epoch or at the end."""
+        """If the run resumes, go on to where it stopped, in the middle of an epoch or at the end.
+
+        `batches`: the `GlobalBatches` of the fit, with which it continues.
+        """
         if not self._run.is_replaying:
             return
         batches.resume()
@@ -174,14 +188,18 @@ class FitState:
 
 
 def _is_of_script(callback: Any) -> bool:
-    """Whether a callback of the script has state."""
+    """Whether a callback has a `state_dict` that the script defines, and not Lightning."""
     kind = type(callback)
     own = kind.state_dict.__module__
     return not own.startswith("lightning.")
 
 
 def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
-    """Load the counters of a loop and of its parts, without what Lightning does to repeat a batch."""
+    """Load the counters of a loop, and of the loops in its attributes.
+
+    Lightning's `load_state_dict` would also mark them as restarting. `prefix`: beginning of the loop's keys
+    in `state`.
+    """
     loop._load_from_state_dict(state, prefix)
     for name, part in vars(loop).items():
         if isinstance(part, _Loop):
@@ -201,7 +219,7 @@ def _of_result(result: Any) -> dict[str, Any]:
 
 
 def _renamed(state: Any, rename: Any) -> dict[str, Any]:
-    """Return the state of a `ModelCheckpoint` with `rename(path)` in the place of each path."""
+    """Return the state of a `ModelCheckpoint` with `rename(path)` in place of each path."""
     new = {k: rename(v) if k.endswith("_path") else v for k, v in state.items()}
     new["best_k_models"] = {rename(path): v for path, v in state["best_k_models"].items()}
     return new

@@ -5,7 +5,7 @@ A test checks that the installed versions still have them.
 
 from __future__ import annotations
 
-#: Names by module and class.
+#: Names of attributes and methods; the keys are module and class.
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "accelerate.state:PartialState": ("_shared_state", "use_distributed"),
     "accelerate:Accelerator": ("_prepare_one",),
@@ -49,7 +49,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "register_signal_handlers",
     ),
 }
-#: Attributes that objects set when they are made, by the method whose source sets them.
+#: Attributes of objects; the keys are the methods that set them, as `__init__`.
 PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "accelerate:Accelerator.__init__": ("_models", "_optimizers", "_schedulers", "_custom_objects"),
     "transformers:Trainer.__init__": ("_created_lr_scheduler", "current_flos", "_train_batch_size"),
@@ -82,5 +82,5 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "torchmetrics:Metric.__init__": ("_update_count", "distributed_available_fn"),
 }
-#: Attributes that only newer versions read, and the first of them; the adapters set them for all versions.
+#: Attributes that a package reads only from some version on, with this version; adapters always set them.
 NEWER_ATTRIBUTES: dict[str, str] = {"_initial_global_step": "transformers 5.20"}

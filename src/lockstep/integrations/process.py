@@ -82,9 +82,10 @@ def when_opened(act: Callable[[Run], None]) -> None:
 
 
 def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
-    """Return what the main rank's `value` was when the run began, and whether it has been restarted since.
+    """Return the main rank's `value` of the first launch of a run, and whether this is a later launch.
 
-    `value`: numbers, text, `None`, or lists of them, kept as file `name` in the run's directory.
+    `value`: numbers, text, `None`, or lists of them. The first launch writes it to the file `name`.json in
+    the run's directory; later ones ignore their own `value`.
     """
     path = run.directory / f"{name}.json"
     again = path.exists()

@@ -17,7 +17,7 @@ from lockstep.integrations.lightning_results import numbers_of
 
 
 class _Left(BaseException):
-    """Ends a thread whose `training_step` will not be continued."""
+    """Raised in a thread to end it, if its `training_step` will not be continued."""
 
 
 class _Thread:
@@ -46,7 +46,10 @@ class _Thread:
             raise self._error
 
     def wait(self, asked: Any) -> None:
-        """Wait in the function for the next call of `resume`; `asked` says what for."""
+        """Wait for the next call of `resume`; called by the function in its thread.
+
+        `asked`: the optimizer that must step before.
+        """
         self.asked = asked
         self._stopped.release()
         self._go.acquire()
@@ -54,7 +57,7 @@ class _Thread:
             raise _Left
 
     def leave(self) -> None:
-        """End the thread where it waits."""
+        """Make `wait` raise an exception that ends the thread."""
         if self._thread is not None and not self.is_done:
             self._left = True
             self._go.release()
@@ -73,7 +76,7 @@ class _Thread:
 
 
 class ReplicaThreads:
-    """Runs `training_step` of all replicas of this rank side by side, in steps of their optimizers."""
+    """Runs `training_step` of each of this rank's replicas in a thread, up to the next optimizer step."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -147,7 +150,7 @@ class ReplicaThreads:
         return call
 
     def _resume(self, thread: _Thread) -> None:
-        """Continue a thread inside of a forward pass of the model, in which the run watches it."""
+        """Continue a thread in a forward pass of the model, so that hooks of `run.model` are called."""
         module = self._strategy.lightning_module
         forward = module.forward
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.errors import UsageError
 
-#: What pads the shorter ones of several rows, as in transformers: labels of this value don't count.
+#: Value that pads shorter arrays, as in transformers, which ignores labels of this value.
 PADDING = -100
 #: Types of tensors that a row can have, by number.
 _TYPES = (

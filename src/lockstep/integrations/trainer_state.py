@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState, TrainerState
 
-#: What a state holds of one process, or of one launch.
+#: Fields of `TrainerState` that belong to one process or one launch, and are not saved.
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "trial_name", "trial_params")
-#: Set where a checkpoint is written, on the main rank alone; callbacks are part of the state by themselves.
+#: Field of `TrainerState` that is not saved: only the main rank sets it; callbacks are saved separately.
 _OF_CHECKPOINTS = "stateful_callbacks"
 #: Ends of names of logged values that are times; they differ from launch to launch.
 _TIMES = ("_runtime", "_per_second")
-#: Attributes of Trainer and TRL's trainers that are carried from step to step.
+#: Attributes of Trainer and TRL's trainers that change in each step, and are saved.
 _CARRIED = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 _CARRIED_BY_TRL = ("_metrics", "_total_train_tokens")
-#: All attributes of a trainer that follow from what is saved with the run.
+#: Attributes of a trainer that are not lost in a crash: saved here, or computed again.
 KEPT = frozenset({*_CARRIED, *_CARRIED_BY_TRL, "_tr_loss", "_weight"})
 
 

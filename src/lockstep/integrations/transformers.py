@@ -63,7 +63,7 @@ class LockstepTrainer:
     # --- what the Trainer is made of -----------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Open the run, and make the trainer's accelerator, with methods that call the run."""
+        """Enter a `lockstep.Run`, and make the trainer's accelerator, whose methods call the run."""
         args = self._me.args
         refusals.check_arguments(args)
         replicas = process.replicas_of(self._asked_replicas, args.gradient_accumulation_steps)
@@ -87,7 +87,7 @@ class LockstepTrainer:
         return model.to(self._run.device)
 
     def _is_new(self, value: Any) -> bool:
-        """Return whether this is the first call with `value`, which a second `train()` may use again."""
+        """Whether `value`, a model or optimizer, is new: not of an earlier `train()`; record it."""
         is_new = all(value is not known for known in self._prepared)
         self._prepared += [value] if is_new else []
         return is_new
@@ -130,9 +130,9 @@ class LockstepTrainer:
     # --- training ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> Any:
-        """Train as transformers does; a restarted run begins with the checkpoint that it began with first.
+        """Train as transformers does; after a restart, begin with the same checkpoint as the first launch.
 
-        Else it would begin with one that was written since, which its own saved state does not know.
+        With `resume_from_checkpoint=True` it would else be a newer one that the run itself has written.
         """
         run = self._run
         if resume_from_checkpoint is True and run.is_main_process:
@@ -190,7 +190,7 @@ class LockstepTrainer:
         return me._finalize_training(trial, samples, started)
 
     def _register(self, per_epoch: int) -> None:
-        """Save the trainer's state with the run, and note how many batches a loaded checkpoint has done."""
+        """Pass the trainer's state to `run.register`; record how many batches a loaded checkpoint has."""
         me, run = self._me, self._run
         self._progress = TrainingProgress(self)
         done = me.state.global_step
@@ -206,7 +206,8 @@ class LockstepTrainer:
     ) -> None:
         """Train on those global batches of an epoch that a loaded checkpoint has not done.
 
-        `report`: called with the epoch after each update and at the end; logs, evaluates and saves if due.
+        `per_epoch`: number of global batches of an epoch. `report`: called with the epoch after each update
+        and at the end; logs, evaluates and saves if due.
         """
         me, run, progress = self._me, self._run, self._progress
         # Whether the checkpoint that was loaded has all of this epoch.

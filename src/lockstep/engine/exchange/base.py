@@ -39,7 +39,8 @@ class Forest:
 
     Attributes:
         counts: number of maximal nodes of each rank, in rank order.
-        merges: number of additions after each node, if nodes are pushed on a stack in rank order.
+        merges: how to add the maximal nodes in the order of the tree. They are pushed on a stack in rank
+            order; after node i, the two topmost entries are replaced by their sum, `merges[i]` times.
         blocks: the replicas of each rank, in rank order.
         replicas: number of replicas of the run.
     """
@@ -134,7 +135,7 @@ class Exchange(abc.ABC):
     """
 
     name: str
-    #: whether the sum has the same bits on every layout
+    #: Whether sums have the same bits on every layout.
     exact: bool
 
     @property
@@ -158,7 +159,7 @@ class Exchange(abc.ABC):
         Args:
             slots: the filled memory that `slots()` returned.
             last: whether this is the last bucket of a backward pass.
-            place: number of the batch; exchanges with `compares_batches` compare it between ranks.
+            place: number of the batch; some exchanges compare it between ranks (`compares_batches`).
 
         Raises:
             PeerError: if another rank has ended, or is in another call.

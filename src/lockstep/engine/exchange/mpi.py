@@ -33,7 +33,11 @@ _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Create the exchange over MPI; raise a `WorldError` if MPI is missing, or has not the run's ranks."""
+    """Create the exchange over MPI.
+
+    Raises:
+        WorldError: if MPI is missing, or has other ranks than the run.
+    """
     forest, parameters = context.forest, context.parameters
     everyone = mpi.communicator(forest.rank, forest.size)
     if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):

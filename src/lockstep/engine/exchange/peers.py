@@ -117,7 +117,13 @@ class PeerSockets:
         return [received[rank] for rank in self._ranks]
 
     def signal(self, kind: int, number: int, place: int = 0) -> None:
-        """Send all ranks of the host: this rank has written (or summed, by `kind`) bucket `number`.
+        """Tell all ranks of the host that this rank has written, or summed, its part of bucket `number`.
+
+        Args:
+            kind: `WRITTEN`: its sums over replicas are in shared memory. `SUMMED`: so are the total sums of
+                the elements that this rank adds.
+            number: number of the bucket, from 1.
+            place: number of the batch, which the other ranks compare with theirs.
 
         Raises:
             PeerError: if another rank has closed its socket.
@@ -130,7 +136,9 @@ class PeerSockets:
                 raise self._gone(peer, number) from error
 
     def all_signalled(self, kind: int, number: int, *, wait: bool) -> bool:
-        """Return whether all ranks of the host have sent the signal `kind` for bucket `number`, from 1.
+        """Return whether all ranks of the host have called `signal` with `kind` for bucket `number`.
+
+        `wait`: wait until they have.
 
         Raises:
             PeerError: if a rank has closed its socket before.

@@ -41,7 +41,8 @@ class _Bucket:
         offset: position in bytes of its elements in each rank's memory.
         half: number of the half of the memory, 0 or 1, in which the bucket lies.
         last: whether it is the last bucket of a backward pass.
-        summed: the sum, if each rank adds all of the bucket, as of a small one; else `None`.
+        summed: the sum of a small bucket, of which each rank adds all elements itself; `None` for a larger
+            one, of which each rank adds a share.
         across: the sum of this rank's share over all hosts, until it is written to the memory.
     """
 

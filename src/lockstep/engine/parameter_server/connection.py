@@ -144,10 +144,10 @@ class Connection:
         release: Callable[[], None] | None = None,
         **fields: Any,
     ) -> None:
-        """Begin to send a message without blocking; `write` sends the rest. `fields`: as `messages.pieces`.
+        """Begin to send a message without blocking; `write` sends the rest.
 
         `tensors` must not change before they are sent. `release` is called when the message has been sent,
-        or the connection is closed.
+        or the connection is closed. `fields`: other arguments of `messages.pieces`.
         """
         *first, last = pieces(kind, tensors, **fields)
         self._outgoing += [(piece, None) for piece in first]

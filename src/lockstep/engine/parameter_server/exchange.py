@@ -3,8 +3,8 @@
     worker 0 ──┐ nodes of its share ┌── server 0 ──┐ sums of its share ┌── worker 0
     worker 1 ──┴────────────────────┴── server 1 ──┴───────────────────┴── worker 1
 
-The traffic of a server grows with the number of workers. Gradients are weighted already, so that they are
-summed and not averaged.
+The traffic of a server grows with the number of workers. Gradients are summed and not averaged:
+`run.backward` has weighted each replica's loss.
 """
 
 from __future__ import annotations

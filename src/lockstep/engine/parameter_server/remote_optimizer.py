@@ -271,7 +271,11 @@ class RemoteOptimizer:
 
 
 def deal(sizes: Sequence[int], servers: int) -> list[int]:
-    """Assign each parameter, the largest first, to the server with the fewest elements; return indices."""
+    """Return, for each parameter, the index of the server that updates it.
+
+    The largest parameter is assigned first; each goes to the server with the fewest elements so far.
+    `sizes`: number of elements of each parameter.
+    """
     loads, owners = [0] * servers, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
         owner = min(range(servers), key=lambda server: (loads[server], server))

@@ -149,7 +149,11 @@ class ServerOptimizer:
 
 
 def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a `ModelError` if a step changes learning rates or the like, which workers set again."""
+    """Raise a `ModelError` if a step has changed settings of parameter groups, such as learning rates.
+
+    Workers send the settings with each batch's gradients, so the change would be lost. `given`: the
+    settings that they have sent for this step.
+    """
     for now, words in zip(optimizer_codec.settings_of(optimizer), given, strict=True):
         changed = [name for name, value in words.items() if repr(now[name]) != repr(value)]
         if changed:

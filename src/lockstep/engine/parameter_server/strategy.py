@@ -1,8 +1,8 @@
 """Strategy `ps`: every worker has a copy of the model, and parameter servers sum the gradients.
 
 Without a staleness every worker updates its own copy with the sum. With a staleness K the servers also step
-the optimizer, and send new parameters to the workers. In passes with gradients a worker uses parameters
-that lack exactly the latest K updates (`strategies/staleness.py`), so that it rarely waits for the servers.
+the optimizer, and send new parameters to the workers. A worker computes gradients with parameters that
+lack exactly the latest K updates (`strategies/staleness.py`), so that it rarely waits for the servers.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class RemoteModel(WrappedModel):
     def _gradients_of(self, remote: RemoteOptimizer) -> list[Gradients]:
         """Return this rank's gradients of the parameters of one optimizer, summed over its replicas.
 
-        They are several sums, each a list of gradients, if the order of additions puts other ranks between.
+        The result has one list of gradients for each partial sum. There are several if the fixed order of
+        additions first adds some of this rank's replicas to those of other ranks.
         """
         if not self.several_replicas:
             return [[parameter.grad for parameter in remote.parameters]]

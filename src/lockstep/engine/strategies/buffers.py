@@ -99,10 +99,10 @@ class Buffers:
             self.dirty = True
 
     def next_replica(self) -> None:
-        """Reset the buffers for this rank's next replica; after the first, keep a copy of its buffers.
+        """Set the buffers to their values at the beginning of the batch, for this rank's next replica.
 
-        The copy is kept only on the rank of the run's replica 0, whose buffers all ranks take at the end of
-        a batch.
+        On the rank that computes the run's replica 0, first keep a copy of the buffers of this replica: all
+        ranks take them at the end of the batch.
         """
         self._check_shapes()
         if not self.dirty or self._start is None:
@@ -155,7 +155,7 @@ class Buffers:
         self._versions = None if self.are_trained or not self._count else self._identities()
 
     def after_evaluation(self) -> None:
-        """Raise a `ModelError` with the names of buffers that a pass in evaluation mode has changed."""
+        """Raise a `ModelError` with the names of buffers that a forward pass in evaluation mode changed."""
         before, self._versions = self._versions, None
         if before is None or before == (now := self._identities()):
             return

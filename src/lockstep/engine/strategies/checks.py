@@ -74,10 +74,11 @@ def taken_by(
 ) -> dict[str, Any]:
     """Return those of the keywords of `run.model` that the strategy's function `check` gets.
 
-    `settings`: keywords for any strategy. Those of other strategies are left out, so that one script runs
-    with all strategies. If ranks hold parts of a model, the strategy's own keywords are left out, too:
-    `check` gets those of DDP. A DDP keyword with an effect is never left out, so that `check` can raise an
-    error for it.
+    Keywords of other strategies are left out, so that one script runs with all strategies. With `pipeline`
+    and `tensor` the strategy's own keywords are left out, too, since `check` is that of DDP. Keywords that
+    no strategy has, and those of DDP with a forbidden value, remain, so that `check` raises an error.
+
+    `settings`: the keywords given to `run.model`. `is_trained`: whether the model has trainable parameters.
 
     Raises:
         ExactnessError: with `exact`, for `mp_policy`, which changes results of the strategy `fsdp` alone.
@@ -147,7 +148,11 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[s
 
 
 def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a keyword of `run.model` needs no check: it is one of the exchange, or allowed one of DDP."""
+    """Whether the keyword `name` of `run.model` needs no check.
+
+    None is needed for a keyword of an exchange, or for one of DDP whose value is allowed: DDP's default is,
+    and for most keywords any other value, too.
+    """
     if name in EXCHANGES.keywords():
         return True
     known = inspect.signature(DistributedDataParallel).parameters

@@ -26,7 +26,8 @@ from lockstep.errors import MismatchError, ModelError
 from lockstep.registry import EXCHANGES
 from lockstep.world import accelerator
 
-#: Bytes of the batch's number, each sent as one element: sums of bytes are exact for 65,793 ranks in fp32.
+#: The number of the batch is sent as this many bytes, one per element of the bucket: fp32 sums bytes of up
+#: to 65,793 ranks exactly.
 _PLACE_BYTES = 8
 
 

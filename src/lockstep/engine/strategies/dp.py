@@ -22,8 +22,8 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import DeviceError, ExactnessError
 from lockstep.world import accelerator
 
-#: Methods of every module, with names that begin with `module.` in `nn.DataParallel`; special methods that
-#: a module may define, which Python looks up on the class, not on the object.
+#: Methods that `Scattered` forwards to the wrapped module. With those of `nn.DataParallel` itself, names of
+#: parameters would begin with `module.`. Python looks the special methods up on the class, not the object.
 _OWN = ("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules")
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 

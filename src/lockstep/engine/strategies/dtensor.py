@@ -1,4 +1,4 @@
-"""State of models whose tensors are `DTensor`s (cut over ranks): each rank saves and loads its shards."""
+"""State of models whose tensors are `DTensor`s (sharded): each rank saves and loads its own shards."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def cut_dimension(like: DTensor) -> int:
-    """Return the dimension along which a `DTensor` is cut over ranks."""
+    """Return the tensor dimension along which a `DTensor` is sharded over ranks."""
     cut = cut_of(like)
     assert cut is not None
     return cut.dimension
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return this rank's part of `value`, cut over ranks as the `DTensor` `like` is.
+    """Return `value` as a `DTensor` that is sharded over ranks as the `DTensor` `like` is.
 
     `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values, and
-    tensors of another shape than `like`, are returned uncut.
+    tensors of another shape than `like`, are returned unsharded; so is `value` if `like` is no `DTensor`.
     """
     if not isinstance(value, torch.Tensor | Stored):
         return value
@@ -66,7 +66,7 @@ def assembled(own: torch.Tensor, like: DTensor) -> DTensor:
 
 
 class CutState:
-    """Mixin of a `WrappedModel` whose tensors are `DTensor`s: saves and loads this rank's parts alone."""
+    """Mixin of a `WrappedModel` whose tensors are `DTensor`s: each rank saves and loads its own shards."""
 
     is_split = is_cut = True
     module: nn.Module
@@ -101,7 +101,7 @@ _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def check_updates(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise an `ExactnessError` if the optimizer's updates of shards depend on where tensors are cut.
+    """Raise an `ExactnessError` if the optimizer's updates depend on how parameters are sharded.
 
     They do if an update uses whole tensors, or rounds an element by its position in memory.
     """

@@ -69,7 +69,7 @@ class GradientAccumulation:
 
     @property
     def pending_merges(self) -> int:
-        """Number of the latest partial sums that `push` merges with the next replica's gradients."""
+        """Number of earlier partial sums to which the next call of `push` adds the replica's gradients."""
         return self._merges[self._collected]
 
     @property

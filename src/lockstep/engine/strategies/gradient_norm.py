@@ -1,8 +1,8 @@
 """Total norm of gradients: first the norm of each gradient, then the norm of these norms.
 
 torch's `get_total_norm` groups the norms by type and device before adding them, in an order that depends on
-hashes. With several types its result could so depend on the devices. Here norms are added in the order of
-parameters.
+hashes. So with gradients of several types the result could depend on the devices. Here norms are added in
+the order of parameters.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ModelContext:
         exact: whether settings that make the result depend on the number of ranks raise an error.
         say: prints a line on the main rank, unless progress is off.
         warn: prints a line on the main rank.
-        staleness: number of latest updates that parameters lack in passes with gradients; `None`: off.
+        staleness: number of latest updates that parameters lack when gradients are computed; `None`: off.
         servers: the run's parameter servers (`lockstep.engine.parameter_server.servers.Servers`).
         exchanging: context manager that measures how long a backward pass waits for sums of gradients.
         watchdog: limits waits for other ranks; `None` on a single rank.

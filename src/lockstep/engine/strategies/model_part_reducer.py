@@ -1,4 +1,4 @@
-"""Base class and sums of gradients for models that several ranks hold together (pipeline, tensor).
+"""Models that several ranks hold together (pipeline, tensor): base class, and sums of gradients.
 
 The ranks form a mesh: those of a row hold one model together, those of a column the same part of the model.
 Gradients of a part are summed over its column.
@@ -44,7 +44,10 @@ class SpreadModel(WrappedModel):
         return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
 
     def _warn_of_draws(self, where: str) -> None:
-        """Warn once that the model's random numbers depend on its division over ranks."""
+        """Warn once that random numbers, as of dropout, depend on how the model is divided over ranks.
+
+        `where`: part of the message: how random numbers are drawn, such as "on each rank for its part".
+        """
         if self.exactness != "approximate":
             self.exactness = "approximate"
             name = type(self.module).__name__

@@ -1,4 +1,4 @@
-"""State of an optimizer: loading of its `state_dict`, and what the `state_dict` lacks, its extras.
+"""State of an optimizer: loading of its `state_dict`, and its extras, which the `state_dict` lacks.
 
 Extras are the attributes of an optimizer, and optimizers inside it: a subclass may count steps in an
 attribute; SAM and Lookahead have another optimizer as attribute. Parameters are identified by numbers.
@@ -119,7 +119,7 @@ def _of_torch() -> frozenset[str]:
 
 
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield name and value of each attribute that is an optimizer, or an entry of a list or dictionary."""
+    """Yield name and value of each optimizer in an attribute, or in an attribute's list or dictionary."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield name, value
@@ -150,7 +150,10 @@ def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
 
 
 def _into(now: Any, saved: Any, device: torch.device) -> Any:
-    """Return the saved value; the current value `now` is overwritten in place if it has the same type."""
+    """Restore the value `saved`, in place of the current value `now` if the types are equal; return it.
+
+    `device`: where a tensor is put that replaces `now`.
+    """
     if isinstance(saved, torch.Tensor):
         if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
             with torch.no_grad():

@@ -36,7 +36,7 @@ class _NoHook:
 
 
 class RefusedCopy:
-    """The `__deepcopy__` of a module that is cut over ranks: raises a `ModelError`."""
+    """The `__deepcopy__` of a module of which this rank holds only a part: raises a `ModelError`."""
 
     def __init__(self, problem: str, hint: str) -> None:
         self._problem, self._hint = problem, hint
@@ -49,10 +49,10 @@ class RefusedCopy:
 
 
 def refuse_state_dict(part: str) -> Callable[[nn.Module, str, bool], None]:
-    """Return a hook that raises a `ModelError` if a script calls `state_dict` of a model cut over ranks.
+    """Return a hook for `state_dict` of a split model, which raises a `ModelError` if a script calls it.
 
-    The run itself calls `state_dict` with `keep_vars`, which raises no error. `part`: end of a sentence
-    "this rank …" in the message, such as "has one stage of it".
+    A rank holds only a part of a split model. The run itself calls `state_dict` with `keep_vars`, which
+    raises no error. `part`: end of a sentence "this rank …" in the message, such as "has one stage of it".
     """
 
     def refuse(module: nn.Module, _prefix: str, keep_vars: bool) -> None:

@@ -1,11 +1,11 @@
-"""Older values ("versions") of a model's parameters, for gradients computed with those (staleness).
+"""Older values ("versions") of a model's parameters, with which gradients are computed (staleness).
 
 With a staleness K, forward and backward passes use parameters that lack exactly the K latest updates:
 
     updates so far        0   1   2   3   4   5        K = 2
-    version in passes     0   0   0   1   2   3
+    version in use        0   0   0   1   2   3
 
-The module's parameters have the values of the oldest version in passes with gradients, and those of the
+The module's parameters have the values of the oldest version while gradients are computed, and those of the
 newest version at other times.
 """
 

@@ -51,7 +51,10 @@ class Ranks:
     def fold(
         self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """All-gather the tensor `own` of each rank; return these merged, with equal bits on all ranks."""
+        """All-gather `own`, and merge the tensors of all ranks into one, with equal bits on all ranks.
+
+        `merge`: as in the function `fold`.
+        """
         gathered = own.new_empty(self.size * own.numel())
         self._wire.gather(own, gathered).wait()
         return fold(gathered.view(self.size, -1), merge)
@@ -69,6 +72,7 @@ def fold(
     """Merge all `rows` into one in the order of a binary tree, with one call of `merge` per level.
 
     Adjacent rows are siblings; an odd last row moves to the next level unmerged, as in `layout/tree.py`.
+    `merge`: merges row i of one matrix with row i of another, for all i at once, such as `_merge`.
     """
     while len(rows) > 1:
         even = len(rows) // 2 * 2

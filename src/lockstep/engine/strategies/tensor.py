@@ -25,7 +25,7 @@ _WHERE = "torch.distributed.tensor.parallel"
 
 
 class TensorModel(CutState, SpreadModel):
-    """A model whose layers `parallelize_module` has cut over the ranks that hold the model together."""
+    """A model whose layers `parallelize_module` has sharded over the ranks that hold the model together."""
 
     exactness = "close"
 
@@ -80,13 +80,14 @@ class TensorModel(CutState, SpreadModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> TensorModel:
-    """Parallelise `module` over the ranks that hold one model together, by the user's plan.
+    """Shard `module` by torch's `parallelize_module` over the ranks that hold one model together.
 
-    `settings`: `plan` has a `ParallelStyle` for each submodule to cut, as for `parallelize_module`.
+    `settings`: keywords of `run.model`. `plan` is a dictionary with a `ParallelStyle` for each submodule to
+    shard.
 
     Raises:
-        UsageError: without a plan.
-        ModelError: for a plan that does not fit the model.
+        UsageError: without `plan`.
+        ModelError: for a `plan` with other submodules than the model, or that torch cannot apply to it.
         ExactnessError: with `exact`, since sums over parts of a matrix are rounded differently.
     """
     assert context.mesh is not None
@@ -134,7 +135,7 @@ def _check_plan(module: nn.Module, plan: Any) -> None:
 
 
 def _check_parts(module: nn.Module, size: int) -> None:
-    """Raise a `ModelError` if a parameter is cut into unequal parts, which torch 2.13 cannot multiply."""
+    """Raise a `ModelError` if shards of a parameter differ in size, which torch 2.13 cannot multiply."""
     for name, parameter in module.named_parameters():
         for placement in parameter.placements if isinstance(parameter, DTensor) else ():
             if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
@@ -146,13 +147,13 @@ def _check_parts(module: nn.Module, size: int) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a submodule's name matches a plan's pattern; `*` matches one dotted part, as in torch."""
+    """Whether a submodule's name matches a key of `plan`; `*` is any text between dots, as in torch."""
     own, asked = name.split("."), pattern.split(".")
     return len(own) == len(asked) and all(map(fnmatchcase, own, asked))
 
 
 def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient divided over ranks as its parameter is; autograd returns some as partial sums."""
+    """Return a gradient with the placements of its parameter; autograd returns some as partial sums."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return placed

@@ -30,7 +30,7 @@ ACCUMULATE = (
 
 
 class WrappedModel(abc.ABC):
-    """A model given to `run.model`: checks its passes, and sums its gradients over all replicas.
+    """A model given to `run.model`: checks how it is used, and sums its gradients over all replicas.
 
     A replica is one of the data-parallel workers that a run computes, one or several on each rank.
     """
@@ -102,7 +102,8 @@ class WrappedModel(abc.ABC):
         """Before a forward pass, save buffers that the pass may change.
 
         With a staleness (gradients computed with older parameters), also set the parameters to the values
-        for this pass. Raises a `StepError` if an optimizer has updated the model in the same microbatch.
+        for this forward pass. Raises a `StepError` if an optimizer has updated the model in the same
+        microbatch.
         """
         if self.versions is not None:
             if self._watching and torch.is_grad_enabled():
@@ -191,8 +192,8 @@ class WrappedModel(abc.ABC):
     def _discard_audit(self, *, left: bool) -> None:
         """Discard gradients and buffers of an audit: a microbatch computed once more, to compare bits.
 
-        A `StepError` is raised if the loop was `left` (by `break` or an exception) after a pass of the
-        model.
+        A `StepError` is raised if the loop was `left` (by `break` or an exception) after a forward or
+        backward pass of the model.
         """
         done = "backward" if self._is_summed else "forward" if self._buffers.dirty else ""
         self._buffers.discard()
@@ -306,7 +307,7 @@ class WrappedModel(abc.ABC):
         """Average parameters over ranks, where ranks train independently (local SGD); collective."""
 
     def show_newest(self) -> None:
-        """Set the parameters to their newest values, if passes use older ones (staleness)."""
+        """Set parameters to their newest values, if gradients are computed with older ones (staleness)."""
         if self.versions is not None:
             self.versions.show_newest()
 

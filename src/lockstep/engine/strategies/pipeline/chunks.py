@@ -1,4 +1,4 @@
-"""Chunks (microbatches of a pipeline): splits a call's tensors into chunks, and merges the outputs.
+"""Chunks (microbatches of a pipeline): splits the tensors of a call, and concatenates the outputs.
 
 Tensors with one row per sample are split. The user names them by `chunk_inputs`, since another tensor may
 have the length of the batch by chance.

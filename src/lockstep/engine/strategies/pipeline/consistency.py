@@ -15,13 +15,13 @@ import lockstep
 from lockstep.engine.strategies.pipeline.p2p import Row
 from lockstep.errors import MismatchError
 
-#: Description of the position of a call outside of all loops.
+#: Value of `CallCheck.where` for a call of the model outside of all loops over batches.
 OUTSIDE = "outside of a loop"
 #: Number of bytes of each tensor that are compared; more would take longer than is useful.
 _COMPARED = 4096
 #: Most bytes of a script's name in a message to other ranks, which has at most 512 bytes.
 _NAMED = 80
-#: Beginnings of file names that are not the script's.
+#: Beginnings of the paths of files that are not the user's script: Lockstep, torch, frozen modules.
 _OTHERS = (str(Path(lockstep.__file__).parent), str(Path(torch.__file__).parent), "<frozen ")
 _HINT = (
     "all ranks of a model must call it alike, with the same input: no call may stand under an `if` that "
@@ -84,7 +84,7 @@ def _describe(description: Sequence[Any]) -> str:
 
 
 def _encode(own: Sequence[Any], line: str) -> bytes:
-    """Return `own`, the description of a call, and then `line` as bytes; a long `line` may be cut off."""
+    """Return as bytes the description `own` of a call, and the line of the script that made the call."""
     return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
 
 
@@ -103,7 +103,11 @@ def _script_line() -> str:
 
 
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """Return a checksum of a call's input: structure, shapes, types, and first values of CPU tensors."""
+    """Return a checksum of the arguments of a call of the model.
+
+    It contains their structure (`parts`, JSON data), the shapes and types of `tensors`, and the first 4 KiB
+    of each contiguous CPU tensor.
+    """
     crc = zlib.crc32(json.dumps(parts).encode())
     for tensor in tensors:
         crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)

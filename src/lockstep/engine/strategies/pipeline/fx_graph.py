@@ -1,7 +1,7 @@
 """Tracing of a model's forward pass to a graph by torch.fx.
 
 The model's `forward` runs once on symbolic values (`fx.Proxy`). So Python code in `forward`, such as an
-`if`, runs once, not in each pass.
+`if`, runs once, not in each forward pass.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _trace_in(
 def _refuse(name: str, tracer: _Tracer, changed: Sequence[str], *, has_drawn: bool) -> None:
     """Raise a `ModelError` if `forward` had side effects, which its graph would not repeat.
 
-    Such are: drawing random numbers (`has_drawn`), grad or autocast modes, and assignments to attributes
-    (`changed`).
+    Side effects are: random numbers that were drawn (`has_drawn`), changes of grad or autocast modes, and
+    assignments to attributes, whose names are `changed`.
     """
     seen = ""
     if has_drawn:

@@ -25,7 +25,7 @@ from lockstep.engine.strategies.pipeline.stage import (
 )
 from lockstep.errors import ModelError, UsageError
 
-#: A submodule is traced only if the heaviest stage then has less than this part of its bytes.
+#: A submodule is traced into only if the largest stage then has less than this fraction of its bytes.
 _WORTH = 0.9
 
 

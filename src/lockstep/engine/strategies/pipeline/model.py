@@ -71,7 +71,10 @@ class PipelinedModel(SpreadModel):
         self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch; record that later calls of the model are outside of a loop."""
+        """End a microbatch; record that later calls of the model are outside of a loop.
+
+        `left`: whether `break` or an exception has ended the loop's body.
+        """
         super().microbatch_ends(microbatch, left=left)
         self._schedule.calls.where = OUTSIDE
 

@@ -123,10 +123,10 @@ class ShardedModel(CutState, WrappedModel):
     # --- a batch ---------------------------------------------------------------------------------
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Prepare a microbatch (a replica's share of a batch); free parameters that are still gathered.
+        """Prepare a microbatch (a replica's share of a batch).
 
-        This is done before the first microbatch of a batch. With `gather="batch"`, all parameters are then
-        gathered for the whole batch.
+        Before the first microbatch of a batch, parameters that are still gathered are freed. With
+        `gather="batch"`, all parameters are then gathered for the whole batch.
         """
         if microbatch.first:
             self._reshard()
@@ -180,7 +180,10 @@ class ShardedModel(CutState, WrappedModel):
             )
 
     def _advance(self) -> None:
-        """Called for each new gradient: start to sum those of submodules whose gradients are complete."""
+        """Start to sum the gradients of units (sharded submodules) that are complete, in a fixed order.
+
+        Autograd hooks call this after each gradient.
+        """
         if not self._expects:
             for unit in self._units:
                 unit.take()

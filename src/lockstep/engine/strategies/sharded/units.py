@@ -262,10 +262,10 @@ class Gather:
 
 
 def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
-    """Return sums of gradients over replicas, after those of the last replica, `last`, are added.
+    """Add the last replica's gradients to the partial sums over earlier replicas; return the new sums.
 
-    `nodes`: the sums over earlier replicas, each over other ones. `count`: `last` is added to as many of
-    the latest sums, which become one sum.
+    `nodes`: the partial sums. `last`: the gradients. `count`: how many of the latest partial sums become
+    one sum together with `last`; the others are returned unchanged.
     """
     kept = len(nodes) - count
     for node in reversed(nodes[kept:]):

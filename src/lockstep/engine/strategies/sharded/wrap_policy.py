@@ -21,7 +21,7 @@ from lockstep.engine.strategies.checks import refuse_sparse
 from lockstep.errors import ModelError
 from lockstep.registry import OF_FULLY_SHARD, STRATEGIES
 
-#: Submodules with fewer parameters belong to the model's own unit, to send fewer messages.
+#: A submodule with fewer parameters is sharded with the rest of the model, to send fewer messages.
 MIN_PARAMETERS = 65_536
 #: When parameters are gathered: before each use of a unit, or once for a global batch.
 GATHERS = ("unit", "batch")
@@ -121,8 +121,10 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
 def _default(module: nn.Module, prefix: str = "", *, listed: bool = False) -> list[str]:
     """Return the names of the submodules that FSDP2 shards separately by default.
 
-    Large means at least `MIN_PARAMETERS` parameters. Chosen are large children of Sequential, ModuleList
-    and ModuleDict, and other large submodules that contain none of these containers.
+    They have at least `MIN_PARAMETERS` parameters, and share none with each other. Each is a child of a
+    Sequential, ModuleList or ModuleDict, or contains none of these containers.
+
+    For recursive calls, `prefix`: beginning of the names. `listed`: whether `module` is such a container.
     """
     names = []
     for name, child in module.named_children():
