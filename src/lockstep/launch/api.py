@@ -88,7 +88,10 @@ def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
 
 
 def _expected_generation(launch: Launch) -> Generation:
-    """Return, for a dry run, the workers' rendezvous if all nodes start as many ranks as this one."""
+    """Return the workers' rendezvous to show in a dry run.
+
+    The other nodes are not asked: each is expected to start as many ranks as this one.
+    """
     if (nodes := launch.nodes) is None:
         return Generation(port=launch.spec.nodes.main_port or 0)
     return Generation(
@@ -112,7 +115,7 @@ def _adapted(spec: LaunchSpec) -> LaunchSpec:
 
 
 def _prepare(spec: LaunchSpec, sources: Sources) -> LaunchSpec:
-    """Import torch for forked workers; return `spec`, with start method `spawn` if forks are unsafe."""
+    """Import torch before workers are forked; return `spec`, with `start="spawn"` if forks are unsafe."""
     if spec.start != "fork":
         return spec
     with openmp.loaded_unbound(threads_of_workers(spec)):

@@ -51,7 +51,9 @@ def mark_complete(spec: LaunchSpec, directory: Path) -> None:
 
 
 def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
-    """Return `spec` with the directory of the run that it resumes; `spec` itself for a new run.
+    """Return `spec` with the directory of the unfinished run to resume; `spec` itself for a new run.
+
+    `name` is the name of the run's directory in `runs/`.
 
     `spec` is also returned for a launch on several nodes: there the launchers choose the directory
     during their rendezvous, with `stamp` and `check`.
@@ -66,7 +68,10 @@ def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
 
 
 def stamp(spec: LaunchSpec, name: str) -> str | None:
-    """Return the name in `runs/NAME` of the run that this launcher would resume; `None` for a new run."""
+    """Return the name of the directory, in `runs/` and `name`, of the run that this launcher would resume.
+
+    Returns `None` if it would begin a new run.
+    """
     found = _find(spec, name) if spec.run_dir is None and _resumes(spec) else []
     return found[0].directory.name if found else None
 

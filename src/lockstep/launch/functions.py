@@ -119,7 +119,10 @@ def run_spawned(payload: Path) -> int:
 
 
 def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | None) -> int:
-    """Run a launch until it ends; return its number of ranks."""
+    """Run a launch until it ends; return its number of ranks.
+
+    `job` runs in each worker process, `private` is a temporary directory, `name` the run's name in `runs/`.
+    """
     for line in variables.warnings(os.environ):
         say(line)
     spec = earlier_runs.resumed(spec, name)

@@ -81,7 +81,10 @@ _CURSOR = _Cursor()
 
 @dataclass(slots=True)
 class _Source:
-    """An output stream of a worker, with its log file, terminal, and prefix of lines on the terminal."""
+    """An output stream of a worker, and the places to copy it to.
+
+    `log` is the rank's log file, `shown` the terminal, where each line begins with `prefix`.
+    """
 
     shown: Sink
     log: Sink
@@ -237,7 +240,7 @@ def _wait(
 
 
 def _standard(stream: TextIO) -> Sink:
-    """Return the sink for `sys.stdout` or `sys.stderr`, which other objects may have replaced."""
+    """Return the sink for `stream`, which is `sys.stdout`, `sys.stderr` or an object that replaces one."""
     is_own = stream in (sys.__stdout__, sys.__stderr__)
     return _Sink(stream.fileno()) if is_own else TextSink(stream)
 

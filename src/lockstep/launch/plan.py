@@ -165,7 +165,9 @@ def make_plan(
     log_dir: Path | None = None,
     error_dir: Path,
 ) -> Plan:
-    """Return the plan of the processes that this launcher starts together, until the next restart.
+    """Return the commands, environment variables, devices and files of the processes of one generation.
+
+    A generation is the set of processes that this launcher starts together, until the next restart.
 
     Log files are in `log_dir`, by default `logs/` in `run_dir`; error files in `error_dir`.
 
@@ -278,7 +280,10 @@ def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) 
 def share_of_threads(
     spec: LaunchSpec, environ: Mapping[str, str], cores: int, n: int
 ) -> str | None:
-    """Return the workers' `OMP_NUM_THREADS`; `None` to keep the value that the user has set."""
+    """Return the `OMP_NUM_THREADS` of each of `n` workers on `cores` cores.
+
+    Returns `None` to keep the value that the user has set.
+    """
     threads = spec.settings.value("threads", environ)
     if threads is not None:
         return str(threads)

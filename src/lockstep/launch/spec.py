@@ -32,8 +32,8 @@ class LaunchSpec:
         args: arguments of the script, module or program.
         n: number of ranks of this launcher; `None` for one rank, or one for each device in `devices`.
         settings: settings given by flags.
-        signals: names of signals that end the launch as SIGTERM does; ranks that have not opened a run get
-            the same signal.
+        signals: names of signals that end the launch as SIGTERM does; ranks that are not inside
+            `lockstep.Run` get the same signal.
         log_dir: directory of log files; `None` for `logs/` in the run directory.
         role: value of `ROLE_NAME` in the workers' environment.
         local_rank_option: option with which an old script takes its local rank; `auto` before the script's

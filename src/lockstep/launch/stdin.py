@@ -1,4 +1,4 @@
-"""Standard input of ranks: the only rank gets the launcher's, rank 0 of several only a terminal."""
+"""Standard input of ranks: a single rank gets the launcher's; of several ranks, rank 0 gets a terminal."""
 
 from __future__ import annotations
 

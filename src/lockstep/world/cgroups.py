@@ -58,7 +58,10 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
 
 
 def _has(controller: str, mount: list[str], controllers: str) -> bool:
-    """Return whether a line of `mountinfo` mounts the cgroup hierarchy of these controllers."""
+    """Return whether a line of `/proc/PID/mountinfo` mounts the cgroup hierarchy with `controller`.
+
+    `mount` are the words of the line; `controllers` are those of a line of `/proc/PID/cgroup`.
+    """
     kind, _, options = mount[mount.index("-") + 1 :][:3]
     if kind == "cgroup2":
         return controllers == ""

@@ -96,7 +96,7 @@ def topology(allowed: Iterable[int] | None = None) -> Topology:
 
 
 def _siblings(cpu: int) -> list[int]:
-    """Return the CPU numbers of the core that `cpu` belongs to; only `cpu` itself if unknown."""
+    """Return the numbers of the hardware threads on the core of CPU `cpu`; only `cpu` itself if unknown."""
     directory = _SYSTEM / "cpu" / f"cpu{cpu}" / "topology"
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second on kernels before 5.5
         try:

@@ -53,7 +53,10 @@ def choose_device(
 
 
 def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, str]) -> int | None:
-    """Return the index of this rank's GPU, or `None` for the CPU."""
+    """Return the index of this rank's GPU, or `None` for the CPU.
+
+    `asked` is the parsed value of `--devices`, and `count` the number of GPUs that this process sees.
+    """
     if isinstance(asked, tuple):
         return _listed(asked, world, count)
     if count >= world.local_size:
@@ -92,7 +95,7 @@ def _listed(ids: Ids, world: World, count: int) -> int:
 
 
 def _shown(environ: Mapping[str, str]) -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES or, for other accelerators, of its counterpart."""
+    """Return the entries of CUDA_VISIBLE_DEVICES, or of the same variable of another accelerator type."""
     text = environ.get(_variable())
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 

@@ -39,7 +39,7 @@ def expand(node_list: str) -> tuple[str, ...]:
 
 
 def address(host: str) -> str | None:
-    """Return the address of node `host` in Slurm's configuration; `None` if that has only a name."""
+    """Return the address of node `host` in Slurm's configuration; `None` if it has only the node's name."""
     program = shutil.which("scontrol")
     if program is None or not _NAME.fullmatch(host):
         return None

@@ -37,7 +37,7 @@ from lockstep.state.record import events
 _INTERVAL = 0.02
 #: Seconds after the first failure in which other workers may fail too, before all are stopped.
 _SETTLE = 0.3
-#: The same, while every known failure is a consequence of another: the cause may end later.
+#: Seconds for the same wait if all known failures follow from another rank's, whose process may end later.
 _SETTLE_CONSEQUENCE = 1.5
 
 Planner = Callable[[Generation], Plan]
@@ -59,7 +59,8 @@ class Agent:
     A generation is the set of worker processes between two restarts.
 
     Args:
-        planner: returns the plan of a generation's workers, after the launchers' rendezvous.
+        planner: returns the `Plan` of a generation's workers (commands, environment variables, log files),
+            after the launchers' rendezvous.
         deadline: `time.monotonic` value at which the launch times out; `None` for no limit.
     """
 
@@ -311,7 +312,7 @@ class Agent:
             self._preempt_ranks()
 
     def _preempt_ranks(self) -> None:
-        """Send SIGTERM to the ranks that have opened a run: each saves the run's state and exits."""
+        """Send SIGTERM to the ranks inside `lockstep.Run`: each saves the run's state and exits."""
         ranks = self._progress.pids - self._preempted
         if ranks:
             self._server.signal(signal.SIGTERM, only=ranks)
@@ -324,7 +325,10 @@ class Agent:
         self._interrupts.check()
 
     def _leave(self, text: str, exit_code: int) -> None:
-        """Report to the other launchers why this launcher ends; an elastic launch continues without it."""
+        """Report to the other launchers that this launcher ends, for the reason `text`.
+
+        An elastic launch continues without this launcher; any other launch fails with `exit_code`.
+        """
         if self._coordinator is None:
             return
         if self._rendezvous.may_leave:
@@ -337,7 +341,10 @@ class Agent:
         self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
 
     def _await_signal(self) -> None:
-        """Wait briefly for a signal: what ended the fork server may send one to this process, too."""
+        """Wait briefly for a signal, after the fork server has ended; raise `Interrupted` if one comes.
+
+        A scheduler or user that kills all processes of a job may end the fork server first.
+        """
         deadline = time.monotonic() + _SETTLE
         while time.monotonic() < deadline:
             self._check()

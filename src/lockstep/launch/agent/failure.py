@@ -96,7 +96,11 @@ _PHRASES = re.compile(
 
 
 def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
-    """Return the kind of a rank's failure; `code` is its exit code, or minus the signal that ended it."""
+    """Return the kind of a rank's failure.
+
+    `report` is the rank's exception, if it wrote one; `code` is the exit code, or minus the signal that
+    ended the rank; `consequence` is whether the failure only follows from another rank's.
+    """
     if report is not None and report.wrong is not None:
         return Kind.WRONG
     if report is not None and report.exception == errors.EarlyExitError.__name__:
@@ -294,7 +298,10 @@ class MemoryKills:
         self._before = oom_kills()
 
     def grew(self) -> bool | None:
-        """Return whether there was such a kill since the last call; `None` if the kernel keeps no count."""
+        """Return whether the out-of-memory killer has killed a process since the last call.
+
+        Returns `None` if the kernel keeps no count of these kills.
+        """
         before, self._before = self._before, oom_kills()
         return None if before is None or self._before is None else self._before > before
 
@@ -316,7 +323,7 @@ def _what(failure: Failure, killed_for_memory: bool | None) -> str:
 
 
 def _briefly(failure: Failure, what: str, killed_for_memory: bool | None) -> str:
-    """Return the failure of a rank in a few words; `what` is the long description."""
+    """Return one short line about a rank's failure; `what` describes the same failure in full."""
     report, code = failure.report, failure.code
     if report is not None:
         place = f" ({short(Path(report.file))}:{report.line})" if report.file else ""

@@ -271,7 +271,10 @@ class Workers:
 def _serve_and_exit(
     connection: socket.socket, job: Job, launcher: int, preload: Preload | None
 ) -> NoReturn:
-    """Run the fork server in this process until the launcher closes the socket or dies."""
+    """Run the fork server in this process until the launcher closes the socket or dies.
+
+    `launcher` is the launcher's process id; `job` and `preload` are the functions of `ForkServer`.
+    """
     try:
         os.setsid()
         # Not SIGKILL: the server first kills the sessions of the workers.

@@ -42,6 +42,7 @@ class Position:
     """Position of one rank in the script during a hang.
 
     Attributes:
+        opened: whether the rank has entered `with lockstep.Run(…)`.
         entered: number of collective calls that the rank has entered.
         waiting: index in `COLLECTIVES` of the call that the rank is in; 0 for none.
         frames: stack of the rank's main thread, innermost frame first; empty if unknown.
@@ -64,7 +65,7 @@ class Position:
 
     @property
     def progress(self) -> float:
-        """Number of collective calls, plus 0.5 inside a call; -1 before the rank has opened a run."""
+        """Number of collective calls, plus 0.5 inside a call; -1 before the rank's `lockstep.Run`."""
         if not self.opened:
             return -1.0
         return self.entered + (0.5 if self.waiting else 0.0)
@@ -99,10 +100,11 @@ class HangWatch:
         size: int,
         servers: Sequence[WorkerPlan] = (),
     ) -> FailureReport | None:
-        """Report a hang if no rank has made progress for the timeout; call this several times a second.
+        """Return a report if no rank has made progress for the timeout; call this several times a second.
 
-        The report's time is the `Position.progress` of the likely cause: if several launchers hang, the
-        least progress is the cause. A failure on another launcher precedes it.
+        The report has the `Position.progress` of the likely cause in place of a time. Reports are sorted by
+        time: of the launchers whose ranks hang, the one with the least progress is blamed. A failure on
+        another launcher is blamed before any hang, unless it only follows from another rank's failure.
 
         Args:
             workers: all workers of this launcher, in the order of `slots`.

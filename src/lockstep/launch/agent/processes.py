@@ -181,7 +181,10 @@ def finalize(code: int) -> None:
 
 
 def extensions_state() -> dict[object, object]:
-    """Return the dictionary in which CPython keeps per-interpreter state of extension modules."""
+    """Return the dictionary in which CPython keeps per-interpreter state of extension modules.
+
+    `finalize` finds in it whether a module made with nanobind is loaded.
+    """
     interpreter = ctypes.pythonapi.PyInterpreterState_Get
     interpreter.restype = ctypes.c_void_p
     state = ctypes.pythonapi.PyInterpreterState_GetDict

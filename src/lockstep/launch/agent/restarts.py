@@ -220,7 +220,7 @@ class GenerationRendezvous:
         self._store: TCPStore | None = None
         #: Connection to the coordinator of the launchers; `None` for a single launcher.
         self.coordinator: CoordinatorClient | None = None
-        #: Number of starts of workers so far, minus one.
+        #: Number of the current generation: how many times workers have been started again.
         self.generation = -1
 
     @property
@@ -234,7 +234,10 @@ class GenerationRendezvous:
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
     def leave_out(self, rank: int) -> None:
-        """Leave out a rank of this launcher, the only one, in the following generations."""
+        """Start no process for this rank in the following generations; call it only for a single launcher.
+
+        `rank` is the rank's number in the current generation; ranks above it move down by one.
+        """
         ranks = self._alone.size + len(self._common.left_out)  # of the first generation
         left = [place for place in range(ranks) if place not in self._common.left_out]
         self._common = replace(self._common, left_out=(*self._common.left_out, left[rank]))
@@ -331,7 +334,9 @@ def plan_generation(
     files: Path | None,
     generation: Generation,
 ) -> Plan:
-    """Return the plan of the workers until the next restart; the first call makes the run's directory.
+    """Return the commands, environment variables and files of the workers until the next restart.
+
+    The first call makes the run's directory.
 
     Args:
         launch: the launch with the facts of this machine.

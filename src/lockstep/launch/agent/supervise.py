@@ -118,10 +118,11 @@ def _listens(launch: Launch, *, has_locks: bool) -> bool:
 
 
 def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
-    """Return a port for a store of the only rank, and a port for the store of several ranks; 0 for any.
+    """Return two ports: of a store that the script may host, and of the launcher's store for all ranks.
 
-    One of them is the port that the user requested. In an elastic launch, the launchers' rendezvous uses
-    the requested port, so that both are 0.
+    0 means any free port. The port that the user requested is the first one if there is one node, whose
+    launcher hosts no `TCPStore` (`is_only`); else it is the second one. In an elastic launch both are 0,
+    since the launchers' rendezvous uses the requested port.
     """
     port = nodes.main_port or 0
     if is_only and nodes.count in (None, 1):
@@ -131,7 +132,10 @@ def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Rounds | None]:
-    """Join the rendezvous with the launchers of other nodes; yield `None` for a single launcher."""
+    """Context manager: yield the `Rounds` with which this launcher joins the launchers of other nodes.
+
+    It yields `None` for a single launcher.
+    """
     nodes, config = launch.spec.nodes, launch.nodes
     if config is None:
         with kept_port(nodes.main_port or 0):
@@ -171,7 +175,10 @@ def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Round
 
 
 def _waiting_check(config: RendezvousConfig, interrupts: Interrupts) -> Callable[[], None]:
-    """Return a function to call during waits for other launchers: it prints one message about the wait."""
+    """Return a function to call repeatedly during waits for other launchers.
+
+    It prints one message about a long wait, and raises `Interrupted` after a signal.
+    """
     began = last = time.monotonic()
     is_printed = False
 

@@ -46,7 +46,7 @@ def job(launch: Launch) -> Job:
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
-    """Return a function that runs `job` in a worker process, and a parameter server in a server process."""
+    """Return a function for every process: it calls `job` in a worker, and serves in a parameter server."""
     # The launcher of a function is the user's interpreter: do not fork servers from it.
     forks = spec.start == "fork" and spec.kind != "function"
     words = (*interpreter(), "-m", server_processes.MODULE)
@@ -70,7 +70,8 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
     """Call `body`, which runs the user's code; return the exit code that `python` would have.
 
     An exception is written to the error file named in `environ`; its traceback is printed or logged.
-    Functions of `atexit` find it in `sys.last_value`, as the interpreter sets it; also a `SystemExit`.
+    Functions of `atexit` find the exception, also a `SystemExit`, in `sys.last_value`, as in `python`.
+    `home` is the directory of the user's script, whose lines the report names.
     """
     stacks.offer(environ)
     groups.keep_destroyed()
@@ -109,7 +110,10 @@ def adopt_threads() -> None:
 
 
 def _report(error: BaseException, environ: Mapping[str, str], home: str | None) -> int:
-    """Write an exception to the error file, print or log its traceback, and return the exit code."""
+    """Write an exception to the error file, print or log its traceback, and return the exit code.
+
+    `home` is the directory of the user's script, whose lines the report names.
+    """
     error.__traceback__ = error_report.trim(error.__traceback__, _PACKAGE)
     report = error_report.describe(error, int(environ.get("RANK", "0")), home)
     file = environ.get("TORCHELASTIC_ERROR_FILE")

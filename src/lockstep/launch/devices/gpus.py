@@ -106,7 +106,10 @@ class Visible:
 
 
 def parts(gpu: Gpu, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the MIG devices of a GPU; for a MIG device, the device itself."""
+    """Return the MIG devices of `gpu`, from the list of all devices; for a MIG device, itself.
+
+    Returns an empty tuple for a GPU that is not split.
+    """
     return tuple(one for one in everything if gpu.uuid in (one.parent, one.uuid) and one.parent)
 
 
@@ -134,7 +137,10 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
 
 
 def fits(uuid: str, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the MIG devices with id `uuid`, or the GPUs whose id starts with `uuid`."""
+    """Return those of `everything`, a list of GPUs and MIG devices, that `uuid` identifies.
+
+    The id of a GPU may be shortened, so that several GPUs may fit.
+    """
     wanted = uuid.lower()
     if wanted.startswith("mig-"):
         return tuple(one for one in everything if one.uuid and one.uuid.lower() == wanted)

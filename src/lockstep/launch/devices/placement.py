@@ -43,7 +43,10 @@ def _asked(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: int) -> int | None:
-    """Return the number of ranks that `-n` and `--devices` request; `None` if it depends on the GPUs."""
+    """Return the number of ranks that `-n` and `--devices` request, without listing GPUs.
+
+    Returns `None` if it depends on the number of GPUs. `cores` is the number of this machine's cores.
+    """
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
         return len(wanted)
@@ -62,7 +65,8 @@ def rank_devices(
 ) -> tuple[RankDevice, ...]:
     """Return the devices of this launcher's ranks.
 
-    With `own`, the visible GPUs belong to these ranks alone, not to all ranks of the node.
+    With `own`, the visible GPUs belong to this launcher's ranks alone: a scheduler has given each launcher
+    of the node its own GPUs. Otherwise all ranks of the node use the visible GPUs.
 
     Raises:
         DeviceError: if a requested GPU is missing or hidden.

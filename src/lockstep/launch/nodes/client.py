@@ -216,14 +216,20 @@ class CoordinatorClient:
         return decision is not None and decision.is_last
 
     def _exchange_here(self, *, silent: bool) -> None:
-        """Pass the report of this launcher, launcher 0, to its server; wait until the next is due."""
+        """Pass the report of this launcher, launcher 0, to its own server, then wait a moment.
+
+        With `silent`, since the main thread is blocked, no report is passed.
+        """
         assert self.server is not None, "this is launcher 0"
         if not silent:
             self._store(self.server.receive(self._report))
         self._stop.wait(_INTERVAL)
 
     def _exchange(self, *, silent: bool) -> None:
-        """Send this launcher's report; store answers until the report changes, or must be sent again."""
+        """Send this launcher's report; store answers until the report changes, or must be sent again.
+
+        With `silent`, since the main thread is blocked, no report is sent, but answers are still stored.
+        """
         connection = self._connection
         assert connection is not None, "this is not launcher 0"
         if not silent:
@@ -236,7 +242,7 @@ class CoordinatorClient:
                 return
 
     def _report_last(self) -> None:
-        """Send the report, and wait for its answer."""
+        """Send this launcher's last report, and wait for its answer; called after the last heartbeat."""
         connection = self._connection
         if connection is None:
             assert self.server is not None, "a launcher has a connection or the server"
@@ -247,7 +253,7 @@ class CoordinatorClient:
             self._receive(connection, _ANSWER_SECONDS)
 
     def _receive(self, connection: _Connection, seconds: float) -> bool:
-        """Store the answers that arrive; return whether the report has changed meanwhile."""
+        """Store answers that arrive within `seconds`; return whether there is a new report to send."""
         changed, answers = connection.receive(seconds)
         for fields in answers:
             self._store(decode(Answer, fields))
@@ -336,7 +342,7 @@ class _Connection:
         self._reader = LineReader()
 
     def receive(self, seconds: float) -> tuple[bool, list[dict[str, Any]]]:
-        """Wait up to `seconds` for answers; return whether the report has changed, and the answers.
+        """Wait up to `seconds` for answers; return whether there is a new report to send, and the answers.
 
         Closes the connection after an error, or if a report has no answer for some seconds.
         """

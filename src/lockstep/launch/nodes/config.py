@@ -133,7 +133,7 @@ class RendezvousConfig:
 
 
 def port_taken(port: int, why: str) -> UsageError:
-    """Return the error for a `--master-port` that is not free."""
+    """Return the error for a `--master-port` that is not free; `why` is the system's message."""
     return UsageError(
         f"--master-port {port} cannot be opened on this machine: {why}; expected a free port",
         hint="without --master-port, a free one is found",

@@ -208,7 +208,7 @@ class Coordinator:
             self._decide(Decision(kind="restart", text=line))
 
     def _judge_consequences(self, now: float) -> None:
-        """Decide on failures that all follow from another one, after a wait for the report of that one."""
+        """Decide on failures that all follow from another rank's, after a wait for that rank's report."""
         if self._first_failed is None:
             self._first_failed = now
         is_early = now - self._first_failed <= _SETTLE_SECONDS

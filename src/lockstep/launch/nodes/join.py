@@ -13,8 +13,8 @@ from lockstep.launch.nodes.keys import Card, RendezvousKeys
 _FIRST_PAUSE, _PAUSE = 0.002, 0.05
 #: Number of reads of the store that all waiting launchers together make in a second.
 READS_PER_SECOND = 4000
-#: Number of launchers that read the entries of all others, and may start the round; the rest do so only if
-#: these have not started it in time, as N launchers that read N entries need N² reads.
+#: Number of launchers that read the entries of all others, and may start the round. Further launchers do so
+#: only if the round has not started in time: N launchers that read N entries need N² reads.
 _READERS = 4
 #: Seconds that a later round waits for more launchers, if the expected launchers are known.
 _SETTLE_SECONDS = 3.0
@@ -26,7 +26,10 @@ _NAMES = 8
 
 
 def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
-    """Sort the entries of joining launchers, those that took part before first; return the first `most`."""
+    """Sort the entries (`cards`) of launchers that join, and return the first `most`.
+
+    Launchers that took part in an earlier round come first.
+    """
     ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # stable: by arrival
     return tuple(ranked[:most])
 
@@ -81,7 +84,7 @@ class Join:
         return cards if self._own.token in {card.token for card in cards} else None
 
     def _look(self, now: float) -> None:
-        """Read what has changed in the store; start the round if this launcher may, and it is time."""
+        """Read changes in the store; start the round if enough launchers have joined and this one may."""
         if self._reads_cards(now):
             self._read_cards(now)
             self._check_numbers()

@@ -129,7 +129,7 @@ class RendezvousKeys:
             self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
-        """If a rendezvous round has failed, wait up to three seconds until all launchers have read why."""
+        """If a rendezvous round has failed, wait up to 3 s until all launchers have read the error."""
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self._has(f"round/{number}/failed"):
             return
@@ -181,7 +181,10 @@ class RendezvousKeys:
         return int(self.store.get(key)) if self._has(key) else 0
 
     def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
-        """Return the entries of launchers that joined a round: `known` ones read before, and new ones."""
+        """Return the entries of all launchers that joined a round.
+
+        The entries in `known` were read before, and are not read again.
+        """
         cards = {card.token: card for card in known}
         gap, arrival = 0, len(cards)
         while gap < _GAP:

@@ -1,4 +1,4 @@
-"""`LineReader` and `Waker`: what client and server of the launchers use to wait for sockets."""
+"""`LineReader` and `Waker`: helpers with which a coordinator's client and server read from sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ = 1 << 16
 
 
 class LineReader:
-    """Joins the pieces in which lines arrive from a socket."""
+    """Splits the bytes that arrive from a socket into lines; keeps an incomplete line."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -351,7 +351,7 @@ class StoreWatch:
 
     Args:
         number: number of the current round, a period with fixed launchers.
-        room: number of launchers that may join in addition.
+        room: number of launchers that may join before the launch has its maximum.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Reports`: the last report of each launcher, counted by what the coordinator's decisions depend on."""
+"""`Reports`: the last report of each launcher, and the launchers that are done, have failed, or leave."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from lockstep.launch.nodes.messages import LauncherReport
 
 
 class Reports:
-    """The last report of each launcher, with sets of launchers that no message has to search for.
+    """The last report of each launcher, and sets of launchers by the contents of that report.
+
+    `store` updates the sets, so that the coordinator need not read all reports at each message.
 
     Attributes:
         here: launchers whose last report is about the current generation (the workers since the last
             restart); `done`, `failed` and `causes` are among them.
+        done: launchers whose workers have all succeeded.
+        failed: launchers with a failure.
         causes: launchers with a failure that does not follow from another rank's failure.
         leaving: launchers that leave.
     """

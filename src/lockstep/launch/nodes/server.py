@@ -183,7 +183,7 @@ class CoordinatorServer:
         )
 
     def _serve_one(self, connection: _Connection) -> None:
-        """Send what is left of earlier answers to a connection, and answer what arrives on it."""
+        """Send the unsent rest of earlier answers on a connection, and answer the reports that arrive."""
         try:
             connection.flush()
             lines = connection.read()
@@ -248,7 +248,7 @@ class CoordinatorServer:
         return None
 
     def _await(self, connection: _Connection) -> None:
-        """Make the thread wait for messages of a connection, or until it can send the rest of an answer."""
+        """Make the thread wait until a connection has a message, or takes the unsent rest of an answer."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more else 0)
         if connection.events != events:
             connection.events = events
@@ -284,8 +284,8 @@ class _Connection:
         known: whether the client has sent the token.
         launcher: round and index of the launcher that reports on this connection.
         answer: the last answer that was sent to the launcher.
-        active: time of the last message; before the token, of the connection.
-        events: what the server waits for.
+        active: time of the last message; before the token arrives, time at which the connection was made.
+        events: mask of `selectors.EVENT_READ` and `EVENT_WRITE` for which the server waits.
     """
 
     __slots__ = (
@@ -327,12 +327,12 @@ class _Connection:
         return self._reader.feed(data)
 
     def send(self, data: bytes) -> None:
-        """Send as much as the client takes at once, and keep the rest."""
+        """Send as much of `data` as the socket accepts without blocking, and keep the rest for `flush`."""
         self._more.append(memoryview(data))
         self.flush()
 
     def flush(self) -> None:
-        """Send as much of the rest as the client takes at once."""
+        """Send as much of the unsent data as the socket accepts without blocking."""
         with contextlib.suppress(BlockingIOError):
             while self._more:
                 sent = self.socket.send(self._more[0])

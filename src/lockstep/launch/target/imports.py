@@ -165,7 +165,7 @@ class _Reader:
                 del self.found[known:]
 
     def add(self, node: ast.Import | ast.ImportFrom, file: _File) -> None:
-        """Record an import statement: list an installed package, analyze a module of the user."""
+        """Handle the import statement `node` of `file`: list installed packages, analyze user modules."""
         taken: dict[str, tuple[str, ...]] = {alias.name: () for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             module = _absolute(node, file.package)

@@ -125,7 +125,10 @@ def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def places(found: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the directories with the modules of package `found`; an empty tuple for a plain module."""
+    """Return the directories with the modules of the package that has import spec `found`.
+
+    Returns an empty tuple for a module that is no package.
+    """
     return tuple((found and found.submodule_search_locations) or ())
 
 

@@ -31,7 +31,7 @@ DRAFT = ".draft-"
 #: Begins the names of checkpoints that are being removed.
 REMOVED = f"{DRAFT}removed-"
 _PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-#: Identifies a checkpoint: its step, and the number of states of that step that were saved before.
+#: Identifies a checkpoint: its step, and the number of other states that were saved earlier at that step.
 Key = tuple[int, int]
 
 Warn = Callable[[str], None]
@@ -388,7 +388,7 @@ class Catalog:
 
         Anchors are the first checkpoints of each `anchors` steps, or of twice as many steps, four times as
         many and so on, until they have at most `limit` bytes. Checkpoints of newer formats stay, and the
-        latest confirmed one. Damaged ones count not towards `keep`, and are removed if older than `newest`.
+        last one that an audit confirms. Damaged ones are not among the `keep`; older ones are removed.
 
         Raises:
             CheckpointError: if the directory cannot be read.

@@ -102,9 +102,9 @@ def share_out(
 ) -> list[dict[str, Box]]:
     """Divide the tensors of a checkpoint among its writers; return the share of each writer.
 
-    The shares are the same on every rank. Of a tensor that is cut over ranks each rank writes its own part;
-    writer `k` is rank `k`. Whole tensors are assigned one by one, the largest first, to the writer with
-    the fewest bytes so far. Names are in the order of `specs`.
+    The shares are the same on every rank. Each rank writes its own part of a tensor that is sharded over
+    ranks (then writer `k` is rank `k`), as `cuts` says. Other tensors are assigned one by one, the largest
+    first, to the writer with the fewest bytes so far. Names are in the order of `specs`.
     """
     cuts = cuts or {}
     loads = [(0, writer) for writer in range(writers)]
@@ -173,7 +173,7 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
     """Return the tensors of a checkpoint whose files have been verified; each is read from disk on demand.
 
     Raises:
-        DamagedError: if parts of the checkpoint contradict each other, here or when a tensor is read.
+        DamagedError: if files and manifest name different tensors, here or when a tensor is read.
         CheckpointError: if the checkpoint cannot be read, here or when a tensor is read.
     """
     load_dcp()
@@ -249,7 +249,7 @@ def load_dcp() -> None:
 
 
 def _plans(shares: Shares, specs: Mapping[str, TensorSpec]) -> tuple[list[SavePlan], Metadata]:
-    """Return DCP's save plan of each writer and the checkpoint's metadata; they are equal on all ranks."""
+    """Return DCP's `SavePlan` of each writer and the checkpoint's `Metadata`, both equal on all ranks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 

@@ -26,7 +26,10 @@ def export(
     model: int | None = None,
     force: bool = False,
 ) -> tuple[Path, Found]:
-    """Write the weights of one of a run's models to a file; return the file and the checkpoint it is from.
+    """Write the weights of one of a run's models to a file; return the file and the checkpoint used.
+
+    The checkpoint is that of `step`, the `best` one, or by default the newest. `model` is the model's
+    number in the run; `force` overwrites an existing file.
 
     Raises:
         UsageError: if the requested checkpoint or model does not exist, or the file exists.

@@ -111,7 +111,7 @@ class CheckpointManager:
 
         Args:
             step: updates that the run has done.
-            tensors: the whole state, on any device; of a tensor cut over ranks, this rank's part.
+            tensors: the whole state, on any device; a tensor that is sharded over ranks is a DTensor.
             text: the state besides the tensors.
             best: rating of this state, larger is better; the best checkpoint is kept.
 
@@ -167,7 +167,10 @@ class CheckpointManager:
             shutil.rmtree(self._drafts.path, ignore_errors=True)
 
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
-        """Return this rank's share of the tensors; the first call determines which ranks write."""
+        """Return the tensors, or boxes of tensors, that this rank writes; the first call finds all writers.
+
+        `cuts` says how tensors are sharded over ranks.
+        """
         if self._drafts is None:
             self._attempts += 1
             try:
@@ -205,7 +208,7 @@ class CheckpointManager:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and values of each tensor, or part of a tensor, that this rank writes.
 
-        If a rank cannot open the checkpoint directory, all ranks gather the tensors that are cut over
+        If a rank cannot open the checkpoint directory, all ranks gather the tensors that are sharded over
         ranks, one by one.
         """
         for name, tensor in tensors.items():
@@ -332,7 +335,7 @@ class Buffers:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
-    """Return the dtypes and shapes of tensors, and along which dimension DTensors are cut over ranks."""
+    """Return the dtypes and shapes of tensors, and how DTensors among them are sharded over ranks."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
     return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}

@@ -1,4 +1,4 @@
-"""Parts of tensors: boxes of elements, how a DTensor is cut over ranks, and reads of saved tensors."""
+"""Parts of tensors: boxes of elements, how a DTensor is sharded over ranks, and reads of saved tensors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut over ranks along one dimension, in the chunks of `torch.chunk`."""
+    """How a tensor is sharded over ranks along one dimension: in the chunks of `torch.chunk`."""
 
     dimension: int
     count: int  # number of parts; rank `k` of the run holds part `k`
 
     def box(self, shape: tuple[int, ...], part: int) -> Box:
-        """Return which elements of a tensor of this shape are in part number `part`; there may be none."""
+        """Return the box of part number `part` of a tensor with this shape; the box may be empty."""
         length = shape[self.dimension]
         step = -(-length // self.count)
         start = min(part * step, length)
@@ -90,7 +90,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def cut_of(value: torch.Tensor) -> Cut | None:
-    """Return how a DTensor is cut over ranks; `None` for a tensor that is whole on each rank."""
+    """Return how a DTensor is sharded over ranks; `None` for a tensor that is whole on each rank."""
     if not is_dtensor(value):
         return None
     from torch.distributed.tensor import Shard

@@ -1,9 +1,9 @@
 """Position of a run in its epochs, loops and steps, in numbers from which any layout can resume.
 
-A position is a list of events: the loops, metrics, epochs and saves that the script reaches, in order, when
-it starts again from its top. An event that is over is stored briefly: a phase (a call of `run.epochs`) by
-its last epoch, a loop by its last batch, a metric by its value. The last event may be open: the run is
-inside it.
+A position is a list of the loops, metrics, epochs and saves that the script reaches, in order, when it
+starts again from its top. This module calls them events; they are not the lines of `events/`. Of an event
+that is over little is stored: of a phase (a call of `run.epochs`) its last epoch, of a loop its last batch,
+of a metric its value. The last event may be open: the run is inside it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoopEvent:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Numbers of the loader, of the stretch (epoch or time between epochs), and of its loop therein."""
+        """The loader, the stretch (an epoch, or the time between two), and the loop in it, as numbers."""
         return (self.loader, self.stretch, self.round)
 
 
@@ -154,7 +154,9 @@ class Position:
     def parse(
         content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> Position:
-        """Return the position that `as_json` turned into `content`; without `tensors` metrics have `None`.
+        """Return the position that `as_json` turned into `content`.
+
+        Without `tensors`, each tensor in the value of a metric is `None`.
 
         Raises:
             CheckpointError: if the JSON is not a position of this version's format.

@@ -69,7 +69,10 @@ class Descriptors:
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
-        """Return the file descriptors named in `environ`; `None` if it names none, or other files'."""
+        """Return the file descriptors that `environ` names.
+
+        Returns `None` if it names none, or if these descriptors are open for other files.
+        """
         try:
             page, losses, first, second = map(int, environ[VARIABLE].split(","))
             if (os.fstat(page).st_size, os.fstat(losses).st_size) != (_PAGE_BYTES, _LOSS_BYTES):
@@ -100,7 +103,7 @@ class Descriptors:
 
 
 class _Word:
-    """A Python descriptor that reads and writes one 64-bit number of a slot in shared memory."""
+    """A Python descriptor that reads and writes one 64-bit number of a `Slot` in shared memory."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -116,7 +119,7 @@ class Slot:
     """One rank's progress in the memory that the ranks share; the rank writes it, the launcher reads it.
 
     Counts only grow until ranks are restarted. Ranks that are in the same collective call have equal
-    counts, except `beat`.
+    counts, except `beat`, which also counts progress outside of collective calls.
     """
 
     __slots__ = ("first", "words")
@@ -148,8 +151,8 @@ class StatusPage:
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The last two planned snapshots, each as a pair: the step after which it is due, and its number.
 
-        The first rank plans snapshots, the other ranks read the plan. Two plans are kept, since another
-        rank may read the plan of a snapshot after the first rank has taken it and has planned the next one.
+        The first rank sets both numbers, the other ranks read them. Two snapshots are kept, since another
+        rank may read the step of a snapshot after the first rank has taken it and has planned the next one.
         """
         words = self._words
         return (words[4], words[5]), (words[6], words[7])
@@ -163,7 +166,10 @@ class StatusPage:
 
     @property
     def asked(self) -> int:
-        """What a rank has requested of all ranks, as a number (`engine/training` defines it) or 0."""
+        """Number of a request of any rank to all ranks, such as to save and exit; 0 if there is none.
+
+        `engine/training` defines the numbers.
+        """
         return self._words[1]
 
     @asked.setter
@@ -182,7 +188,7 @@ class StatusPage:
         self._words[2] = step
 
     def begin_run(self) -> None:
-        """Clear what ranks have requested and planned in an earlier run of the same processes."""
+        """Clear the requests and planned snapshots of an earlier run of the same processes."""
         for word in range(_SLOT_WORDS):
             self._words[word] = 0
 
@@ -209,11 +215,14 @@ class LossRing:
 
     @staticmethod
     def key(points: int, replica: int, nth: int) -> int:
-        """Return the key, above 0, of a replica's `nth` loss in the batch with number `points`."""
+        """Return the key, above 0, of a replica's `nth` loss in a batch.
+
+        `points` is the number of batches and epochs that were completed before the batch.
+        """
         return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
 
     def add(self, key: int, bits: int) -> None:
-        """Write a loss over the oldest one."""
+        """Write a loss, as the bits of a float64 number, and its `key` over the oldest loss."""
         words, first = self._words, self._first
         place = first + 1 + 2 * (words[first] % _LOSSES)
         words[place] = 0
@@ -280,7 +289,10 @@ class Buffer:
             self._words = memoryview(self._memory).cast("Q")
 
     def reserve(self, text: int, data: int) -> None:
-        """Grow the memory to `text + data` bytes or more; it never shrinks, so every rank may call this."""
+        """Make room for `text` bytes of text and `data` bytes of tensor elements.
+
+        The memory only grows, so that every rank may call this method.
+        """
         wanted = DATA + -(-(data + text) // _ALIGNMENT) * _ALIGNMENT
         if os.fstat(self._descriptor).st_size < wanted:
             # Unlike ftruncate this cannot shrink memory that a rank with a longer text has just enlarged.
@@ -331,7 +343,10 @@ class Buffer:
         self._words[_MARKS + part] = 0
 
     def describe(self, tag: bytes, text: bytes, data: int, parts: int) -> None:
-        """Write the header and the text of a snapshot; only the first rank of the launcher does so."""
+        """Write the header and the text of a snapshot; only the first rank of the launcher does so.
+
+        `data` is the number of bytes of all tensors, `parts` the number of ranks that write them.
+        """
         assert self._words is not None
         self._words[_MAGIC_WORD] = 0
         self._words[_PARTS_WORD] = parts

@@ -1,7 +1,7 @@
 """Snapshots: copies of the run's state in shared memory that outlives the workers.
 
-Each rank of a launcher copies a share of the whole tensors, and its own part of tensors that are cut over
-ranks. The memory has two buffers: a buffer that a rank did not finish, since it was killed, does not
+Each rank of a launcher copies a share of the whole tensors, and its own part of tensors that are sharded
+over ranks. The memory has two buffers: a buffer that a rank did not finish, since it was killed, does not
 count, and the other buffer still has the previous snapshot.
 """
 
@@ -131,7 +131,7 @@ class Snapshots:
     Make this object before the rendezvous of the ranks: it finds the snapshot from before the restart.
 
     Args:
-        tag: of the run, as `tag_of` makes it.
+        tag: 32 bytes that identify the run, from `tag_of`.
         part: number of this rank among the `parts` of its launcher.
         parts: number of the launcher's ranks.
         first: the first rank of the launcher.
@@ -190,7 +190,10 @@ class Snapshots:
         return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.buffers)
 
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-        """Return the bytes that snapshots of `tensors` need and the free bytes; `None` if these suffice."""
+        """Return how many bytes snapshots of `tensors` need in addition, and how many are free.
+
+        Returns `None` if the free memory suffices.
+        """
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.buffers)
         layout = Layout.of(tensors)
         cut = sum(layout.extents[name].size for name in self._cuts(tensors))
@@ -230,7 +233,7 @@ class Snapshots:
         return json.dumps(head).encode()
 
     def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Cut]:
-        """Return how tensors are cut over ranks, for tensors of which other launchers have parts."""
+        """Return how tensors are sharded over ranks, for those of which other launchers have parts."""
         if len(self._ranks) == self._size:
             return {}
         return {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor))}
@@ -270,9 +273,10 @@ class Snapshots:
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, slice | None]]:
-        """Return what this rank is to copy: a tensor's name, the target in shared memory, and a slice.
+        """Return the copies that this rank makes, each as a tensor's name, a target tensor and a slice.
 
-        The slice says which elements to copy; `None` means all elements that this rank holds.
+        The target is a view of the shared memory `data`. The slice selects elements of the flattened
+        tensor; `None` means all elements that this rank holds.
         """
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts

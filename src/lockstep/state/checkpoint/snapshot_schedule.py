@@ -23,8 +23,8 @@ class SnapshotSchedule:
     """Decides after which steps snapshots are taken, and takes them; `taken` counts them.
 
     The first rank of a launcher measures the cost of a snapshot, and writes the next snapshot's step to
-    memory that all ranks share. Other ranks read it in time after a step, since no rank completes a
-    step without the first rank; at an epoch's end, without a step, they might read an old value. So there
+    memory that all ranks share. After a step all ranks read the same value, since no rank completes a step
+    without the first rank. At an epoch's end, without a step, other ranks might read an old value. So there
     is at most one snapshot for each step.
 
     Args:
@@ -44,9 +44,10 @@ class SnapshotSchedule:
         self._last: tuple[int, float] | None = None
 
     def go_on(self, steps: int) -> None:
-        """Resume after step `steps`, with memory allocated: a snapshot is due after the next step.
+        """Start the schedule after a resume from step `steps`: a snapshot is due after the next step.
 
-        So if workers are killed after one step, there is a snapshot of that step.
+        Memory for snapshots is already allocated. If workers are killed after one step, there is a snapshot
+        of that step.
         """
         self._steps = steps
         self._last = (steps, time.monotonic())

@@ -63,9 +63,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
     """Write a `state_dict` to a file, atomically.
 
-    If tensors are cut over ranks, all ranks call this and gather one tensor after the other; only a rank
-    with `here` keeps the gathered tensors and writes the file. Only files of torch get
-    values other than tensors.
+    If tensors are sharded over ranks, all ranks call this function and gather one tensor after the other.
+    Only a rank with `here` keeps the gathered tensors and writes the file. A safetensors file contains
+    tensors alone; a file of torch has all values of the `state_dict`.
 
     Raises:
         UsageError: if the suffix is another.

@@ -60,14 +60,14 @@ class StoreChannel:
         self._stopped.set()
 
     def send(self, work: str, topic: str, value: Any = None) -> None:
-        """Send a message of this rank to the other ranks."""
+        """Send the JSON value `value` to the other ranks, as a message about `topic` in `work`."""
         if self._store is not None:
             self._store.set(f"{work}/{topic}/{self.rank}", json.dumps(value))
 
     def receive(
         self, work: str, topic: str, ranks: Iterable[int], seconds: float = float("inf")
     ) -> list[Any]:
-        """Wait for the messages of `ranks` and return them.
+        """Wait for the messages of `ranks` about `topic` in `work`, and return their values in that order.
 
         Raises:
             CheckpointError: if a rank failed, or is missing after `seconds`.
@@ -260,7 +260,10 @@ class CheckpointWriter:
         return [json.loads(report.read_text(encoding="utf-8")) for report in self._reports]
 
     def _commit(self, parts: list[dict[str, Any]]) -> None:
-        """Write the metadata and the manifest, then rename the draft to the checkpoint's name."""
+        """Write the metadata and the manifest, then rename the draft to the checkpoint's name.
+
+        `parts` are the reports of all writers.
+        """
         draft, specs = self._draft, self._contents.tensors
         dcp.finish(draft, self._shares, specs, [part["results"] for part in parts])
         files = {name: FileSpec(**spec) for part in parts for name, spec in part["files"].items()}
@@ -296,6 +299,7 @@ class CheckpointWriter:
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
         """Return step and number for the name of this checkpoint, which make it the newest of its step.
 
+        `there` are the step's checkpoints on disk, and `texts` their states without tensors.
         A step may have several checkpoints with different states, since weights may change without an
         update.
         """

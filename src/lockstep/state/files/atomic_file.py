@@ -62,7 +62,7 @@ def sync_file(path: Path) -> None:
     """Bring the contents of a file to the disk with `fsync`; another process may have written them.
 
     Raises:
-        OSError: if the disk refuses.
+        OSError: if `fsync` fails.
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -72,7 +72,7 @@ def sync_directory(path: Path) -> None:
     """Bring the names of a directory's files to the disk with `fsync`, where the file system supports that.
 
     Raises:
-        OSError: if the disk refuses.
+        OSError: if `fsync` fails.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

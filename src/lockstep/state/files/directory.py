@@ -49,7 +49,10 @@ def create(
 
 
 def name_new(name: str, base: Path = Path("runs"), *, stamp: str | None = None) -> Path:
-    """Return the path for a new run directory; a run makes the directory when it first writes to it."""
+    """Return a path `base/NAME/STAMP` for a new run directory, without making it.
+
+    `stamp` is by default the present time with the process id.
+    """
     stamp = stamp or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return (base / name / Path(stamp).name).absolute()
 

@@ -38,7 +38,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process to which a run directory's lock belongs: the launcher, or without one the rank itself."""
+    """The process that owns the lock of a run directory: the launcher, or rank 0 without a launcher."""
 
     host: str
     machine: str  # boot and network namespace, which distinguish hosts of one name
@@ -48,7 +48,10 @@ class Owner:
 
     @staticmethod
     def of(environment: str, environ: Mapping[str, str], launch: str | None) -> Owner:
-        """Return the owner of the lock for this rank: the launcher that can restart it, or itself."""
+        """Return the owner of a lock that this rank takes: the launcher that can restart it, or this rank.
+
+        `environment` is the name of the launcher, such as `torchrun`; `launch` is the name of the launch.
+        """
         pid = os.getpid()
         if environment == "lockstep":
             pid = int(environ.get(LAUNCHER_VARIABLE, pid))
@@ -134,10 +137,10 @@ class DirectoryLock:
 
 
 def nodes_apart(store: dist.Store, directory: Path, world: World) -> str:
-    """Return, on the main rank, a warning that names nodes which do not share a directory with its node.
+    """Return, on the main rank, a warning that names the nodes on which `directory` is another directory.
 
-    The nodes compare the text of the lock file, which no other directory has. The text is empty on other
-    ranks, and if all nodes share the directory.
+    The nodes compare the contents of the lock file, which no other directory has. The result is empty on
+    other ranks, and if all nodes share the directory.
     """
     if world.is_main:
         store.set("lock", _text(directory))
@@ -202,7 +205,10 @@ def in_use(directory: Path, own: Owner | None = None) -> bool | None:
 
 
 def status(recorded: str, used: bool | None) -> str:
-    """Return the status of a run: the recorded one, or `dead` if it is `running` without a process."""
+    """Return the status of a run: the recorded one, or `dead` if `running` is recorded without a process.
+
+    `used` is the result of `in_use` for the run's directory.
+    """
     if recorded == "failed" and used:
         return "running"
     return "dead" if recorded == "running" and used is False else recorded

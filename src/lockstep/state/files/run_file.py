@@ -131,7 +131,10 @@ def read(directory: Path) -> dict[str, Any] | None:
 def _check_kinds(
     path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
 ) -> None:
-    """Raise an error if a field of `content` has another type than `expected`, or is less than `least`."""
+    """Raise an error if a field of `content` has none of the `expected` types, or an integer below `least`.
+
+    `path` is the file with these fields, for the message.
+    """
     for name in expected.keys() & content.keys():
         value, kinds = content[name], expected[name]
         number = int in kinds and value is not None
@@ -178,7 +181,7 @@ def link(directory: Path, later: Path) -> None:
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """Return the fields of the existing `run.json` that stay when the file is written anew."""
+    """Return fields of the existing `run.json` to keep when it is overwritten: links to other runs."""
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
         recorded = read(directory) or {}
@@ -198,7 +201,10 @@ def forget(directory: Path) -> None:
 
 
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:
-    """Return whether the script of this recorded run has begun a later run and not finished that one."""
+    """Return whether the script of this run has begun a later run that has not finished.
+
+    `recorded` is the `run.json` in `directory`; it names the directory of the next run.
+    """
     seen: set[Path] = set()
     while later := recorded.get("next"):
         directory = Path(os.path.normpath(directory / str(later)))
@@ -212,7 +218,10 @@ def continues(directory: Path, recorded: dict[str, Any]) -> bool:
 
 
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
-    """Raise an error if `directory` has another or a finished run, unless `fresh` allows to overwrite it.
+    """Raise an error if this run cannot use `directory`, since its `run.json` is that of another run.
+
+    A finished run is an error, too, unless its script has an unfinished later run, or this launch has
+    recorded the run before a restart (`restarted`). With `fresh` any run may be overwritten.
 
     Raises:
         RunDirectoryError: naming each difference.

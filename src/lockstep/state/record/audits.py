@@ -36,7 +36,7 @@ class Audits:
         return Audits(**{name: recorded[name] for name in names if name in recorded})
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `run.json` has of the audits."""
+        """Return the audits as the JSON object that `run.json` contains."""
         content = asdict(self)
         del content["_written"]
         return content

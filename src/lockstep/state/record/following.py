@@ -17,7 +17,7 @@ from lockstep.state.record.reading import Event, LineReader, Mean, values_of
 
 @dataclass(slots=True)
 class _File:
-    """The events of one rank's file that have been read so far."""
+    """A file with the events of one rank, and the logged values in it that wait for other ranks."""
 
     rank: int
     reader: LineReader
@@ -48,7 +48,7 @@ class _File:
 
     @property
     def kept(self) -> int:
-        """Offset in the file from which a later process has to read; all before it has been returned."""
+        """Offset in the file at which reading begins after a restart: at the first event in `pending`."""
         return min((offset for _, offset, _ in self.pending), default=self.reader.offset)
 
 

@@ -84,7 +84,7 @@ class Pace:
         return True
 
     def window(self) -> dict[str, Any] | None:
-        """Return the seconds of the steps in this window, `None` without steps; begin another window."""
+        """Return number and times of the steps in this window, `None` without steps; begin a new window."""
         times, data, before = self._times, *self._waited
         if not times:
             return None

@@ -138,7 +138,10 @@ def values_of(event: Event) -> list[tuple[str, float]]:
 
 
 def describe(event: Event) -> str | None:
-    """Return a checkpoint, failed audit, failure, restart or end in words; `None` for other events."""
+    """Return a line of text about a checkpoint, failed audit, failure, restart or end of the run.
+
+    Returns `None` for other events.
+    """
     match event["kind"]:
         case "checkpoint":
             best = "" if event.get("best") is None else f", best={event['best']:.4g}"

@@ -217,7 +217,7 @@ class Recorder:
                 self._write("running")
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Show a progress bar for a loop that trains."""
+        """Note that a loop over a loader begins; show a progress bar for it if it trains."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
         if trains:
@@ -371,8 +371,8 @@ class Recorder:
     ) -> None:
         """Record the end of the run and each rank's memory, and print one line.
 
-        `settings` are those of models and optimizers. If an earlier run of the same script, arguments, seed
-        and settings had another digest, a warning is shown.
+        `used` is the memory of this rank; `settings` are models and optimizers as text, `None` for a result
+        that is not exact. A warning names an earlier run with the same settings and another digest.
         """
         self._events.add(kind="memory", **used)
         self._events.flush()

@@ -36,7 +36,7 @@ def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
 
 
 def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> str | None:
-    """Return a warning of the newest earlier run with an equal fingerprint and another digest, if any.
+    """Return a warning about the newest earlier run with an equal fingerprint and another digest, if any.
 
     A run on another number of ranks may have other settings: a learning rate that the script multiplies by
     the number of ranks makes the result depend on the layout.
@@ -64,7 +64,10 @@ def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> 
 
 
 def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return a warning of a loader whose data differs from the data that the run has recorded for it."""
+    """Return a warning about a loader whose data has changed since an earlier start of the run.
+
+    `recorded` and `now` describe the data then and now, by the name of a property.
+    """
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))
     return (

@@ -59,7 +59,7 @@ def is_users(file: str) -> bool:
 
 
 def beside(error_file: Path) -> Path:
-    """Return the path of the file for a worker's stacks, next to the file for its error."""
+    """Return the path of the file for a worker's stacks, which lies next to `error_file`."""
     return error_file.with_suffix(".stacks")
 
 

@@ -70,7 +70,10 @@ class StepRecord:
     def add(
         self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
     ) -> None:
-        """Record a loss or hash of a step, which is read when the entry is written."""
+        """Record a loss or a hash of a step; its bytes are read from the device when the entry is written.
+
+        `kind` is an index in `KINDS`; `samples` is the checksum of a microbatch's sample ids.
+        """
         if step != self._step:
             self._step = step
             self._passes.clear()

@@ -64,7 +64,7 @@ class Trace:
         self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
 
     def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
-        """Record the end of a loop over a loader."""
+        """Record the end of a loop over a loader; `complete` is false if the script left it by `break`."""
         self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
         self._file.flush()  # a state saved now contains the result of the loop: it is not computed again
 

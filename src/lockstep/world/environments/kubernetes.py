@@ -21,7 +21,7 @@ COUNT = "PET_NNODES"
 
 
 def is_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether this process runs in a pod, where host names of other pods come and go with these."""
+    """Return whether this process runs in a pod, whose host name has an address only while the pod runs."""
     return "KUBERNETES_SERVICE_HOST" in environ
 
 

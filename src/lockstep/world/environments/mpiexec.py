@@ -26,7 +26,8 @@ def world(
     On one node the rendezvous is on its loopback interface, under a name that only this job has. On
     several nodes no variable has the address of rank 0 or the number of a node: unless `MASTER_ADDR` and
     `MASTER_PORT` are set, rank 0 broadcasts its address over MPI at the rendezvous. `key` is a name that is
-    the same in all processes of this job, and that no other job has.
+    the same in all processes of this job, and that no other job has. `environment` and `reason` are fields
+    of the returned `World`.
 
     Raises:
         WorldError: if the numbers contradict each other.

@@ -86,7 +86,7 @@ def _in_bundle(ray: Any, group: Any) -> World:
 def run_directory(name: str) -> Path | None:
     """Return the directory of run `name` in the storage of Ray Train; `None` outside of Ray Train.
 
-    The working directory of Ray Train's workers does not outlast the cluster, and is one for each node.
+    The working directory of Ray Train's workers is removed with the cluster, and differs from node to node.
 
     Raises:
         UsageError: if the storage is not a file system of this machine.

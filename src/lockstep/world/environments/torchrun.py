@@ -48,6 +48,8 @@ def detect_lockstep(environ: Mapping[str, str]) -> World | None:
 def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
     """Return rank, size and rendezvous from the variables that torchrun and `lockstep run` both set.
 
+    `environment` and `reason` are fields of the returned `World`.
+
     Raises:
         WorldError: if a variable is missing or contradicts another.
     """

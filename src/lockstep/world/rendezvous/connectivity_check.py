@@ -206,7 +206,8 @@ class _Member:
     def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
         """Try to connect to member 0, then to all others; return an address at which to reach each member.
 
-        `now` is the time on this member's clock, which member 0 compares with the other clocks.
+        `cards` has the listening addresses of each member, from `introduce`. `now` is the time on this
+        member's clock, which member 0 compares with the other clocks.
         """
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
@@ -233,7 +234,12 @@ class _Member:
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Reach]]:
-        """Return the addresses to try for each member; empty if all are to try member 0 again first."""
+        """Return the addresses to try for each member, after this member has tried to reach member 0.
+
+        `own` is this member's clock and its attempts, which member 0 reads at the store key `question`. The
+        result is empty if no address of member 0 was reached by all members: they try again with a longer
+        timeout. After the `last` attempt the result is never empty.
+        """
 
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
@@ -302,7 +308,7 @@ class _Member:
 
 
 def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
-    """Connect to a member; return the reason of a failure, or an empty text."""
+    """Connect to a member at `place`, one of its addresses; return the reason of a failure, or `""`."""
     deadline = time.monotonic() + seconds
     try:
         with socket.create_connection((place.address, card.port), timeout=seconds) as connection:
@@ -317,9 +323,10 @@ def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
 def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
     """Return the addresses to try for each member, after all members have tried to reach member 0.
 
-    The result has one address of member 0, on its first interface that all others reached, or all addresses
-    if there is no such interface. Of another member, it has the address on the member's route to member 0,
-    or the only address at which the member listens.
+    `cards` has the listening addresses of each member, `reports` its attempts to reach member 0. The result
+    has one address of member 0, on its first interface that all others reached, or all addresses if there
+    is no such interface. Of another member, it has the address on the member's route to member 0, or the
+    only address at which the member listens.
     """
     reached = [
         {attempt.place: attempt.source for attempt in report if not attempt.failure}
@@ -337,7 +344,10 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
 
 
 def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]) -> str:
-    """Return a message that lists the pairs of members without a connection; empty if there are none."""
+    """Return a message that lists the pairs of members without a connection; empty if there are none.
+
+    `cards` has the listening addresses of each member, `reports` all its attempts, `labels` its name.
+    """
     reached = {
         (by, attempt.member)
         for by, report in enumerate(reports)

@@ -156,7 +156,7 @@ def node_numbers(hosts: Sequence[str]) -> list[int]:
 
 
 def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Return local and node rank of each rank, as its launcher set them, or else by comparing hosts."""
+    """Return local and node rank of each rank: those that its launcher set, or else found from its host."""
     hosts = [info.node.host for info in infos]
     sizes, seen, found = Counter(hosts), Counter[str](), []
     for info, host_name, node in zip(infos, hosts, node_numbers(hosts), strict=True):

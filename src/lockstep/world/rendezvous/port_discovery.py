@@ -151,7 +151,10 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
 
 
 class _Search:
-    """Tries all addresses and ports of a host repeatedly, until `look` returns a result for one."""
+    """Tries to connect to each address and port of a host, repeatedly, until one is that of the store.
+
+    `look` connects to one address and port; it returns the address of the store, or `None` to go on.
+    """
 
     def __init__(
         self,

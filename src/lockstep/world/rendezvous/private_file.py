@@ -50,6 +50,6 @@ def _require_own(found: os.stat_result, path: Path) -> None:
 
 
 def _owner_in(directory: Path) -> int:
-    """Return the owner that a new file in `directory` gets; a file server may change the owner."""
+    """Return the user id of a new file in `directory`: a file server may map this user to another id."""
     with tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid

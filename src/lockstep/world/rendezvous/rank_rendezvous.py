@@ -311,7 +311,10 @@ def _by_name(
     wait: timedelta,
     announced: contextlib.ExitStack,
 ) -> dist.Store:
-    """Return the store of job `name`: rank 0 hosts it, other ranks find its port by port discovery."""
+    """Return the store of job `name`: rank 0 hosts it, other ranks find its port by port discovery.
+
+    On rank 0, the exit stack `announced` gets a callback that ends the answers to port discovery.
+    """
     loopback = network.listens_locally(world.address)
     if world.rank == 0:
         store = host_store(0, loopback=loopback)
