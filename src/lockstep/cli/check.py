@@ -99,7 +99,10 @@ def _fixed(outcome: Outcome, paths: list[Path], flags: Selection) -> Outcome:
 
 
 def of_target(target: str, kind: str) -> list[str]:
-    """Return a line for each hang or wrong result that `lockstep check` expects of a script or module."""
+    """Return a line for each hang or wrong result that `lockstep check` finds in a script, and a count.
+
+    `target` is the path of a script or, if `kind` is `module`, the dotted name of a module.
+    """
     from lockstep.tools.check import engine
     from lockstep.tools.check.output import line
 

@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser, *, elastic: bool) -> None:
 
 
 def given(options: argparse.Namespace) -> dict[str, object]:
-    """Return the values of the flags as keyword arguments of `Nodes`."""
+    """Return the values of the flags that `add` has added, as keyword arguments of `Nodes`."""
     from lockstep.launch.nodes.config import parse_count
 
     least, count = (None, None) if options.nnodes is None else parse_count(options.nnodes)

@@ -11,7 +11,7 @@ from lockstep.errors import UsageError, did_you_mean
 
 _CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)")
 
-#: Function that returns a hint about unknown arguments, from the parsed options and these arguments.
+#: Function that returns a hint for an error, from the parsed options and the arguments that are unknown.
 Advice = Callable[[argparse.Namespace, Sequence[str]], str]
 
 
@@ -22,10 +22,10 @@ _WITH_DASHES = ("verify", "bench", "branch")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line of `verify`, `bench` or `branch` at `--` into own arguments and the script's.
+    """Return the words before `--` and those after it, in a command line of `verify`, `bench` or `branch`.
 
-    Other command lines are not split. argparse parses options after SCRIPT only if no arguments of the
-    script follow.
+    The words after `--` are arguments of the script. Other command lines are not split. argparse parses
+    options after SCRIPT only if no arguments of the script follow.
     """
     cut = len(words)
     if words[:1] and words[0] in _WITH_DASHES and "--" in words:

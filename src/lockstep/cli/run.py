@@ -50,7 +50,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Launch the script, or print the plan of `--dry-run`; return the exit code."""
+    """Launch the script, or with `--dry-run` print what would be started; return the exit code."""
     from lockstep.launch import api
     from lockstep.launch.output import say
     from lockstep.launch.torchrun import asked_of
@@ -106,7 +106,10 @@ def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[s
 
 
 def _command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the command line without the flags that choose a run directory."""
+    """Return the arguments of `lockstep run` that a message shows for continuing a preempted run.
+
+    They are those of this command line without `--run-dir`, `--resume` and `--fresh`.
+    """
     script = [options.target, *options.args]
     flags, kept = iter(options.words[1 : -len(script)]), []
     for word in flags:

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 def add_shared_flags(
     parser: Parser, verb: str, *, replicas: str, kept: str, threads: str = ""
 ) -> None:
-    """Add SCRIPT and the flags of its launches; other arguments are help texts for command `verb`."""
+    """Add SCRIPT, and those flags of `lockstep run` that apply to each launch of the script.
+
+    `verb` is the command, `verify` or `bench`. `replicas`, `kept` and `threads` are the help texts of
+    `--replicas`, `--keep-runs` and `--threads`.
+    """
     parser.takes_script = True
     parser.advice = lambda options, left: (
         f"arguments of the script come after --: lockstep {verb} {options.target} -- {' '.join(left)}"

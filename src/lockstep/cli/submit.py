@@ -107,7 +107,7 @@ def _act(backend: Backend, asked: dict[str, str], options: argparse.Namespace) -
 
 
 def _check_flags(options: argparse.Namespace, chosen: str) -> None:
-    """Raise `UsageError` for a flag of another backend than the one that is used."""
+    """Raise `UsageError` if a flag is given that only another job scheduler than `chosen` has."""
     for name in backends.names():
         if name == chosen:
             continue
@@ -122,7 +122,7 @@ def _check_flags(options: argparse.Namespace, chosen: str) -> None:
 
 
 def _spec(options: argparse.Namespace, backend: Backend) -> LaunchSpec:
-    """Return the launch on each node, checked before the job is submitted.
+    """Return the `lockstep run` that the job executes on each node, checked before the job is submitted.
 
     Raises:
         UsageError: if a flag is invalid, or the script does not exist.

@@ -98,10 +98,10 @@ def parse_counts(flag: str, text: str) -> list[int]:
 def parse_layouts(flag: str, text: str, link: Link) -> list[Layout]:
     """Return the layouts in the value of a flag, such as `8,64,8x8` (hosts x ranks of each), sorted.
 
-    N ranks are on N hosts if a link between hosts is given, else on one.
+    A plain number N means N hosts of one rank each if `link` has a speed between hosts, else one host.
 
     Raises:
-        UsageError: for a word that is no layout, or names several hosts without the link's bandwidth.
+        UsageError: for a word that is no layout, or for several hosts if `link` has no bandwidth.
     """
     linked = (link.bandwidth, link.latency) != (None, None)
     found = set()
@@ -129,7 +129,9 @@ _LAYOUT = re.compile(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?")
 
 
 def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | None]:
-    """Return the exchanges to measure, from the two flags; `None` leaves the choice to the script.
+    """Return the exchanges to measure; `None` leaves the choice to the script.
+
+    `one` is the value of the flag `--exchange`, `several` is that of `--exchanges`.
 
     Raises:
         UsageError: if both flags are given, or a name is unknown.

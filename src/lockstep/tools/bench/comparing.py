@@ -81,7 +81,10 @@ def _is_row(row: Any) -> bool:
 
 
 def check_scripts(script: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
-    """Raise an error if `other`, unless it is a published table, has another script or other arguments.
+    """Raise an error unless the results `other` are of this script with these arguments.
+
+    `script` describes the script to measure. A published table is not checked. `name` names `other` in
+    error messages.
 
     Raises:
         UsageError: naming each difference.

@@ -1,4 +1,4 @@
-"""Launch the script of a benchmark on each combination, round after round."""
+"""Launch the script of a benchmark several times on each combination of ranks, strategy and exchange."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _TOO_SHORT = (
     "the run has {} steps, of which the first warms up; expected at least 2 of each rank\n"
     "hint: arguments for the script come after `--`: more samples, more epochs"
 )
-#: Seconds of training before the kill of a measured restart, and steps of the run after it.
+#: To measure a restart: the most seconds of training before a rank is killed, and the number of steps from
+#: the kill to the end of the run.
 _BEFORE_KILL, _AFTER_KILL = 3.0, 3
 
 
@@ -55,7 +56,10 @@ class Runner:
         return replace(trial, measured=measured, verdict=verdict, **known)
 
     def restart(self, run: Measured, combination: Combination, directory: Path) -> float | None:
-        """Launch the script and kill a rank; return the seconds until the run resumed, else `None`."""
+        """Launch the script and kill a rank; return the seconds until the run resumed, or `None`.
+
+        `run`: measurements of an earlier launch, from which the step of the kill is chosen.
+        """
         kill = min(max(2, run.steps // 2), 2 + math.ceil(_BEFORE_KILL / run.step_seconds))
         faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
         exit_code, _, _ = self._launch(combination, directory, {"LOCKSTEP_FAULTS": faults})
@@ -103,7 +107,9 @@ class Launches:
     _restarts: dict[Combination, float | None] = field(default_factory=dict)
 
     def run(self, rounds: int, *, restarts: bool) -> None:
-        """Launch every combination once per round; a combination that has failed is skipped from then on.
+        """Launch every combination `rounds` times; a combination that has failed is not launched again.
+
+        With `restarts`, also measure for each combination how long a restart after a killed rank takes.
 
         Raises:
             UsageError: if strategies or exchanges are given and the script does not use Lockstep.

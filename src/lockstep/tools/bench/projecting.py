@@ -111,7 +111,11 @@ def _project_group(
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
-    """Return the number and bytes of the sums of gradients, as measured on the most ranks."""
+    """Return the cost of summing gradients over ranks in a step, as measured in the row of the most ranks.
+
+    `usable` are measured rows of one strategy and exchange. Returns `None` if there are none, or if the
+    bytes are not known.
+    """
     if not usable:
         return None
     last = max(usable, key=lambda one: one["ranks"])
@@ -153,7 +157,7 @@ def _refusal(
 
 
 def _no_speed(used: Sequence[Point], wanted: Sequence[Layout], link: Link) -> str | None:
-    """Return which speed of the wanted layouts was neither measured nor given; `None` if none."""
+    """Return a message if a speed of the network is neither measured nor given but needed, else `None`."""
     if link.bandwidth is None and all(one.ranks == 1 for one in used):
         return _NO_EXCHANGE
     is_local = any(one.hosts > 1 and one.per_host > 1 for one in wanted)
@@ -195,7 +199,7 @@ def parameters_of(model: Model, link: Link) -> Row:
 def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
     """Return the predicted step time and speed on a layout, as a row of the results file.
 
-    Over several hosts also the step times with other algorithms for the sum of gradients.
+    On several hosts the row also has the step times with other algorithms that sum gradients over ranks.
     `rate_of_rank`: measured samples per second of one rank.
     """
     ranks = layout.ranks
@@ -216,7 +220,8 @@ def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
     return row
 
 
-#: Fields with the step time by each way to sum gradients that moves the same bytes.
+#: Algorithms for summing the same bytes of gradients over ranks, each with the field of a row for the
+#: predicted step time.
 _BESIDE = {
     Way.HOSTS: "hosts_step_seconds",
     Way.FLAT: "flat_step_seconds",

@@ -29,7 +29,8 @@ from lockstep.tools.bench.traffic import (
 
 #: Relative difference up to which batch sizes count as equal: the last batch of an epoch may be short.
 _ALIKE = 0.02
-#: Improvement that one more factor of a fit must bring, as a share of the squared targets.
+#: Decrease of the squared error that one more factor of a fit must bring, as a share of the squares of
+#: all targets.
 _WORTH = 1e-9
 
 
@@ -50,7 +51,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The sums of gradients over ranks in one step of a script: algorithm, number of sums, total bytes."""
+    """Sums of gradients over ranks, such as all-reduces, in one step: algorithm, number, total bytes."""
 
     exchange: str
     volume: float  # bytes of all that is summed in a step
@@ -70,7 +71,7 @@ def cost_of(
     gradients: float | None,
     on_cpu: bool = True,
 ) -> Cost | None:
-    """Return algorithm, number and bytes of the sums of gradients; `None` if the bytes are not known.
+    """Return how gradients are summed over ranks in one step; `None` if the bytes are not known.
 
     `sent` is a layout, and the bytes that each of its ranks sent in a step. `gradients` is the size of all
     gradients in bytes.
@@ -197,7 +198,7 @@ class Model:
         return Model(replace(self.parameters, **known), cost, self.batches)
 
     def by(self, way: Way) -> Model:
-        """Return the model of the same step if gradients are summed by the algorithm `way`, as a ring."""
+        """Return the model of the same step in which the algorithm `way` sums gradients over ranks."""
         return replace(self, cost=replace(self.cost, way=way))
 
     def compute(self, ranks: int) -> float:

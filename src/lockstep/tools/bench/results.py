@@ -54,7 +54,10 @@ def row(
 
 
 def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
-    """Return the fields of a row that are read from records of runs; only `measured_by` without records."""
+    """Return the fields of a row that come from the records of the launched runs.
+
+    Without records, as of a script without Lockstep, that is only `measured_by`.
+    """
     runs = [trial.measured for trial in trials if trial.measured is not None]
     if not runs:
         return {"measured_by": BY_WALL}

@@ -129,8 +129,8 @@ def _blocks(layout: Layout, replicas: int, ranks: int) -> list[range]:
     return [range(each[first].start, each[first + ranks - 1].stop) for first in firsts]
 
 
-#: Traffic of each way between several hosts. A ring crosses each host's link once, and its bytes within a
-#: host pass at the same time.
+#: For each algorithm, a function from layout and replicas to the traffic of one sum on several hosts. A
+#: ring crosses each host's link once, and its bytes within a host pass at the same time.
 _BETWEEN: Mapping[Way, Callable[[Layout, int], Traffic]] = {
     Way.HOSTS: _by_hosts,
     Way.FLAT: _flat,
@@ -140,7 +140,7 @@ _BETWEEN: Mapping[Way, Callable[[Layout, int], Traffic]] = {
 
 
 def sent_by_rank(way: Way, layout: Layout, replicas: int | None = None) -> float:
-    """Return how many bytes a rank counts as sent, per byte of gradients; 0 on one rank."""
+    """Return how many bytes a run records as sent by each rank, per byte of gradients that is summed."""
     made = traffic(way, layout, replicas)
     if way == Way.SERVERS:
         return 1.0

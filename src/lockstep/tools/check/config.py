@@ -52,7 +52,7 @@ def of_file(path: Path, flags: Selection) -> Selection:
     """Return the selection of rules for a file: flags override the nearest pyproject.toml.
 
     Raises:
-        UsageError: if a pyproject.toml cannot be read, or says what cannot be.
+        UsageError: if a pyproject.toml cannot be read, or has an invalid setting.
     """
     written = _above(path.resolve().parent)
     select = written.select if flags.select is None else flags.select

@@ -247,7 +247,10 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
-    """Return the loop in `code`; each of its inner loops begins with the next part of `loop`'s body."""
+    """Return the loop in `code`, with the body of `loop` divided among its inner loops.
+
+    A marker, a string statement with the text `PART`, separates two parts of the body.
+    """
     block = loop.body
     assert isinstance(block, cst.IndentedBlock)
     parts: list[list[cst.BaseStatement]] = [[]]

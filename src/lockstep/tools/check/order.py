@@ -14,7 +14,7 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
     """Return the syntax nodes that may keep a program from executing `node`: `if`, `try`, loops, exits.
 
-    Nodes around the calls of its function count, too.
+    Nodes around the calls of the function that contains `node` count, too.
     """
     found: set[ast.AST] = set()
     for parent, child in script.module.ancestry(node):
@@ -36,7 +36,10 @@ def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
 
 
 def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call | None:
-    """Return the call of one of `wrappers` that has wrapped a model before `node` is evaluated."""
+    """Return the call, such as `DDP(…)`, that has wrapped the model `node` earlier; `None` without one.
+
+    `node` is an expression whose value is a model. `wrappers` are the names of the functions to look for.
+    """
     module = script.module
     for call in [
         call for value in _bound(script, node) for call in script.made_by(value, *wrappers)
@@ -68,7 +71,10 @@ def launcher_only(script: Script, call: ast.Call) -> bool:
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield `node`, and all direct and indirect calls of its function, each with the function around it."""
+    """Yield `node`, and the direct and indirect calls of the function that contains `node`.
+
+    Each is the second element of a pair, whose first is the function (or module) around it.
+    """
     scope = script.module.scope(node)
     yield scope, node
     if depth and isinstance(scope, Function):

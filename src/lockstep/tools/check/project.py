@@ -205,7 +205,7 @@ class Project:
         return found
 
     def elements(self, module: Module, part: Part) -> list[Value]:
-        """Return the expressions that `model` of `model, data = make()`, say, may get its value from."""
+        """Return the expressions from which `model` in `model, data = make()`, say, may get its value."""
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []

@@ -38,7 +38,7 @@ EVALUATION = re.compile(
     r"(?<![a-z])(val|valid|validat(e|ion)|test|eval|evaluat(e|ion)|dev)"
     r"(?=[^a-z]|$|set|loader|data|ds|sampler|dl|iter)"
 )
-#: Calls that make a program a distributed one, and the kind of program that each shows.
+#: Functions whose calls make a program a distributed one, and the library that each shows.
 FLAVOURS = {
     "dist.init_process_group": "ddp",
     "dist.init_device_mesh": "ddp",
@@ -58,7 +58,7 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """A source file of a program, with the queries about both that several rules use."""
+    """A source file of a program, with methods that several rules use to query the file or the program."""
 
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module

@@ -35,7 +35,7 @@ class _Import:
 
 
 def convert(script: Script) -> tuple[str, list[str]] | None:
-    """Return the text with adapters imported, and notes; `None` for a script without adapted classes.
+    """Return the script's text with adapters imported, and notes; `None` if no class has an adapter.
 
     Raises:
         UsageError: if the script has an adapter already, or imports a class in a way that is not replaced.

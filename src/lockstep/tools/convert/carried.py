@@ -1,6 +1,6 @@
 """Find variables that a training loop carries from one iteration into the loss of a later one.
 
-That matters since the iterations of a converted loop are microbatches.
+The user is asked about them, since the iterations of a converted loop are microbatches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def convert(draft: Draft) -> None:
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements assign a variable on every path; loops count as having at least one iteration."""
+    """Whether statements assign a variable whichever branches run; loops count as run at least once."""
     for statement in statements:
         match statement:
             case ast.If(body=body, orelse=orelse):
@@ -77,7 +77,10 @@ def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _head(statement: ast.stmt) -> ast.AST:
-    """Return what a compound statement evaluates itself, as the test of an `if`; others unchanged."""
+    """Return the part of a compound statement outside of its blocks, such as the test of an `if`.
+
+    Other statements, such as an assignment, are returned themselves.
+    """
     match statement:
         case ast.If(test=test) | ast.While(test=test):
             return test

@@ -11,7 +11,8 @@ from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Part
 from lockstep.tools.check.syntax import Function, Variable, dotted, receiver, start, variables
 
-#: Stands for the run in edits, until `run_scope.py` replaces it by the run's name in each function.
+#: Placeholder in the code of edits, which `run_scope.py` replaces by the variable that holds the run, such
+#: as `run` or `self.run`.
 RUN = "__run__"
 #: Number of replicas of a converted script, which is the largest number of ranks that it can use.
 REPLICAS = 4
@@ -21,7 +22,7 @@ class Draft:
     """The changes to one script, collected by all modules of the conversion before any is applied.
 
     Attributes:
-        edits: changes, in the order in which they are made at one node.
+        edits: changes of expressions and statements; several changes of one are made in this order.
         questions: open questions, by the statement that each is about.
         removed: statements to delete.
         notes: messages for the user that need no answer.

@@ -175,9 +175,10 @@ def _modulus(test: ast.expr) -> ast.expr | None:
 
 
 def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions of losses by the number of accumulated batches, and what has to go with them.
+    """Return the divisions of losses by `number`, the number of accumulated batches, to remove them.
 
-    That is `loss * n` for a log, or `len(loader) / n`. Returns an empty list if some loss is not divided.
+    The result also has matching expressions, such as `loss * n` for a log, or `len(loader) / n`. It is
+    empty if some loss is not divided.
     """
     same = ast.dump(number)
     sent = [_divided(draft, sent_backward(call), same) for call in method_calls(loop, "backward")]
@@ -199,7 +200,10 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
 
 
 def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions of a whole loss by a number; empty if the loss is not divided in some branch."""
+    """Return the divisions of the loss `node` by a number; empty if some branch does not divide it.
+
+    `same` is the number as `ast.dump` writes it.
+    """
     match node:
         case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:
             above = draft.module.parents.get(node)

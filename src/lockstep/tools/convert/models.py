@@ -111,7 +111,11 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
 def _changed_after(
     draft: Draft, variable: ast.expr, made: ast.expr, call: ast.Call
 ) -> ast.stmt | None:
-    """Return the last statement before the optimizer `call` that changes or freezes layers of its model."""
+    """Return the last statement that changes or freezes layers of a finished model, or `None`.
+
+    Only statements between `made`, which makes the model in `variable`, and `call`, which makes its
+    optimizer, count.
+    """
     module, name = draft.module, dotted(variable)
     found: list[ast.stmt] = []
     for node in ast.walk(module.scope(variable)):

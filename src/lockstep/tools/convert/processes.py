@@ -189,7 +189,7 @@ def _without_rank(script: Script, node: ast.expr) -> ast.expr:
 
 
 def spawned(draft: Draft, scope: RunScope) -> None:
-    """Replace `mp.spawn` by a call of its function."""
+    """Replace `mp.spawn(f, …)` by a call of `f`; ask the user where the run is not made in `f`."""
     script, source = draft.script, draft.module.source
     for call in script.calls("mp.spawn"):
         target = script.project.definition(draft.module, call.args[0]) if call.args else None

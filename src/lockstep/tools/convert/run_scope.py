@@ -24,7 +24,10 @@ class RunScope:
 
 
 def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
-    """Return where to make the run: the innermost function from which all nodes in `needing` are called."""
+    """Return where to make the run: the innermost function that executes all nodes in `needing`.
+
+    It contains them, or calls functions that contain them. They are the syntax nodes that use the run.
+    """
     script, module = draft.script, draft.module
     loops = script.epoch_loops or script.step_loops
     scope: Scope = module.scope(loops[0])
@@ -44,7 +47,7 @@ def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
 
 
 def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
-    """Whether a node is in a function, or only in functions that are called from that function."""
+    """Whether a node is in the function `scope`, or in a function that only code of `scope` calls."""
     if scope in script.module.above(node):
         return True
     calls = _calls(script, script.module.scope(node)) if depth else []

@@ -42,7 +42,10 @@ def convert(draft: Draft) -> None:
 
 
 def _is_guarded(draft: Draft, node: ast.AST) -> bool:
-    """Whether an `if` around a node is true on one rank only, so not if an `or` makes it true on others."""
+    """Whether only some ranks, such as the main rank, execute a node: under an `if`, `with` or decorator.
+
+    An `if` such as `if rank == 0 or debug` does not count, since other ranks may execute it.
+    """
     guard = draft.script.guard(node)
     return guard is not None and not (
         isinstance(guard, ast.If)
@@ -56,7 +59,10 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 
 
 def _writes(draft: Draft, call: ast.Call) -> bool:
-    """Whether a call writes a file, and its statement has no question to the user yet."""
+    """Whether a call writes a file: `open` judged by its mode, other functions by their names.
+
+    A call of another function than `open` does not count in a statement that has a question already.
+    """
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":
         mode = argument(call, "mode", 0 if isinstance(call.func, ast.Attribute) else 1)

@@ -53,7 +53,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Converted:
-    """The original script and its converted text; questions by line; notes on changes of its meaning."""
+    """The original script, its converted text, questions to the user, and notes.
+
+    A note tells of a change in what the script computes, such as a larger batch; it needs no answer.
+    """
 
     module: Module
     text: str
@@ -193,7 +196,7 @@ def _placed(draft: Draft) -> list[Edit]:
 
 
 def _left(draft: Draft) -> list[tuple[ast.stmt, str]]:
-    """Return each open question to the user, after the statement in the script that it is about."""
+    """Return the open questions to the user, as pairs of the statement that each is about and its text."""
     questions = draft.questions.items()
     return [(one, text) for one, texts in questions if one not in draft.removed for text in texts]
 

@@ -25,7 +25,7 @@ def clear(draft: Draft) -> None:
 
 
 def _remove_empty(draft: Draft, function: Function) -> None:
-    """Remove a function whose body is removed, and its calls, if all calls are statements."""
+    """Remove a function whose body is removed, and its calls, if each call is a statement of its own."""
     body = {
         statement
         for statement in function.body
@@ -51,7 +51,10 @@ def _unread(draft: Draft) -> None:
 
 
 def _is_unread(draft: Draft, name: str, dead: set[ast.AST], words: set[str]) -> bool:
-    """Whether no remaining statement reads a name."""
+    """Whether no code of the converted script reads a name.
+
+    `dead` are the syntax nodes that edits remove, `words` the names in the code that edits add.
+    """
     return name not in words and dead.issuperset(draft.mentions(name, draft.module.tree))
 
 

@@ -18,7 +18,8 @@ from lockstep.engine.training.digest import digest
 #: Digest of the exact training; tests compute it with Python's integers.
 EXACT = "sha256:66752e1474ac3b5310d85b1dbdc1c4f6d10af5a886f9aa8ed32a98e6263724b1"
 STEPS, BATCH, SIZES = 10, 16, (8, 8, 4)
-#: Weights are multiples of 1 / UNIT in [-LARGEST, LARGEST]; gradients of the outputs are whole numbers.
+#: Weights are rounded to multiples of 1 / UNIT in [-LARGEST, LARGEST]; RATE is the learning rate. Gradients
+#: of the outputs are whole numbers.
 UNIT, LARGEST, RATE = 16, 2, 2.0**-10
 
 

@@ -92,7 +92,10 @@ def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
 
 
 def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
-    """Decorator for a function that judges one node's facts: returns findings, or a text if all is well."""
+    """Decorator for a function that judges one node's facts: returns findings, or a text if all is well.
+
+    `look` gathers the facts on each node, in `seconds` at most.
+    """
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
         def judge(seen: NodeReports) -> Iterator[Finding]:

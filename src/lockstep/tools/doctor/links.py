@@ -18,7 +18,8 @@ from lockstep.tools.doctor.check import Facts, Finding, NodeReports, Options, ch
 from lockstep.tools.doctor.node_rendezvous import NodeGroup
 from lockstep.world.network import listen, why_unreached
 
-#: Most seconds for one direction of a pair, and for one direction of all rounds; least for one pair.
+#: Seconds of measurements in one direction: the most for a pair of nodes, the most for all rounds together,
+#: and the least for a pair, which takes precedence.
 _MOST, _ALL, _LEAST = 0.25, 3.0, 0.03
 _PATIENCE = 2.0
 #: Seconds that nodes wait for each other at the end of a round: more than a pair may take.
@@ -48,7 +49,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _together(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Measure this node's links to all others; return what it received, or why a measurement failed."""
+    """Measure this node's links to all others; return bandwidth and latency of each, or why it failed."""
     if not rendezvous.reach:
         return []
     token = secrets.token_bytes(_TOKEN)

@@ -42,7 +42,7 @@ class NodeGroup:
     endpoint: Endpoint | None = None  # `None` for a single node
     interface: str | None = None
     reach: tuple[Reach, ...] = ()  # address of each node, once all have connected to each other
-    #: child processes forked before this process had threads, which may start further processes
+    #: child processes that start the ranks of a test all-reduce; forked before this process had threads
     starters: tuple[Child, ...] = ()
     _lost: set[int] = field(default_factory=set)
 

@@ -28,7 +28,7 @@ _PARTS = 100
 
 @dataclass(slots=True)
 class Checked:
-    """What the check of an attestation has confirmed."""
+    """Result of checking an attestation: the signature, the replayed parts, and the first difference."""
 
     signature: str | None  # what ssh-keygen says of it
     confirmed: list[str] = field(default_factory=list)  # names of the replayed parts
@@ -37,7 +37,7 @@ class Checked:
 
 
 def attest(run: RecordedRun, key: Path | None) -> dict[str, Any]:
-    """Return the attestation of a run, signed with the SSH key `key`.
+    """Return the attestation of a run, signed if `key` is the path of an SSH key.
 
     Raises:
         UsageError: if the run has not ended or has no step record.
@@ -82,7 +82,8 @@ def check(
 ) -> Checked:
     """Compare a run's records with the attestation in `file`; replay `segments` random parts of its steps.
 
-    `signers` are the allowed signers; `None` for any key, or none.
+    `signers` is a file of allowed signers, as for `ssh-keygen`. With `None` the signature may be by any
+    key, or be missing.
 
     Raises:
         UsageError: if the file is no attestation.
@@ -122,7 +123,7 @@ def check(
 
 
 def _verify(links: dict[str, str], signature: str, signers: Path | None) -> str:
-    """Return what `ssh-keygen` says of a signature."""
+    """Verify a signature with `ssh-keygen`; return the message that it prints."""
     with NamedTemporaryFile("w") as file:
         file.write(signature)
         file.flush()

@@ -13,13 +13,13 @@ from lockstep.state.record.steps import KINDS, LOSS, Entry, Key
 from lockstep.tools.replay.recorded import RecordedRun
 from lockstep.tools.replay.replaying import Asked, Replayed
 
-#: Formats of losses, by their number of bytes; half precision has two.
+#: Formats of `struct` for losses, by number of bytes; two bytes are float16 or bfloat16, and not unpacked.
 _FORMATS = {4: "<f", 8: "<d"}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A replay beside the records of its run."""
+    """A comparison of a replay with the records of the run that it computed again."""
 
     run: RecordedRun
     asked: Asked
@@ -47,13 +47,13 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Number of values of the requested steps that both have."""
+        """Number of values of the requested steps that are both in the records and in the replay."""
         both = self.run.entries.keys() & self.replayed.entries.keys()
         return sum(self.asked.step <= key.step <= self.asked.until for key in both)
 
     @property
     def same(self) -> bool:
-        """Whether the replay has everything that was recorded of its steps, with the same bits."""
+        """Whether the replay has all recorded values of its steps, at least one, with the same bits."""
         return self.difference is None and self.compared > 0
 
     def notes(self) -> list[str]:
@@ -115,7 +115,10 @@ def shown(key: Key, entry: Entry) -> str:
 
 
 def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
-    """Return in words how two entries differ; `where` says of each where it is."""
+    """Return in words how two entries of a step record differ.
+
+    `where` has a word for the source of each, such as `recorded` and `in the replay`.
+    """
     place = f"step {key.step}" + f", replica {key.replica}" * (key.kind == LOSS)
     if one.samples != other.samples:
         return f"{place}: other samples {where[0]} than {where[1]}"
@@ -124,7 +127,10 @@ def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
 
 
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, str]) -> list[str]:
-    """Return in words how identity, versions, environment, commit and data of two `run.json` differ."""
+    """Return in words how identity, versions, environment, commit and data of two `run.json` differ.
+
+    `where` has a word for the source of each, such as `recorded` and `now`.
+    """
     identities = one.get("identity", {}), other.get("identity", {})
     origins = one.get("provenance", {}), other.get("provenance", {})
     lines = changed(*identities, where)
@@ -141,7 +147,10 @@ def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, s
 def changed(
     before: Mapping[str, Any], after: Mapping[str, Any], where: tuple[str, str]
 ) -> list[str]:
-    """Return in words which values of two mappings differ, except those that are mappings themselves."""
+    """Return in words which values of two mappings differ, except those that are mappings themselves.
+
+    `where` has a word for the source of each mapping, such as `recorded` and `now`.
+    """
     return [
         f"{name}: {before.get(name)} {where[0]}, {after.get(name)} {where[1]}"
         for name in dict.fromkeys([*before, *after])

@@ -20,7 +20,7 @@ _WHERE = ("in A", "in B")
 
 @dataclass(slots=True)
 class Diff:
-    """What `lockstep diff` has found."""
+    """Result of `lockstep diff`: differences of two runs, and where the first of them comes from."""
 
     unlike: list[
         str
@@ -75,7 +75,7 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _first(one: Mapping[Key, Entry], other: Mapping[Key, Entry], after: int = 0) -> Key | None:
-    """Return the first entry of the steps after `after` that both have, with different values."""
+    """Return the key of the first entry after step `after` that differs between two step records."""
     both = sorted(one.keys() & other.keys())
     return next((key for key in both if key.step > after and one[key] != other[key]), None)
 
@@ -85,7 +85,8 @@ def _locate(
 ) -> None:
     """Replay both runs from a state up to step `begin` to `step`; trace the first step that differs.
 
-    Replays hash every step, and may show that an earlier one differs. Then that one is traced.
+    Replays hash every step, so they may show a difference in an earlier step than the records do. Then they
+    are repeated to trace the earlier step.
     """
     started = [RecordedRun.of(run.directory) for run in runs]
     placed = [as_recorded(run, scratch / f"source-{n}") for n, run in enumerate(started)]
@@ -111,7 +112,11 @@ def _traced(of: str, own: Replayed) -> list[dict[str, Any]]:
 
 
 def _first_call(one: Replayed, other: Replayed, step: int) -> dict[str, Any] | None:
-    """Return the first call of a module whose output differs, or that is another one."""
+    """Return the first call of a module that is not the same in two replays; `None` if all calls are.
+
+    Calls differ in the module or in its output. The result has the names of the modules, the replica, and
+    the first sample that differs.
+    """
     for mine, its in zip(_traced("call", one), _traced("call", other), strict=False):
         if all(mine[name] == its[name] for name in ("name", "class", "replica", "output")):
             continue

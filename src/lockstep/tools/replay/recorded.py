@@ -69,7 +69,7 @@ class RecordedRun:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings with which another start computes the same."""
+        """The recorded settings that another start of the run needs to compute the same results."""
         found: Mapping[str, Any] = self.content["provenance"].get("settings", {})
         return found
 
@@ -80,7 +80,7 @@ class RecordedRun:
 
     @cached_property
     def entries(self) -> dict[Key, Entry]:
-        """The step record."""
+        """The entries of the step record: losses, and hashes of gradients and parameters."""
         return steps.read(self.directory)
 
     @property
@@ -90,13 +90,13 @@ class RecordedRun:
         return int(max(*known, *(key.step for key in self.entries)))
 
     def command(self, options: list[str], arguments: list[str] | None = None) -> RunCommand:
-        """Return the command of another start; `arguments` replace the recorded ones of the script."""
+        """Return the command that starts the script again; `arguments` replace the recorded ones."""
         module, given = self._command.get("module"), self._command["arguments"]
         script = [module or self._command["script"], *(given if arguments is None else arguments)]
         return RunCommand(script, [*(["-m"] if module else []), *options], [])
 
     def variables(self, *without: str) -> dict[str, str]:
-        """Return environment variables with the run's settings, except those named and the strategy."""
+        """Return environment variables with the recorded settings, except `strategy` and `without`."""
         return {
             TABLE[name].variable: write(value)
             for name, value in self.settings.items()
@@ -112,7 +112,7 @@ class RecordedRun:
     def state_at(self, first: int, last: int) -> Path | None:
         """Return the newest undamaged checkpoint of the steps `first` to `last`, or `None`.
 
-        A message names each damaged one.
+        A message on standard error names each damaged checkpoint.
         """
         for (step, _), path in catalog.paths(self.directory / catalog.DIRECTORY).items():
             if first <= step <= last:
@@ -123,9 +123,10 @@ class RecordedRun:
         return None
 
     def begin(self, state: Path | None, directory: Path, *, stays: bool) -> None:
-        """Make the run directory of a run that begins with the state of this run at `state`.
+        """Make `directory` the directory of a new run that begins with the checkpoint `state` of this run.
 
-        Its checkpoint is copied if the new run `stays` or this run may remove it; else it has links.
+        The files of the checkpoint are copied if the new run `stays`, or if this run still trains and may
+        remove them. Otherwise they are linked. With `None` as `state` the new run begins at step 0.
 
         Raises:
             UsageError: if `state` is `None`, and this run itself began with the state of another run.

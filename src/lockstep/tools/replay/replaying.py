@@ -31,7 +31,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What `lockstep replay` was asked for."""
+    """Options of a replay: which steps to compute again, and what to show or save of them."""
 
     step: int  # the first step of interest, counted from 1
     until: int  # the last one
@@ -89,7 +89,7 @@ class Replayed:
 def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
     """Compute steps of a run again in the scratch directory `directory`.
 
-    `asked` is checked by the caller.
+    The options in `asked` are not checked; the method `asked.check` does that.
 
     Raises:
         RunError: if the script fails.

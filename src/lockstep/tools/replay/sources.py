@@ -13,8 +13,8 @@ from lockstep.tools.replay.recorded import RecordedRun
 def as_recorded(run: RecordedRun, directory: Path) -> RecordedRun:
     """Return the run with its recorded commit's script, in `directory`, if source files have changed since.
 
-    The repository is only read. The run itself is returned if its commit is unknown or gone: notes of a
-    comparison name files that have changed.
+    The repository is only read. The run itself is returned if its commit is unknown or gone; then
+    `Comparison.notes` names the files that have changed.
     """
     provenance = run.content["provenance"]
     command, sources = provenance["command"], provenance["sources"]

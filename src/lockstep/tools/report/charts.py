@@ -44,7 +44,7 @@ class Clock:
 def line_figure(
     lines: Sequence[tuple[str, Sequence[Point]]], x: str, y: str = "", *, from_zero: bool = True
 ) -> Any:
-    """Return a figure with lines over one pair of axes; a value of `None` is a gap."""
+    """Return a figure of lines, with axis titles `x` and `y`; a value of `None` is a gap in a line."""
     objects = graph_objects()
     most = max(4, min(_LINE, _CHART // max(len(lines), 1)))
     traces = [

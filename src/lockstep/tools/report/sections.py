@@ -116,12 +116,12 @@ def _own(run: Shown) -> dict[str, object]:
 
 
 def _parent(content: Mapping[str, Any] | None) -> str | None:
-    """Return the run and the step whose state a run began with; `None` for any other run."""
+    """Return, as text, the parent of a branch and the step after which it begins, or `None`."""
     return None if content is None else f"{content.get('directory')}, step {content.get('step')}"
 
 
 def _audited(audits: Mapping[str, Any]) -> str | None:
-    """Return how many audits found no difference, and what they confirmed; `None` if there were none."""
+    """Return, as text, the number of audits without a difference and the last step that they confirm."""
     count = audits.get("count")
     return f"{count} without a difference, up to step {audits.get('confirmed')}" if count else None
 

@@ -60,7 +60,9 @@ class Backend(ABC):
         """
 
     def name(self, text: str, *, chosen: bool) -> str:
-        """Return the name of a job: `text`, which the user has `chosen`, or which is the script's name.
+        """Return the name to submit a job under, which is `text` if the job scheduler accepts it.
+
+        `chosen`: whether the user gave `text`. Otherwise it is the script's name, and may be changed.
 
         Raises:
             UsageError: if the backend cannot take a chosen name.

@@ -22,7 +22,7 @@ _LONGEST = 40
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)")
 #: Exit codes of a launcher that ended on a signal, which is no failure: the run's state is saved, or the
-#: signal came before there was any, or the other pods continue with it.
+#: signal came before there was a state, or the other pods continue with it.
 ON_SIGNAL = (PREEMPTED, 128 + 15)
 #: Exit codes of a container runtime: the command cannot be executed, or does not exist in the image.
 NO_COMMAND = (126, 127)

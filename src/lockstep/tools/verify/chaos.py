@@ -28,12 +28,12 @@ Value = TypeVar("Value")
 
 #: Share of the kills that come soon after a (re)start, without waiting for a step.
 _HASTY = 0.2
-#: Most seconds after a (re)start at which such a kill comes; the first step ends the wait.
+#: Longest wait, in seconds after a (re)start, for a kill that waits for no step; the first step ends it.
 _START_SECONDS = 0.6
 _LOOK = 0.002
 _LOOK_FOR_WORKERS = 0.02
 _LOOK_FOR_GENERATIONS = 0.02
-#: Seconds after a kill in which the launcher may still start workers that belong to the killed ones.
+#: Seconds after a kill in which the launcher may still start workers of the killed generation.
 _SAME_GENERATION = 0.02
 #: Assumed seconds of a step until one has been measured.
 _PACE = 0.01
@@ -108,7 +108,7 @@ class Chaos:
 
 
 class _Workers:
-    """The worker processes of a launch, which differ from its fork servers in where output goes."""
+    """The worker processes of a launch; unlike fork servers they write to a pipe or to a log file."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher

@@ -220,7 +220,11 @@ def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
 
 
 def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Difference | None:
-    """Return the first difference of a run; `traces`: for each of the layouts `outcomes`."""
+    """Return the difference in the earliest step of one run in the script, or `None`.
+
+    It is between two layouts, or between two computations of a step on one. `traces` are those of the run
+    on each layout, in the order of `outcomes`.
+    """
     names = [str(outcome.layout) for outcome in outcomes]
     found = [redone(own, name) for own, name in zip(traces, names, strict=True)]
     others = zip(traces[1:], names[1:], strict=True)

@@ -146,7 +146,12 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
 def _stages(
     begun: int, ends: Sequence[tuple[int, int]], kills: Sequence[int], name: str
 ) -> tuple[Stage, ...]:
-    """Divide a run into launches; `ends` has, for each preemption, the next number of ranks and a step."""
+    """Divide a run into launches, of which each but the last one ends with a preemption.
+
+    `begun` is the number of ranks of the first launch. `ends` has, for each preemption, the next number of
+    ranks and the step after which it happens. `kills` are the steps in which a rank is killed. `name` names
+    the layout in error messages.
+    """
     stages, ranks, before = [], begun, 0
     for following, step in ends:
         if step == before:

@@ -33,7 +33,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a script on one layout: exit code, traces, and of its first run digest and steps."""
+    """The result of a script on one layout; digest and steps are those of the first run in the script."""
 
     layout: Layout
     exit_code: int
@@ -56,7 +56,7 @@ def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Itera
 
     Raises:
         RunError: if the script fails on a layout for any reason but a difference that the run has found.
-        UsageError: if the script makes no run.
+        UsageError: if the script makes no `lockstep.Run`.
     """
     steps = 0
     for number, layout in enumerate(layouts):

@@ -15,10 +15,12 @@ from typing import Any
 
 from lockstep.state.record.reading import LineReader
 
-#: Identifies a backward pass: step, loader, epoch, round, batch, turn, replica, number in the microbatch.
+#: Identifies a backward pass: step, loader, epoch, round, global batch, pass over this batch, replica, and
+#: index of the backward pass in its microbatch.
 Key = tuple[int, int, int, int, int, int, int, int]
 
-#: Identifies a microbatch without a backward pass: loader, epoch, round, batch, turn, replica.
+#: Identifies a microbatch without a backward pass: loader, epoch, round, global batch, pass over this
+#: batch, replica.
 EvaluationKey = tuple[int, int, int, int, int, int]
 
 #: Identifies a loop over a loader: loader, epoch, round.
@@ -99,7 +101,10 @@ def generations(directory: Path) -> dict[int, dict[int, Path]]:
 
 
 def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dict[int, Step]]:
-    """Return the step after which a (re)start continued, and its steps; add its other data to `traces`."""
+    """Read the trace files of one (re)start; return the step after which it continued, and its steps.
+
+    Other records, such as samples of evaluations, are added to `traces`.
+    """
     # If all ranks were killed before they wrote a line, no step is superseded.
     begin = float("inf")
     steps: dict[int, Step] = {}
@@ -147,7 +152,8 @@ def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
 def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, str]]:
     """Yield the differences between a step's first computation and the one after a restart.
 
-    Only records that both wrote are compared, since either may have been killed before its end.
+    Only values that both computations have recorded are compared: either may have been killed before the
+    end of the step.
     """
     for key in sorted(first.passes.keys() & again.passes.keys()):
         one, other = first.passes[key], again.passes[key]

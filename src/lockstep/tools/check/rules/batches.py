@@ -103,7 +103,10 @@ def whole_batch(script: Script) -> Iterator[Hit]:
 
 
 def _means_all(script: Script, size: ast.expr) -> bool:
-    """Whether `size`, by its name or its option's help, is the batch size of all ranks, and not divided."""
+    """Whether `size` is meant as the batch size of all ranks, and is not divided by their number.
+
+    This is judged by its name, and by the help text of its command-line option.
+    """
     values = [size, *script.sources(size)]
     if any("/" in ast.unparse(value) for value in values[1:]):
         return False

@@ -98,7 +98,7 @@ def unordered(script: Script) -> Iterator[Hit]:
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
-    """Whether a call numbers a set's elements: by `enumerate`, or in a dataset by making a list of it."""
+    """Whether a call numbers the elements of a `set`: by `enumerate`, or in a dataset by `list`."""
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")

@@ -113,7 +113,7 @@ def _per_sample(script: Script, node: ast.AST) -> bool:
 
 
 def _kept(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a random generator that neither a training step nor `__getitem__` has made."""
+    """Whether a value is a random generator that is made outside of training steps and of `__getitem__`."""
     return any(
         _makes_generator(home, value)
         and not _per_sample(script.of(home), value)

@@ -81,7 +81,10 @@ def no_main_guard(script: Script) -> Iterator[Hit]:
 
 
 def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
-    """Whether a call starts processes that import the script; `always`: whether every `mp.Process` does."""
+    """Whether a call starts processes that import the script again, as with the start method `spawn`.
+
+    `always`: whether the script has set such a start method for `mp.Process`.
+    """
     name = script.name(call.func)
     if name in ("mp.spawn", "mp.start_processes"):
         return script.constants(argument(call, "start_method")) != ["fork"]

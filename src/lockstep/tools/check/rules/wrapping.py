@@ -104,7 +104,7 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
 
 
 def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
-    """Whether the model in the expression `model` is wrapped in `wrapper` before, whichever branches ran."""
+    """Whether every branch of the code before `model` wraps this model in `wrapper`, such as `DDP`."""
     wrapped = wrapped_before(script, model, wrapper)
     if wrapped is None:
         return False

@@ -109,7 +109,7 @@ class Kubernetes(Backend):
         )
 
     def name(self, text: str, *, chosen: bool) -> str:
-        """Return the name of a job, which Kubernetes must be able to take."""
+        """Return `text` if the user has chosen it, else a name made from it that Kubernetes accepts."""
         if chosen:
             check_name("--job-name", text)
         return text if chosen else name_of(text)
@@ -143,7 +143,7 @@ class Kubernetes(Backend):
         return Submission(done.stdout.strip().replace("\n", ", "), _words(done.stderr))
 
     def job_id(self, name: str, options: argparse.Namespace) -> str:
-        """Return `NAMESPACE/KIND/NAME` of a job, with an empty namespace for that of kubectl."""
+        """Return the id `NAMESPACE/KIND/NAME` of a job; without `--namespace` its first part is empty."""
         check_name("the job's name", name)
         return f"{options.namespace or ''}/{_kind(options)}/{name}"
 
@@ -155,7 +155,7 @@ class Kubernetes(Backend):
         return parse(answer, pods.get("items", []))
 
     def output(self, run_dir: Path, job: str) -> Path:
-        """Return the run directory: the output of pods stays with the cluster, which `logs` prints."""
+        """Return the run directory in place of a file: the cluster keeps the output; `logs` prints it."""
         return run_dir
 
     def logs(self, job: str) -> int:
