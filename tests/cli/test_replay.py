@@ -241,15 +241,16 @@ def test_what_is_gone_is_named(past: Lockstep) -> None:
     path = past.directory / "run" / "run.json"
     content = json.loads(path.read_text())
 
-    def refused(*words: str) -> str:
+    def refused(*words: str, code: int = 2) -> str:
         path.write_text(json.dumps(content))
         done = past("replay", "run", "--step", "3", *words)
-        assert done.code == 2
+        assert done.code == code
         return done.err
 
     command = content["provenance"]["command"]
     command["script"] += ".gone"
-    assert "train.py.gone, the script of the recorded command, is gone" in refused()
+    gone = refused(code=125)  # `git bisect run` skips a commit without the script
+    assert "train.py.gone, the script of the recorded command, is gone" in gone
     command["run"] = 1
     assert "is run number 2 of its script; expected the first one" in refused()
     del content["provenance"]
