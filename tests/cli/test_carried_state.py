@@ -216,7 +216,7 @@ with lockstep.Run("layer", replicas=2) as run:
             run.backward(F.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.03)  # a snapshot is taken in most steps
+            time.sleep(0.1)  # a snapshot is taken in most steps, on a busy machine, too
         if epoch < 5:
             apply_schedule(model, epoch)
 """

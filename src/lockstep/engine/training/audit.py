@@ -347,8 +347,14 @@ class Audit:
         raise wrong_rank(finding, place, agreed, rank=found.odd if is_clear else None)
 
     def _differs(self, step: int, **who: Any) -> None:
-        self._context.record.audit_differs(step, **who)
+        context = self._context
+        context.record.audit_differs(step, **who)
         self.distrust()
+        if not self._is_alone:
+            # The launcher ends all ranks when the first one fails; the main rank renames checkpoints before.
+            assert context.group is not None
+            with context.heartbeat.collective("the audit"):
+                gather_numbers([0], context.group)
 
     def _machine(self, rank: int) -> tuple[str, str]:
         """Return the names of a rank's host and device; a collective call, through the key-value store."""
