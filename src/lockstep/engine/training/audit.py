@@ -351,7 +351,7 @@ class Audit:
         context.record.audit_differs(step, **who)
         self.distrust()
         if not self._is_alone:
-            # The launcher ends all ranks when the first one fails; the main rank renames checkpoints before.
+            # The launcher ends all ranks when one fails; before that, the main rank renames checkpoints.
             assert context.group is not None
             with context.heartbeat.collective("the audit"):
                 gather_numbers([0], context.group)
