@@ -1,7 +1,4 @@
-"""A Ray cluster of two nodes on this machine: prints its address, and ends with its standard input.
-
-python -m tests.nodes.ray_cluster DIRECTORY
-"""
+"""A Ray cluster of two nodes on this machine: prints its address, and ends with its standard input."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from ray.cluster_utils import Cluster
 
 def main() -> None:
     # Ray Train's controller and the others of its own take no CPU of the workers.
-    head = {"num_cpus": 2, "include_dashboard": False, "temp_dir": sys.argv[1]}
+    head = {"num_cpus": 2, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=2)
     sys.stdout.write(f"{cluster.address}\n")

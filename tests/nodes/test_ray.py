@@ -37,11 +37,12 @@ def cluster() -> Iterator[dict[str, str]]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs ray, of the extra `ray`")
     directory = tempfile.mkdtemp(prefix="ray-")  # names of sockets are short
-    command = (sys.executable, "-m", "tests.nodes.ray_cluster", directory)
+    command = (sys.executable, "-m", "tests.nodes.ray_cluster")
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **SMALL},
+        # Not a `temp_dir` of the head: its address file is in /tmp/ray then, which Ray does not make.
+        env={**os.environ, **SMALL, "RAY_TMPDIR": directory},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
