@@ -2,23 +2,25 @@
 
 Claims: less than 1 % of the time of steps, each for records with samples of the machine and for a logger.
 The hashes of gradients and parameters for `lockstep replay` take less than 1 % of steps of any length, and
-a loss takes less than 20 µs.
+a loss takes less than 20 µs, or less than 0.2 % of a longer step.
 
 Measured: one rank trains a small network, padded to 10 ms a step by computing. Processor time of the
 threads that sample and log, as the operating system counts it, and of the main thread inside `run.log`
 and inside of what measures a step. Of the step record: processor time of the main thread inside of its
 functions beside that of the whole loop, for an MLP 64-64-10 and models of 1 and 100 MB in layers of 1 MB,
-one thread. Wall times would not show 1 % on a machine with other work.
+one thread; what the clock itself takes is subtracted. Wall times would not show 1 % on a machine with
+other work.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -37,6 +39,7 @@ from lockstep.state.record.steps import StepRecord
 STEP = 0.010
 LIMIT = 0.01
 LOSS = 20  # µs
+LOSS_PART = 0.002  # of a step
 _THREADS = {"lockstep-machine": "sampling (thread)", "lockstep-loggers": "TensorBoard (thread)"}
 
 
@@ -104,44 +107,51 @@ MODELS = {
         64,
         5000,
     ),
-    "1 MB": (lambda: [torch.nn.Linear(512, 512)], 512, 1000),
+    "1 MB": (lambda: [torch.nn.Linear(512, 512)], 512, 5000),
     "100 MB": (lambda: [torch.nn.Linear(512, 512) for _ in range(100)], 512, 300),
 }
 
 
-def step_record(name: str) -> tuple[float, float]:
-    """Return the part of steps that hashes take, and the microseconds of a loss, for a model."""
-    layers, width, steps = MODELS[name]
-    spent = dict.fromkeys(("hashes", "losses"), 0.0)
+class Spent:
+    """Processor seconds of this thread inside of calls, by what they do, less what the clock takes."""
 
-    def timed(part: str, owner: type, name: str) -> Any:
-        call = getattr(owner, name)
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("hashes", "losses"), 0.0)
+        self._clock = 0.0
+        empty = self.timed("hashes", lambda own, step, microbatch: None)
+        for step in range(10_000):
+            empty(self, step, None)
+        self._clock = self.seconds["hashes"] / 10_000
+        self.seconds["hashes"] = 0.0
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call`, timed. A call inside of another counts for its own part only."""
 
         def timing(*args: Any, **kwargs: Any) -> Any:
-            began, before = time.thread_time(), sum(spent.values())
+            before, began = sum(self.seconds.values()), time.thread_time()
             result = call(*args, **kwargs)
-            # A hash is read where the file is written, inside of the recording of a loss.
-            spent[part] += time.thread_time() - began - (sum(spent.values()) - before)
-            return result
-
-        return mock.patch.object(owner, name, timing)
-
-    def hash_timed(tensors: Any) -> Any:
-        value = hash64(tensors)
-
-        def timing() -> bytes:
-            began = time.thread_time()
-            result = value()
-            spent["hashes"] += time.thread_time() - began
+            spent = time.thread_time() - began - self._clock
+            self.seconds[part] += spent - (sum(self.seconds.values()) - before)
             return result
 
         return timing
 
+
+def step_record(name: str) -> tuple[float, float, float]:
+    """Return, of a model: the parts of steps that hashes and losses take, and the seconds of a loss."""
+    layers, width, steps = MODELS[name]
+    spent = Spent()
+    hashed = [(StepHashes, "update_begins"), (StepHashes, "step_ends")]
+    recorded = [(StepRecord, "flush"), (Recorder, "before_backward")]
+
+    def hash_timed(tensors: Any) -> Any:
+        return spent.timed("hashes", hash64(tensors))  # read where the file is written
+
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        for function in (StepHashes, "update_begins"), (StepHashes, "step_ends"):
-            stack.enter_context(timed("hashes", *function))
-        for function in (StepRecord, "flush"), (Recorder, "before_backward"):
-            stack.enter_context(timed("losses", *function))
+        for part, functions in (("hashes", hashed), ("losses", recorded)):
+            for owner, function in functions:
+                call = spent.timed(part, getattr(owner, function))
+                stack.enter_context(mock.patch.object(owner, function, call))
         stack.enter_context(mock.patch.object(step_hashes, "hash64", hash_timed))
         run = stack.enter_context(
             lockstep.Run("steps", run_dir=place, progress=False, threads=1, checkpoint_every=0)
@@ -154,7 +164,14 @@ def step_record(name: str) -> tuple[float, float]:
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.thread_time() - began
-    return spent["hashes"] / seconds, spent["losses"] / steps * 1e6
+    hashes, losses = spent.seconds["hashes"], spent.seconds["losses"]
+    return hashes / seconds, losses / seconds, losses / steps
+
+
+def spread(values: list[float], factor: float) -> str:
+    """Return median, least and most, in a unit that is `factor` times smaller."""
+    three = (factor * one for one in (median(values), min(values), max(values)))
+    return "{:.2f} ({:.2f} to {:.2f})".format(*three)
 
 
 def main() -> None:
@@ -183,16 +200,14 @@ def main() -> None:
     columns = ["part", "median, % of the time of steps", "min to max"]
     report.table(f"steps of 10 ms ({options.pairs} rounds)", columns, rows, notes=notes)
     rows, notes = [], []
-    for name, both in record.items():
-        parts, losses = [100 * part for part, _ in both], [loss for _, loss in both]
-        row = [
-            f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f})"
-            for one in (parts, losses)
-        ]
+    for name, measured in record.items():
+        hashes, losses, loss = ([one[place] for one in measured] for place in range(3))
+        row = [spread(hashes, 100), spread(losses, 100), spread(loss, 1e6)]
         rows.append([name, *row])
-        holds = statistics.median(parts) < 100 * LIMIT and statistics.median(losses) < LOSS
+        cheap = median(loss) < LOSS * 1e-6 or median(losses) < LOSS_PART
+        holds = median(hashes) < LIMIT and cheap
         notes.append(f"{name}: claims: {'hold' if holds else 'do not hold'}")
-    columns = ["model", "hashes, % of the time of steps", "a loss, µs"]
+    columns = ["model", "hashes, % of the time of steps", "losses, %", "a loss, µs"]
     report.table(f"step record ({options.pairs} rounds)", columns, rows, notes=notes)
     report.close()
 
