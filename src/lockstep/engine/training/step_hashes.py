@@ -20,8 +20,10 @@ from lockstep.engine.training.tensor_bits import bits, read
 from lockstep.state.checkpoint.parts import whole
 from lockstep.state.record.steps import GRADIENTS, PARAMETERS, Value
 
-#: Fraction of the steps' time that hashes may take, so that it is less than 1 % with calls that hash nothing.
-_PART = 0.003
+#: Fraction of the steps' time that the step's two calls may take, and what they take if they hash nothing.
+_PART, _CALLS = 0.008, 2e-6
+#: Fraction that hashes may take where steps are so short that the calls take all of it.
+_LEAST_PART = 0.001
 #: Assumed seconds of a step until steps are measured.
 _STEP = 0.1
 #: Measured seconds per tensor, and per byte on one thread of a processor: an upper bound for accelerators.
@@ -85,10 +87,9 @@ class StepHashes(PointListener):
         if self._every is None and not self._state.is_split:
             self._seconds += time.monotonic() - began
             before, newest = self._newest
-            self._newest = step, began
             if before:
                 self._chosen = self._interval((began - newest) / (step - before))
-            self._seconds = 0.0
+            self._newest, self._seconds = (step, time.monotonic()), 0.0
 
     def _is_due(self, step: int) -> bool:
         if not self._chosen:
@@ -105,7 +106,8 @@ class StepHashes(PointListener):
         """
         parameters = [p for model in self._state.models for p in model.parameters]
         seconds = max(cost(parameters), self._seconds)
-        interval = 1 << max(0, math.ceil(seconds / (_PART * step)) - 1).bit_length()
+        budget = max(_PART * step - _CALLS, _LEAST_PART * step)
+        interval = 1 << max(0, math.ceil(seconds / budget) - 1).bit_length()
         return max(interval, _SPLIT if self._state.is_split else 1)
 
     def _hash(self, step: int, kind: int, tensors: Mapping[str, torch.Tensor]) -> None:
