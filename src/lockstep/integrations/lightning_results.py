@@ -120,7 +120,7 @@ def rows_of(run: Run) -> int:
 
 
 def numbers_of(output: Any, run: Run) -> dict[str, Any]:
-    """Return what `training_step` returned for a microbatch, times its samples, to be summed.
+    """Return the values in a result of `training_step`, each times the number of samples, to be summed.
 
     Raises:
         StepError: if it returned something else than a tensor of one element, or a dictionary of them.

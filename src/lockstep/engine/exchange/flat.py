@@ -16,7 +16,7 @@ Form = tuple[torch.Size, tuple[int, ...]]
 
 
 class Parts:
-    """Offsets, shapes and strides of the gradients of some parameters in a flat tensor.
+    """Places of gradients in a flat tensor: offset, shape and strides for each parameter.
 
     Attributes:
         size: number of real elements of all gradients.

@@ -141,7 +141,7 @@ class Loop:
 
     @property
     def iterations(self) -> dict[Any, int]:
-        """Numbers of the current epoch, and of the current batch of each loop that the script is in."""
+        """Position of the script: number of the epoch, and of the current batch in each loop around it."""
         numbers: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
         if self.progress.is_in_epoch:
             numbers["phase", self.phases] = self.epoch

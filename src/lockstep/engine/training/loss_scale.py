@@ -92,7 +92,7 @@ class Scaler(Listener):
     # --- a step ----------------------------------------------------------------------------------
 
     def skips(self, models: Iterable[WrappedModel]) -> bool:
-        """Whether to skip a step, as gradients overflow; raise an error if the scale is the smallest."""
+        """Whether to skip this step because gradients are not finite; raise an error at the least scale."""
         found = any(one.item() for model in models for one in self._found.get(id(model), ()))
         if found and self.scale <= LEAST:
             raise NonFiniteLossError(

@@ -107,7 +107,7 @@ class Watchdog(Listener):
             self._in_backward = True
 
     def backward_ends(self) -> None:
-        """Record the end of a backward pass, and count it if it was a collective call."""
+        """Record the end of a backward pass; in the last microbatch, count one collective call."""
         if self._in_backward:
             self._collectives += 1
             self._leave_backward()

@@ -157,7 +157,7 @@ class CoordinatorClient:
 
     @property
     def decision(self) -> Decision | None:
-        """Launcher 0's decision; after the loss of launcher 0, this launcher's own; `None` if undecided."""
+        """Decision to end or restart: launcher 0's, or this launcher's after its loss; else `None`."""
         decision = self._answer.decision
         why = None if self._connection is None else self._connection.lost
         if decision is None and why is not None:

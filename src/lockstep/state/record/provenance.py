@@ -27,7 +27,7 @@ _GIT_STATUS = ("--no-optional-locks", "status", "--porcelain=v2", "--branch", "-
 
 
 class Commit(threading.Thread):
-    """Asks git for the commit of the running script, while the run starts."""
+    """Thread that runs `git status` on the script's repository while the run starts."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -35,7 +35,7 @@ class Commit(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Ask git; without git, outside of a repository, or after a second nothing is found."""
+        """Run `git status`, for a second at most; set `found` if git knows the script's repository."""
         file = getattr(sys.modules["__main__"], "__file__", None) or "."
         words = ("git", "-C", Path(file).absolute().parent, *_GIT_STATUS)
         with contextlib.suppress(OSError, subprocess.SubprocessError):

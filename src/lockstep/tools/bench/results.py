@@ -1,4 +1,4 @@
-"""Rows of results, one for each combination: medians and ranges over its launches, and speed-ups."""
+"""Results of `lockstep bench`: a row per combination of ranks, strategy and exchange, over its launches."""
 
 from __future__ import annotations
 

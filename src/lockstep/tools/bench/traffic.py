@@ -112,7 +112,7 @@ def _by_hosts(layout: Layout, replicas: int) -> Traffic:
 
 
 def _flat(layout: Layout, replicas: int) -> Traffic:
-    """Return the traffic of an all-to-all between all ranks, and of an all-gather in a ring of them."""
+    """Return the traffic of an exchange that ignores hosts: an all-to-all, then a ring all-gather."""
     ranks, each = layout.ranks, layout.per_host
     own = max(len(nodes(one, replicas)) for one in _blocks(layout, replicas, 1))
     ring = (ranks - 1) / ranks
