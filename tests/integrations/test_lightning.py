@@ -221,7 +221,7 @@ fabric.launch()
 net = network()
 model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
 train, test = fabric.setup_dataloaders(data(), test)
-rows = []
+assert len(train.dataset) == len(images) and train.batch_size
 for epoch in range(2):
     model.train()
     for x, y in train:
@@ -245,6 +245,14 @@ def test_a_fabric_loop_is_the_same_on_every_layout(lockstep: Lockstep) -> None:
     epoch, right = json.loads(found[0])
     assert (epoch, right > 50) == (1, True)
     assert (lockstep.directory / "fabric.ckpt").exists()
+
+
+def test_a_fabric_that_is_not_launched_opens_its_run_when_it_needs_it(lockstep: Lockstep) -> None:
+    """As scripts for `fabric run` are written, which launches them."""
+    script = FABRIC.replace("fabric.launch()\n", "")
+    assert script != FABRIC
+    found = verified(lockstep, script, "1", "2")
+    assert found[0] == found[1]
 
 
 def test_a_checkpoint_is_lightnings_own_and_training_resumes_from_it(lockstep: Lockstep) -> None:
@@ -339,6 +347,11 @@ class WithMetric(Digits):
         self.right(self.net(batch[0]), batch[1])
         return super().training_step(batch, batch_idx)
 
+class WithLoggedMetric(WithMetric):
+    def training_step(self, batch, batch_idx):
+        self.log("accuracy", self.right)
+        return super().training_step(batch, batch_idx)
+
 class WithOutputs(Digits):
     def training_step(self, batch, batch_idx):
         return {**super().training_step(batch, batch_idx), "shapes": batch[0]}
@@ -358,6 +371,7 @@ trained(max_epochs=1).fit(eval(sys.argv[1])(), data())
     ("module", "named"),
     [
         ("WithMetric", "right, a MulticlassAccuracy of torchmetrics"),
+        ("WithLoggedMetric", "accuracy, a MulticlassAccuracy of torchmetrics"),
         ("WithOutputs", "training_step returned 'shapes', a tensor of shape (8, 64)"),
         ("WithSomeLogs", "self.log('dark') was called for"),
     ],

@@ -7,6 +7,7 @@ each rank iterates over all batches.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,12 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
 
     is_in_loop = False
     _backward_sync_control = None
+
+    @functools.cached_property
+    def run(self) -> Run:  # type: ignore[override]
+        """The run. Its first use opens it in a script that never calls `fabric.launch()`."""
+        self.setup_environment()
+        return self.__dict__["run"]  # type: ignore[no-any-return]
 
     def setup_environment(self) -> None:
         """Enter the `lockstep.Run` through which the script trains."""
@@ -92,6 +99,8 @@ class _FabricLoader:
     """A DataLoader of a script: yields this rank's microbatches while a model trains, else all batches."""
 
     def __init__(self, strategy: FabricStrategy, data: Any) -> None:
+        # Fabric copies its public attributes, such as `dataset`, from here to the loader of the script.
+        vars(self).update({k: v for k, v in vars(data).items() if not k.startswith("_")})
         self._strategy, self._data = strategy, data
         self._loader: Any = None
 

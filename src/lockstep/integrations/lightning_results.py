@@ -47,18 +47,15 @@ class GlobalResults(_ResultCollection):
         self._settings.update(entries)
         for name, metric in metrics.items():
             if metric._update_count != counts[name]:
-                raise StepError(
-                    f"{name}, a {type(metric).__name__} of torchmetrics, was updated in training_step; "
-                    "expected none: it would see the samples of this rank only",
-                    hint="log a tensor, such as torchmetrics.functional.accuracy(…): the mean over the "
-                    "global batch is logged; metrics of validation_step and test_step work",
-                )
+                raise _updated(name, metric)
 
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
         """Log a value, or collect it while a microbatch is computed."""
         if self._entries is None:
             super().log(fx, name, value, **settings)
             return
+        if isinstance(value, Metric):
+            raise _updated(name, value)
         count = sum(entry[:2] == (fx, name) for entry in self._entries.values())
         self._entries[f"{fx}.{name}.{count}"] = (fx, name, value.detach(), settings)
 
@@ -112,6 +109,16 @@ class GlobalResults(_ResultCollection):
             for name, value in sums.items()
             if name.startswith("output ")
         }
+
+
+def _updated(name: str, metric: Metric) -> StepError:
+    """Return the error for a metric that `training_step` updates or logs."""
+    return StepError(
+        f"{name}, a {type(metric).__name__} of torchmetrics, was updated in training_step; "
+        "expected none: it would see the samples of this rank only",
+        hint="log a tensor, such as torchmetrics.functional.accuracy(…): the mean over the "
+        "global batch is logged; metrics of validation_step and test_step work",
+    )
 
 
 def rows_of(run: Run) -> int:

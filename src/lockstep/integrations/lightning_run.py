@@ -15,7 +15,7 @@ class OnRun:
     """A strategy whose processes are the ranks of a run, while Lightning sees one process.
 
     Attributes:
-        run: the run that executes the training loop; open from `setup_environment` on.
+        run: the run that executes the training loop; `setup_environment` opens it.
     """
 
     run: Run
