@@ -115,6 +115,35 @@ results(trainer)
         assert own == pytest.approx(theirs, rel=2e-4)
 
 
+LOGGED_BY_ONE = (
+    TEXT
+    + """
+from lockstep.integrations.transformers import Trainer
+
+class Own(Trainer):
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        output = self.evaluation_loop(self.get_eval_dataloader(), "Evaluation", True)
+        if self.args.should_log:
+            self.log(output.metrics)
+        return output.metrics
+
+args = arguments(num_train_epochs=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=4)
+trainer = Own(model=gpt2(), args=args, train_dataset=Text(60), eval_dataset=Text(16, 500), data_collator=collate)
+trainer.train()
+trainer.evaluate()
+results(trainer)
+"""
+)
+
+
+def test_entries_that_a_subclass_logs_on_the_main_rank_alone(lockstep: Lockstep) -> None:
+    """As the trainers of transformers' own examples for question answering do in `evaluate`."""
+    found = verified(lockstep, LOGGED_BY_ONE, "1", "2", "2,kill@5")
+    assert found == [found[0]] * 3
+    log = json.loads(found[0])["log"]
+    assert [entry["step"] for entry in log if "eval_loss" in entry][:3] == [3, 6, 8]
+
+
 OWN_LOADERS = (
     TEXT
     + """

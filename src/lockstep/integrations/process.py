@@ -23,11 +23,15 @@ class _Current:
         self.run: Run | None = None
         self.settings: dict[str, Any] = {}
         self.on_open: Callable[[Run], None] | None = None
+        self.before_end: list[Callable[[], None]] = []
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, if one is open, as leaving its `with` block does; `error`: what ended the script."""
         run, self.run = self.run, None
+        before, self.before_end = self.before_end, []
         if run is not None:
+            for act in before if error is None else ():
+                act()
             run.__exit__(None if error is None else type(error), error, None)
 
     def end_with_script(self) -> None:
@@ -74,6 +78,11 @@ def open_run(**settings: Any) -> Run:
 def current() -> Run | None:
     """Return this process's open run, or `None`."""
     return _current.run
+
+
+def before_end(act: Callable[[], None]) -> None:
+    """Call `act` on every rank before the open run ends, unless an error ends it."""
+    _current.before_end.append(act)
 
 
 def when_opened(act: Callable[[Run], None]) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from transformers.trainer_utils import (
     has_length,
 )
 
+from lockstep.engine.training.columns import of_all
 from lockstep.integrations import alone, process, refusals
 from lockstep.integrations.loaders import global_loader
 from lockstep.integrations.process import refuse
@@ -53,6 +55,7 @@ class LockstepTrainer:
     def __init__(self, *args: Any, replicas: int | None = None, **kwargs: Any) -> None:
         self._asked_replicas = replicas
         self._prepared: list[Any] = []  # models and optimizers of the run
+        self._shared_entries = 0  # entries of the log that all ranks have
         refusals.check_trainer(type(self))
         super().__init__(*args, **kwargs)
 
@@ -72,6 +75,7 @@ class LockstepTrainer:
         self._run = process.open_run(
             seed=args.seed, replicas=replicas, precision=precision, devices=devices
         )
+        process.before_end(self._share_log)
         vars(args)["_setup_devices"], args._n_gpu = self._run.device, 1  # as cached_property does
         transformers.set_seed(args.seed)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -135,6 +139,7 @@ class LockstepTrainer:
         With `resume_from_checkpoint=True` it would else be a newer one that the run itself has written.
         """
         run = self._run
+        self._share_log()
         if resume_from_checkpoint is True and run.is_main_process:
             newest = get_last_checkpoint(self._me.args.output_dir)  # type: ignore[no-untyped-call]
             resume_from_checkpoint = newest or True
@@ -291,6 +296,18 @@ class LockstepTrainer:
             me.lr_scheduler.step()
 
     # --- evaluation ------------------------------------------------------------------------------------
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        metrics = super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+        self._share_log()
+        return metrics
+
+    def _share_log(self) -> None:
+        """Take over the main rank's new log entries: an `evaluate` of a subclass may log on it alone."""
+        history, known = self._me.state.log_history, self._shared_entries
+        texts = of_all(json.dumps(history[known:]), self._run._session.context.group)
+        history[known:] = json.loads(texts[0])
+        self._shared_entries = len(history)
 
     def evaluation_loop(
         self,
