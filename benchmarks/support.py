@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ElasticRendezvous = Mapping[str, Sequence[float]]
+Rounds = Mapping[str, Sequence[float]]
 
 _PEERS = ("accelerate", "lightning-fabric", "pytorch-ignite", "torchft", "torchdata")
 _PACKAGES = ("torch", "torchvision", *_PEERS)
@@ -80,7 +80,7 @@ class Claim:
     limit: float
     at_most: bool
 
-    def judge(self, rounds: ElasticRendezvous) -> str:
+    def judge(self, rounds: Rounds) -> str:
         """Return a line with the measured ratio, its range, and whether the claim holds."""
         ratios = round_ratios(rounds[self.a], rounds[self.b])
         middle = statistics.median(ratios)
@@ -114,7 +114,7 @@ class Report:
         self,
         heading: str,
         unit: str,
-        rounds: ElasticRendezvous,
+        rounds: Rounds,
         *,
         reference: str,
         claims: Sequence[Claim] = (),
