@@ -17,7 +17,7 @@ NEWEST := transformers accelerate
 # Each test starts processes that import torch: without bytecode on disk, that takes them several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install mpi demo test $(TESTS) test-frameworks test-wide test-adversary lint docs dist bench test-gpu clean
+.PHONY: install mpi demo test $(TESTS) test-frameworks test-torch test-wide test-adversary lint docs dist bench test-gpu clean
 
 install: $(STAMP)
 
@@ -71,6 +71,15 @@ test-frameworks: install
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/frameworks $$packages && \
 	  PYTHONPATH=build/frameworks $(BIN)/python -m pytest -m "not wide" tests/integrations || exit 1; \
 	done
+
+# With a torch, and perhaps a Python, besides the pinned ones: make test-torch TORCH=2.15.0 PYTHON=python3.13
+test-torch: TORCH ?= 2.15.0
+test-torch: ENV = build/torch-$(TORCH)-$(notdir $(PYTHON))
+test-torch:
+	$(PYTHON) -m venv $(ENV)
+	$(ENV)/bin/python -m pip install --quiet torch==$(TORCH) --editable '.[test]'
+	$(ENV)/bin/lockstep verify examples/digits.py --layouts 1 2 3 "2,kill@30"
+	$(ENV)/bin/python -m pytest -m "not wide" tests/distributed tests/cli tests/unit/engine tests/unit/state
 
 test-adversarial:
 	$(PYTEST) tests/adversary

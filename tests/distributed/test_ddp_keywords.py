@@ -25,7 +25,12 @@ KNOWN = inspect.signature(DistributedDataParallel).parameters
 @pytest.mark.parametrize("exchange", ["shared-memory", "tree", "native"])
 @pytest.mark.parametrize(
     "keywords",
-    [{"batched_grad_copy": True}, {"bucket_cap_mb_list": [1]}, {"dim": 1, "init_sync": False}],
+    [
+        {"batched_grad_copy": True},
+        {"lazy_bucket_allocation": True},
+        {"bucket_cap_mb_list": [1]},
+        {"dim": 1, "init_sync": False},
+    ],
     ids=lambda keywords: next(iter(keywords)),
 )
 def test_keywords_that_leave_the_bits_alone(keywords: dict[str, Any], exchange: str) -> None:

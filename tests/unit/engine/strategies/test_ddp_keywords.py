@@ -134,6 +134,12 @@ def check_batched(train: Train) -> None:
     assert seen.digest == train({}).digest
 
 
+def check_lazy(train: Train) -> None:
+    seen = train({"lazy_bucket_allocation": True})
+    assert seen.ddp.lazy_bucket_allocation is True
+    assert seen.digest == train({}).digest
+
+
 def check_buffers(name: str) -> Callable[[Train], None]:
     def check(train: Train) -> None:
         with pytest.raises(ExactnessError, match=f"{name}=False would break the promise"):
@@ -177,6 +183,7 @@ ROWS: dict[str, Callable[[Train], None]] = {
     "mixed_precision": refused(object(), "takes the communication hook"),
     "skip_all_reduce_unused_params": refused(True, "each rank would decide by itself"),
     "batched_grad_copy": check_batched,
+    "lazy_bucket_allocation": check_lazy,  # from torch 2.15 on
 }
 
 
@@ -234,6 +241,7 @@ def test_on_a_single_rank_it_is_taken_or_refused_alike(name: str, train: Train) 
         "gradient_as_bucket_view": True,
         "static_graph": True,
         "batched_grad_copy": True,
+        "lazy_bucket_allocation": True,
     }
     if name in passes:
         with warnings.catch_warnings():

@@ -111,7 +111,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
         try:
             units.append(fully_shard(part, mesh=mesh, **passed))
         except (
-            AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError
+            AssertionError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
             what = str(error).partition("\n")[0]
             raise ModelError(f"fully_shard does not take {type(part).__name__}: {what}") from error
