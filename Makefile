@@ -13,6 +13,8 @@ TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slur
 # The lowest versions with which test-frameworks passes, and what they need beside them.
 LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
 NEWEST := transformers accelerate
+# Absolute, for processes in other directories; its name tells the code of packages from that of users.
+FRAMEWORKS := $(CURDIR)/build/frameworks/site-packages
 
 # Each test starts processes that import torch: without bytecode on disk, that takes them several times as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -68,8 +70,8 @@ test-frameworks: install
 	for set in LOWEST NEWEST; do \
 	  if [ $$set = LOWEST ]; then packages="$(LOWEST)"; else packages="$(NEWEST)"; fi; \
 	  rm -rf build/frameworks && \
-	  $(BIN)/python -m pip install --quiet --no-deps --target build/frameworks $$packages && \
-	  PYTHONPATH=build/frameworks $(BIN)/python -m pytest -m "not wide" tests/integrations || exit 1; \
+	  $(BIN)/python -m pip install --quiet --no-deps --target $(FRAMEWORKS) $$packages && \
+	  PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest -m "not wide" tests/integrations || exit 1; \
 	done
 
 # With a torch, and perhaps a Python, besides the pinned ones: make test-torch TORCH=2.15.0 PYTHON=python3.13
