@@ -334,23 +334,97 @@ trained(devices=3)
     assert "changes with each microbatch" not in done.err  # what the fit logs
 
 
+METRICS = (
+    COMMON
+    + """
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
+
+class WithMetrics(Digits):
+    def __init__(self):
+        super().__init__()
+        self.right = MulticlassAccuracy(10, average="micro")
+        self.more = MetricCollection({"f1": MulticlassF1Score(10), "precision": MulticlassPrecision(10),
+            "area": MulticlassAUROC(10, thresholds=5)}, prefix="train_")
+        self.average = MeanMetric()
+        self.val = MulticlassAccuracy(10)
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.net(x)
+        self.log("hits", (out.argmax(1) == y).sum().float(), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.right(out, y)
+        self.log("right", self.right, on_step=True, on_epoch=True)
+        self.more.update(out.softmax(1), y)
+        self.log_dict(self.more, on_step=False, on_epoch=True)
+        if batch_idx % 2:
+            self.average.update(x.sum(1))
+        return super().training_step(batch, batch_idx)
+    def validation_step(self, batch, batch_idx):
+        self.val(self.net(batch[0]), batch[1])
+        self.log("val_right", self.val)
+        super().validation_step(batch, batch_idx)
+    def on_train_epoch_end(self):
+        self.log("average", self.average.compute())
+        self.average.reset()
+
+trainer = trained(val_check_interval=4, log_every_n_steps=1)
+trainer.fit(WithMetrics(), data(), test)
+results(trainer)
+"""
+)
+
+
+def test_metrics_of_training_step_see_the_global_batch_on_every_layout(lockstep: Lockstep) -> None:
+    """235 samples in batches of 32 over four replicas: the last one has 11, after crashes, too."""
+    found = verified(lockstep, METRICS)
+    assert found == [found[0]] * len(LAYOUTS)
+    (rows,) = json.loads(found[0])
+    epochs = [row for row in rows if isinstance(row, dict)]
+    assert [row["right_epoch"] * 235 for row in epochs] == pytest.approx(
+        [row["hits_epoch"] for row in epochs]
+    )
+    batches = [row[3] for row in rows if isinstance(row, list)]
+    sizes = [32, 32, 32, 32, 32, 32, 32, 11] * 2
+    assert [row["right_step"] * size for row, size in zip(batches, sizes, strict=True)] == (
+        pytest.approx([row["hits_step"] for row in batches])
+    )
+    assert {"train_f1", "train_precision", "train_area", "average", "val_right"} <= set(epochs[1])
+    assert epochs[1]["train_f1"] != pytest.approx(epochs[1]["train_precision"])
+
+
 STEPS = (
     COMMON
     + """
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MinMaxMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-class WithMetric(Digits):
+class WithCurve(Digits):
     def __init__(self):
         super().__init__()
-        self.right = MulticlassAccuracy(10)
+        self.metric = MulticlassAUROC(10)
     def training_step(self, batch, batch_idx):
-        self.right(self.net(batch[0]), batch[1])
+        self.metric(self.net(batch[0]).softmax(1), batch[1])
         return super().training_step(batch, batch_idx)
 
-class WithLoggedMetric(WithMetric):
+class WithWrapper(WithCurve):
+    def __init__(self):
+        super().__init__()
+        self.metric = MinMaxMetric(MulticlassAccuracy(10))
+
+class WithComputed(WithCurve):
+    def __init__(self):
+        super().__init__()
+        self.metric = MulticlassAccuracy(10)
     def training_step(self, batch, batch_idx):
-        self.log("accuracy", self.right)
-        return super().training_step(batch, batch_idx)
+        self.metric.update(self.net(batch[0]), batch[1])
+        self.log("so far", self.metric.compute())
+        return Digits.training_step(self, batch, batch_idx)
+
+class WithManual(WithComputed):
+    automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        self.metric(self.net(batch[0]), batch[1])
+        self.manual_backward(self.net(batch[0]).sum())
 
 class WithOutputs(Digits):
     def training_step(self, batch, batch_idx):
@@ -370,8 +444,19 @@ trained(max_epochs=1).fit(eval(sys.argv[1])(), data())
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        ("WithMetric", "right, a MulticlassAccuracy of torchmetrics"),
-        ("WithLoggedMetric", "accuracy, a MulticlassAccuracy of torchmetrics"),
+        (
+            "WithCurve",
+            "metric, a MulticlassAUROC of torchmetrics, was updated in training_step; its",
+        ),
+        (
+            "WithWrapper",
+            "metric, a MinMaxMetric of torchmetrics, was updated in training_step; it wr",
+        ),
+        (
+            "WithComputed",
+            "metric, a MulticlassAccuracy of torchmetrics, was computed in training_ste",
+        ),
+        ("WithManual", "was updated in training_step; expected automatic optimization"),
         ("WithOutputs", "training_step returned 'shapes', a tensor of shape (8, 64)"),
         ("WithSomeLogs", "self.log('dark') was called for"),
     ],

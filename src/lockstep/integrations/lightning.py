@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.strategy import Strategy as StrategyOfFabric
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.core import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +28,7 @@ from lockstep.integrations import lightning_refusals as refusals
 from lockstep.integrations.fabric import FabricStrategy
 from lockstep.integrations.global_batches import GlobalBatches
 from lockstep.integrations.lightning_loops import AutomaticOptimization, ManualOptimization
+from lockstep.integrations.lightning_metrics import StepMetrics
 from lockstep.integrations.lightning_results import GlobalResults, numbers_of
 from lockstep.integrations.lightning_run import OnRun
 from lockstep.integrations.lightning_state import FitState
@@ -100,18 +102,20 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         refusals.check_trainer(trainer, self)
         super().setup(trainer)
         run, loop = self.run, trainer.fit_loop.epoch_loop
+        self.lightning_module._kept_by_run = frozenset(vars(LightningModule()))
         trainer._signal_connector.register_signal_handlers = _nothing  # the run has its own
         plugin: Any = self.precision_plugin
         # That of bf16-mixed looks for a GradScaler first.
         plugin.clip_gradients = functools.partial(Precision.clip_gradients, plugin)
         plugin.clip_grad_by_norm = lambda own, value: run.clip_grad_norm_(_of(own), value)
         plugin.clip_grad_by_value = lambda own, value: run.clip_grad_value_(_of(own), value)
-        loop._results = self._results = GlobalResults(run)
+        metrics = StepMetrics(self.lightning_module)
+        loop._results = self._results = GlobalResults(run, metrics)
         loop.automatic_optimization = AutomaticOptimization(trainer)
         loop.manual_optimization = ManualOptimization(trainer)
         self._threads = ReplicaThreads(self)
         earlier = sum(isinstance(v, FitState) for v in run._session.state.registered.values())
-        self._state = FitState(trainer, self, earlier + 1)
+        self._state = FitState(trainer, self, metrics, earlier + 1)
         run.register(f"fit-{earlier + 1}" if earlier else "fit", self._state)
 
     def _setup_model(self, model: Any) -> Any:
@@ -191,7 +195,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         """Return the result of `call`, the module's `training_step`, for one microbatch."""
         data = super().batch_to_device(self.precision_plugin.convert_input(data))
         with (
-            self._results.collecting(self.lightning_module),
+            self._results.collecting(),
             self.precision_plugin.train_step_context(),
         ):
             return call(data, *rest)

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torchmetrics import Metric
 
 from lockstep.errors import StepError
+from lockstep.integrations.lightning_metrics import StepMetrics
 from lockstep.run import Run
 
 #: Name of the hook, name of the value, the value, and arguments of `self.log`.
@@ -25,9 +26,9 @@ class GlobalResults(_ResultCollection):
     `run.sum` adds up over replicas; `apply` logs the means, sums, minima or maxima.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, metrics: StepMetrics) -> None:
         super().__init__(training=True)
-        self._run = run
+        self._run, self._metrics = run, metrics
         self._own = threading.local()  # replicas may run in threads
         self._settings: dict[str, _Entry] = {}
 
@@ -37,17 +38,13 @@ class GlobalResults(_ResultCollection):
         return getattr(self._own, "entries", None)
 
     @contextmanager
-    def collecting(self, module: Any) -> Iterator[None]:
-        """Return a context manager that collects logged values; a metric updated in it raises an error."""
-        metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
-        counts = {name: metric._update_count for name, metric in metrics.items()}
+    def collecting(self) -> Iterator[None]:
+        """Return a context manager that collects logged values and updates of metrics."""
         entries: dict[str, _Entry] = {}
         self._own.entries = entries
-        yield
+        with self._metrics.isolated():
+            yield
         self._settings.update(entries)
-        for name, metric in metrics.items():
-            if metric._update_count != counts[name]:
-                raise _updated(name, metric)
 
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
         """Log a value, or collect it while a microbatch is computed."""
@@ -55,19 +52,22 @@ class GlobalResults(_ResultCollection):
             super().log(fx, name, value, **settings)
             return
         if isinstance(value, Metric):
-            raise _updated(name, value)
+            self._metrics.check_logged(name, value)
+        else:
+            value = value.detach()
         count = sum(entry[:2] == (fx, name) for entry in self._entries.values())
-        self._entries[f"{fx}.{name}.{count}"] = (fx, name, value.detach(), settings)
+        self._entries[f"{fx}.{name}.{count}"] = (fx, name, value, settings)
 
     def taken(self) -> dict[str, Any]:
         """Return the values that the microbatch has logged, to be summed over replicas; clear them here."""
         entries, self._own.entries = self._entries or {}, None
         rows = rows_of(self._run)
-        taken: dict[str, Any] = {"replicas": int(rows > 0)}
+        taken = {"replicas": int(rows > 0), **self._metrics.taken(rows)}
         for key, (_, _, value, settings) in entries.items():
             weight = settings["batch_size"] or rows
             taken[f"count {key}"], taken[f"weight {key}"] = int(rows > 0), weight
-            taken[f"value {key}"] = self._column(value, weight, _reduction(settings), rows)
+            if not isinstance(value, Metric):
+                taken[f"value {key}"] = self._column(value, weight, _reduction(settings), rows)
         return taken
 
     def _column(self, value: torch.Tensor, weight: int, reduction: str, rows: int) -> Any:
@@ -82,6 +82,7 @@ class GlobalResults(_ResultCollection):
     def apply(self, sums: dict[str, Any], device: torch.device) -> None:
         """Log the values of a global batch, given the sums of what `taken` returned."""
         settings, self._settings = self._settings, {}
+        self._metrics.apply(sums)
         for key in [name.removeprefix("count ") for name in sums if name.startswith("count ")]:
             if sums[f"count {key}"] != sums["replicas"]:
                 raise StepError(
@@ -91,6 +92,9 @@ class GlobalResults(_ResultCollection):
                 )
             fx, name, value, own = settings[key]
             weight, reduction = sums[f"weight {key}"], _reduction(own)
+            if isinstance(value, Metric):
+                super().log(fx, name, value, **own)
+                continue
             total = sums[f"value {key}"]
             if reduction in ("max", "min"):
                 total = float(getattr(total[total[:, 1] > 0][:, 0], reduction)())
@@ -109,16 +113,6 @@ class GlobalResults(_ResultCollection):
             for name, value in sums.items()
             if name.startswith("output ")
         }
-
-
-def _updated(name: str, metric: Metric) -> StepError:
-    """Return the error for a metric that `training_step` updates or logs."""
-    return StepError(
-        f"{name}, a {type(metric).__name__} of torchmetrics, was updated in training_step; "
-        "expected none: it would see the samples of this rank only",
-        hint="log a tensor, such as torchmetrics.functional.accuracy(…): the mean over the "
-        "global batch is logged; metrics of validation_step and test_step work",
-    )
 
 
 def rows_of(run: Run) -> int:

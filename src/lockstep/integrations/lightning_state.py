@@ -14,6 +14,7 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 
 from lockstep.integrations import process
+from lockstep.integrations.lightning_metrics import StepMetrics
 
 #: Attributes of Lightning's logger connector whose values are used in later batches.
 _CONNECTOR = (
@@ -24,7 +25,15 @@ _CONNECTOR = (
     "_first_loop_iter",
 )
 #: Arguments of `self.log` that a logged value keeps.
-_LOG = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_LOG = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
 #: Sums of a logged value over the batches of an epoch.
 _SUMS = ("value", "cumulated_batch_size", "_forward_cache", "has_reset", "_update_count")
 
@@ -35,8 +44,8 @@ class FitState:
     Paths of checkpoints are saved without their directory, which is no part of the result.
     """
 
-    def __init__(self, trainer: Any, strategy: Any, number: int) -> None:
-        self._trainer, self._strategy, self._run = trainer, strategy, strategy.run
+    def __init__(self, trainer: Any, strategy: Any, metrics: StepMetrics, number: int) -> None:
+        self._trainer, self._run, self._metrics = trainer, strategy.run, metrics
         self._loops: dict[str, Any] | None = None
         self._frozen: dict[str, Any] | None = None
         self._register_callbacks()
@@ -78,9 +87,8 @@ class FitState:
             "should_stop": trainer.should_stop,
             "callbacks": [self._of(callback) for callback in trainer.callbacks],
             "logged": {name: copy.copy(getattr(connector, name)) for name in _CONNECTOR},
-            "results": {
-                key: _of_result(own) for key, own in self._results.items() if own.is_tensor
-            },
+            "metrics": self._metrics.state_dict(),
+            "results": {key: self._of_result(own) for key, own in self._results.items()},
             "hooks": self._hooks("on_save_checkpoint", {}),
             "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
         }
@@ -145,6 +153,7 @@ class FitState:
                 callback.load_state_dict(own)
         for name, value in state["logged"].items():
             setattr(trainer._logger_connector, name, value)
+        self._metrics.load_state_dict(state["metrics"])
         self._results.clear()
         for key, own in state["results"].items():
             self._restore_result(key, own)
@@ -152,12 +161,28 @@ class FitState:
             trainer.datamodule.load_state_dict(state["datamodule"])
         self._hooks("on_load_checkpoint", state["hooks"])
 
+    @staticmethod
+    def _of_result(result: Any) -> dict[str, Any]:
+        meta = result.meta
+        sums = {name: getattr(result, name) for name in _SUMS if hasattr(result, name)}
+        if not result.is_tensor:
+            del sums["value"]  # the metric itself
+        return {
+            "fx": meta.fx,
+            "name": meta.name,
+            "reduce": meta.reduce_fx.__name__,
+            "log": {name: getattr(meta, name) for name in _LOG},
+            "sums": sums,
+        }
+
     def _restore_result(self, key: str, own: dict[str, Any]) -> None:
         results = self._results
+        name = own["log"]["metric_attribute"]
+        metric = self._metrics.named().get(name)
         results.log(
             own["fx"],
             own["name"],
-            torch.zeros((), device=own["value"].device),
+            torch.zeros((), device=own["sums"]["value"].device) if metric is None else metric,
             reduce_fx=getattr(torch, own["reduce"]),
             sync_dist_fn=self._trainer.strategy.reduce,
             batch_size=1,
@@ -204,18 +229,6 @@ def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
     for name, part in vars(loop).items():
         if isinstance(part, _Loop):
             _load(part, state, f"{prefix}{name}.")
-
-
-def _of_result(result: Any) -> dict[str, Any]:
-    meta = result.meta
-    return {
-        "fx": meta.fx,
-        "name": meta.name,
-        "reduce": meta.reduce_fx.__name__,
-        "log": {name: getattr(meta, name) for name in _LOG},
-        "value": result.value,
-        "sums": {name: getattr(result, name) for name in _SUMS if hasattr(result, name)},
-    }
 
 
 def _renamed(state: Any, rename: Any) -> dict[str, Any]:

@@ -80,7 +80,19 @@ PRIVATE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_logged_metrics",
         "_progress_bar_metrics",
     ),
-    "torchmetrics:Metric.__init__": ("_update_count", "distributed_available_fn"),
+    "torchmetrics:Metric.__init__": (
+        "_computed",
+        "_defaults",
+        "_forward_cache",
+        "_reductions",
+        "_update_count",
+        "distributed_available_fn",
+    ),
+    "torchmetrics:MetricCollection.__init__": (
+        "_enable_compute_groups",
+        "_groups",
+        "_groups_checked",
+    ),
 }
 #: Attributes that a package reads only from some version on, with this version; adapters always set them.
 NEWER_ATTRIBUTES: dict[str, str] = {"_initial_global_step": "transformers 5.20"}

@@ -92,8 +92,9 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and value of attributes in an object's `__dict__` and slots; properties are left out."""
     with contextlib.suppress(AttributeError):
         own = object.__getattribute__(value, "__dict__")
-        kept = getattr(type(value), "_kept_by_run", ())  # as the trainers of integrations say
-        hidden = _OF_MODULES if issubclass(type(value), nn.Module) else kept
+        # Set by integrations, for a class or an object.
+        kept = own.get("_kept_by_run") or getattr(type(value), "_kept_by_run", ())
+        hidden = {*kept, *(_OF_MODULES if issubclass(type(value), nn.Module) else ())}
         yield from (pair for pair in list(own.items()) if pair[0] not in hidden)
     for kind in type(value).__mro__:
         for name, slot in list(vars(kind).items()):
