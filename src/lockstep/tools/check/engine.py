@@ -119,11 +119,16 @@ def _findings(
         yield Finding(path, line, error.column, line, SYNTAX, error.message, "fails", cell)
     if selection.has(UNKNOWN):
         yield from _unknown_codes(path, module)
-    if not module.errors and script.flavours and not script.trains:
+    with_adapter = script.flavours == {"adapter"}
+    if not (module.errors or script.trains or with_adapter) and script.flavours:
         outcome.notes += _no_loop(path, script)
     edits: list[Edit] = []
     selected = [rule for code, rule in RULES.items() if selection.has(code)]
-    if script.flavours != {"lockstep"}:  # rules for Lockstep do not judge loops of other libraries
+    if with_adapter:  # the run deals data out, averages gradients and reduces what is logged
+        selected = [rule for rule in selected if rule.code == "LS608"]
+    elif script.flavours != {
+        "lockstep"
+    }:  # rules for Lockstep do not judge loops of other libraries
         selected = [rule for rule in selected if not rule.code.startswith("LS6")]
     for rule in selected if script.flavours else ():
         for hit in dict.fromkeys(rule.find(script)):

@@ -114,7 +114,13 @@ class Script:
 
     @cached_property
     def flavours(self) -> set[str]:
-        """The distributed libraries that the program uses: ddp, accelerate, fabric, lockstep."""
+        """The distributed libraries that the program uses: ddp, accelerate, fabric, lockstep, adapter.
+
+        `adapter` stands for `lockstep.integrations`; with it, other libraries are not named.
+        """
+        imported = {name for script in self.program for name in script.module.imports.values()}
+        if any(name.startswith("lockstep.integrations.") for name in imported):
+            return {"adapter"}
         names = FLAVOURS.keys() & self.called
         made = [call for script in self.program for call in script.calls("Fabric")]
         devices = [argument(call, "devices", 2) for call in made]

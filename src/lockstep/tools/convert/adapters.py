@@ -1,4 +1,7 @@
-"""Convert scripts of accelerate and of transformers' Trainer: replace their imports by adapters."""
+"""Convert scripts of accelerate, transformers' Trainer and Lightning: use `lockstep.integrations`.
+
+Of accelerate and transformers the import is replaced; Lightning's Trainer and Fabric get a strategy.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import re
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
+from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import argument
 
 #: Classes that have an adapter of the same name, and the adapter's module.
 _ADAPTERS = {
@@ -19,6 +24,11 @@ _ADAPTERS = {
 }
 #: Packages whose other trainers are subclasses of transformers' Trainer.
 _SUBCLASSES = re.compile(r"(transformers|trl|sentence_transformers)\..*Trainer")
+#: Lightning's classes that take a strategy, and their arguments that start processes or average over them.
+_LIGHTNING = ("lightning.Trainer", "lightning.pytorch.Trainer", "Fabric")
+_PROCESSES = ("devices", "num_nodes", "sync_batchnorm")
+#: Strategies that keep a whole model on each device.
+_REPLICATED = re.compile(r"""["'](auto|ddp\w*)["']|[\w.]*\bDDPStrategy\(.*\)""", re.DOTALL)
 NOTE = (
     "replicas= of {name}, or lockstep run --replicas N, sets the number of processes that are emulated; "
     "by default, as many as there are ranks"
@@ -51,6 +61,18 @@ def convert(script: Script) -> tuple[str, list[str]] | None:
         text = _replaced(module.text, found)
         compile(text, str(module.path), "exec")
         return text, [NOTE.format(name=one.alias.asname or one.alias.name) for one in found]
+    if calls := list(script.calls(*_LIGHTNING)):
+        return _with_strategy(module, calls), [NOTE.format(name="LockstepStrategy")]
+    if "lightning.pytorch.cli.LightningCLI" in script.called:
+        raise UsageError(
+            f"{module.path} makes its Trainer by LightningCLI: the script stays as it is",
+            hint="--trainer.strategy lockstep.integrations.lightning.LockstepStrategy",
+        )
+    if any(name.partition(".")[0] == "pytorch_lightning" for name in names):
+        raise UsageError(
+            f"{module.path} imports pytorch_lightning; expected lightning, the package's later name",
+            hint="pip install lightning; import lightning.pytorch as pl",
+        )
     if {"Accelerator", "transformers.Trainer"} & script.called:
         raise UsageError(
             f"{module.path} calls accelerate.Accelerator or transformers.Trainer by the module's name; "
@@ -64,6 +86,34 @@ def convert(script: Script) -> tuple[str, list[str]] | None:
             hint=f"class MyTrainer(LockstepTrainer, {name}), of lockstep.integrations.transformers",
         )
     return None
+
+
+def _with_strategy(module: Module, calls: list[ast.Call]) -> str:
+    """Return the module's text with `strategy=LockstepStrategy()` in each of these calls."""
+    from lockstep.tools.check import editor
+
+    edits = []
+    for call in calls:
+        if len(call.args) > 1:
+            raise UsageError(
+                f"{module.path}:{call.lineno}: {module.source(call)} has arguments without names",
+                hint="Fabric(accelerator=…, strategy=…, devices=…)",
+            )
+        strategy = argument(call, "strategy")
+        text = module.source(strategy) if strategy is not None else "'auto'"
+        if not _REPLICATED.fullmatch(text):
+            raise UsageError(
+                f"{module.path}:{call.lineno}: strategy={text} was given; expected 'ddp' or 'auto'",
+                hint="LockstepStrategy keeps a whole model on each rank; a shared model needs "
+                "lockstep.Run with strategy='fsdp' or 'pipeline'",
+            )
+        edits += [Edit("argument", call, "", name) for name in _PROCESSES]
+        edits.append(Edit("argument", call, "LockstepStrategy()", "strategy"))
+    imports = [one for one in module.tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+    edits.append(
+        Edit("after", imports[-1], "from lockstep.integrations.lightning import LockstepStrategy")
+    )
+    return editor.apply(module, edits)
 
 
 def _imports(module: Module) -> list[_Import]:

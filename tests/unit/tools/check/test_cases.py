@@ -345,6 +345,30 @@ LOOPS = [
 ]
 
 
+#: A script of a framework with an adapter of `lockstep.integrations`, and the rule that finds its fault.
+ADAPTED = """
+from transformers import TrainingArguments
+from lockstep.integrations.transformers import Trainer
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+
+world_size = dist.get_world_size()
+arguments = TrainingArguments("out", learning_rate={})
+for x in DataLoader(data, shuffle=True):
+    loss.backward()
+Trainer(model, arguments).train()
+"""
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("1e-3 * world_size", ["LS608"]), ("1e-3", [])])
+def test_a_script_with_an_adapter(rate: str, expected: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ADAPTED.format(rate))
+    outcome = engine.check([script])
+    assert [one.code for one in outcome.findings] == expected
+    assert not outcome.notes
+
+
 @pytest.mark.parametrize(("line", "expected"), LOOPS)
 def test_loops_of_lockstep(line: str, expected: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"

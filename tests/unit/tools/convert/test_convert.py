@@ -268,6 +268,21 @@ def test_line_ends_and_encodings_stay(tmp_path: Path) -> None:
             "from accelerate import Accelerator\nAccelerator()",
             "from lockstep.integrations.accelerate import Accelerator\nAccelerator()",
         ),
+        (
+            'import lightning as L\nL.Trainer(max_epochs=2, devices=4, strategy="ddp", num_nodes=2)',
+            (
+                "import lightning as L\nfrom lockstep.integrations.lightning import LockstepStrategy\n"
+                "L.Trainer(max_epochs=2, strategy=LockstepStrategy())"
+            ),
+        ),
+        (
+            "from lightning.fabric import Fabric\ndef f():\n    return Fabric(devices=2)",
+            (
+                "from lightning.fabric import Fabric\n"
+                "from lockstep.integrations.lightning import LockstepStrategy\n"
+                "def f():\n    return Fabric(strategy=LockstepStrategy())"
+            ),
+        ),
     ],
 )
 def test_a_script_of_a_framework_changes_its_import(
@@ -290,6 +305,14 @@ def test_a_script_of_a_framework_changes_its_import(
         ("a.py", "import accelerate\naccelerate.Accelerator()\n", "by the module's name"),
         ("a.py", "from trl import SFTTrainer as T\nT()\n", "SFTTrainer of trl"),
         ("a.py", "from lockstep.integrations.accelerate import Accelerator\n", "already"),
+        (
+            "a.py",
+            "import lightning as L\nL.Trainer(strategy='fsdp')\n",
+            "a.py:2: strategy='fsdp' was",
+        ),
+        ("a.py", "import lightning as L\nL.Fabric('cpu', 'ddp')\n", "has arguments without names"),
+        ("a.py", "from lightning.pytorch.cli import LightningCLI as C\nC()\n", "stays as it is"),
+        ("a.py", "import pytorch_lightning as pl\npl.Trainer()\n", "expected lightning"),
         ("a.py", UNCALLED, "nothing that calls it"),
         ("b.py", "", "the training loop is in .*, which"),
         ("none.py", None, "is not there"),

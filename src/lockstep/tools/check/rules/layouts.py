@@ -15,6 +15,7 @@ from lockstep.tools.check.syntax import Function, last_name
 _DECIDES = {
     *("loader", "DataLoader", "DistributedSampler", "Subset", "random_split", "backward", "Run"),
     *("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState", "Random"),
+    *("TrainingArguments", "seed_everything", "set_seed"),
 }
 #: Arguments of these functions that do not change the result.
 _FREE = {"num_workers", "prefetch_factor", "pin_memory", "name", "run_dir", "rank", "world_size"}
