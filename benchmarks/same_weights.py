@@ -2,7 +2,7 @@
 
 The scripts are those of `examples/migrate`: the same model, data, seed and global batch on both numbers of
 ranks, one thread per rank. Printed is the SHA-256 of the final weights. Each script runs twice on one rank,
-since one that then gives other weights says nothing about ranks.
+since one that then gives different weights says nothing about ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `find_unused_parameters` costs per step, which decides Lockstep's default.
 
-Measured: like `step.py` on two ranks, Lockstep against itself with other settings of
+Measured: like `step.py` on two ranks, Lockstep against itself with different settings of
 DistributedDataParallel, all contestants running at the same time and taking turns.
 """
 

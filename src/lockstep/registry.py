@@ -7,7 +7,7 @@ Another package publishes an entry by an entry point in the group `lockstep.stra
 `lockstep.exchanges`, whose name is the name of the strategy or exchange.
 
 Classes of exactness. `exact`: the bits of the result do not depend on the layout. `close`: the same
-mathematics, rounded in another order. `approximate`: other mathematics, to the same end.
+mathematics, rounded in a different order. `approximate`: other mathematics, to the same end.
 """
 
 from __future__ import annotations

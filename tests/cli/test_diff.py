@@ -90,7 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Lockstep:
 
 
 def made(lockstep: Lockstep, name: str, spoilt: str) -> None:
-    """Make a run in which the sample `spoilt` has other values."""
+    """Make a run in which the sample `spoilt` has different values."""
     words = "run", "--run-dir", name, "--anchors", "4", "--hash-every", "1", "train.py", spoilt
     done = lockstep(*words)
     assert done.code == 0, done.err
@@ -232,7 +232,7 @@ def test_an_attested_run_is_confirmed_and_changes_are_found(
     assert lockstep(*words, "--segments", "0").code == 0
     (state,) = (run / "checkpoints" / "step-00000004").glob("*.distcp")
     state.write_bytes(b"x" + state.read_bytes()[1:])
-    assert "another checksum than when it was written" in refused()
+    assert "a different checksum than when it was written" in refused()
     shutil.rmtree(state.parent)
     assert "step-00000004: the record in " in refused()
 

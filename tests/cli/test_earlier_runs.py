@@ -27,7 +27,7 @@ with lockstep.Run("layout", replicas=2, progress=False) as run:
 
 @pytest.mark.ranks(2)
 def test_two_layouts_with_two_results(lockstep):
-    said = "ended with other weights"
+    said = "ended with different weights"
     place = lockstep.script(SCRIPT.replace("RANKS", "1").replace("LR", "0.1"))
     first, again = lockstep("run", "-n", "1", place), lockstep("run", "-n", "1", place)
     assert (first.code, again.code) == (0, 0), first.err + again.err
@@ -44,5 +44,5 @@ def test_a_learning_rate_that_follows_from_the_number_of_ranks(lockstep):
     place = lockstep.script(SCRIPT.replace("RANKS", "0").replace("LR", "0.1 * run.world.size"))
     assert lockstep("run", "-n", "1", place).code == 0
     other = lockstep("run", "-n", "2", place)
-    assert "(1 rank) ended with other weights" in other.err, other.err
-    assert "of the same script, arguments, seed, with other settings or data" in other.err
+    assert "(1 rank) ended with different weights" in other.err, other.err
+    assert "of the same script, arguments, seed, with different settings or data" in other.err

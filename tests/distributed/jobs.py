@@ -180,7 +180,7 @@ def train_augmented(workers: int) -> str:
     with quiet_run() as run:
         model = run.model(nn.Linear(6, 4))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        # Ranks of a test inherit another way of starting processes, which takes seconds in each loop.
+        # Ranks of a test inherit a different way of starting processes, which takes seconds in each loop.
         context = {"multiprocessing_context": "fork"} if workers else {}
         data = run.loader(Augmented(), batch_size=12, shuffle=True, num_workers=workers, **context)
         fit(run, model, data, optimizer)

@@ -298,9 +298,7 @@ def on_noise(workers: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 1), (2, 0)])
 def test_a_dataset_that_changes_its_samples_is_refused(ranks: int, workers: int) -> None:
-    words = (
-        r"loader 0 \(Noisy\): samples .* have other values when the dataset is asked for them again"
-    )
+    words = r"loader 0 \(Noisy\): samples .* have different values when the dataset is asked for them again"
     with pytest.raises(RankError, match=words):
         run_ranks(on_noise, ranks, workers, environ={"LOCKSTEP_REPLICAS": "2"})
 

@@ -148,7 +148,7 @@ def test_a_model_that_the_run_does_not_hold(faulty: Lockstep) -> None:
 def test_ranks_with_different_models(faulty: Lockstep) -> None:
     code, verdict = run(faulty, "shapes")
     assert code == 1
-    assert "rank 1 of 2 built another Linear than rank 0: weight: (3, 4)" in verdict
+    assert "rank 1 of 2 built a different Linear than rank 0: weight: (3, 4)" in verdict
     assert "rank 0 has weight: (2, 4)" in verdict
 
 

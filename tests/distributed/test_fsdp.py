@@ -110,7 +110,7 @@ def test_weights_leave_and_come_back_whole(tmp_path) -> None:
     ids=["whole-sharded-whole", "sharded-whole-sharded"],
 )
 def test_a_run_goes_on_with_another_strategy(tmp_path, parts: Any, last: Any) -> None:
-    """With another number of ranks, too; slow enough that ranks agree before the end."""
+    """With a different number of ranks, too; slow enough that ranks agree before the end."""
     replicas = {"LOCKSTEP_REPLICAS": "3", "LOCKSTEP_THREADS": "1"}
     (whole,) = run_ranks(test_resume.train, 1, str(tmp_path / "whole"), environ=replicas)
     place = str(tmp_path / "run")

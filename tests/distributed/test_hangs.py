@@ -65,7 +65,7 @@ def calls_of_its_own(twice: bool) -> None:
 @pytest.mark.parametrize(
     ("twice", "calls"),
     [(True, ("run.sum", "run.barrier")), (False, ("run.sum", "run.gather"))],
-    ids=["another number of calls", "another call"],
+    ids=["a different number of calls", "another call"],
 )
 def test_calls_that_differ(twice: bool, calls: tuple[str, str]) -> None:
     began = time.monotonic()

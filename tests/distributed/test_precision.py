@@ -63,7 +63,7 @@ def test_ranks_that_hold_parts_agree_on_an_overflow() -> None:
 
 
 def test_the_scale_comes_back(tmp_path: Path) -> None:
-    """Stopped after an overflow, and gone on with on another number of ranks: as if nothing had been."""
+    """Stopped after an overflow, and continued on a different number of ranks: as if nothing had been."""
     environ = {"LOCKSTEP_REPLICAS": "2", "LOCKSTEP_THREADS": "1"}
     whole = run_ranks(jobs.scaled_and_stopped, 1, str(tmp_path / "whole"), environ=environ)
     assert whole[0][1] == 32768.0

@@ -1,4 +1,4 @@
-"""A run goes on, on another number of ranks, from wherever its state is (A15)."""
+"""A run goes on, on a different number of ranks, from wherever its state is (A15)."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_parameters_in_any_order_of_memory(exchange: str, models: int) -> None:
 
 def test_parameters_that_are_turned_in_memory_afterwards() -> None:
     """DDP has made its buckets: it would put gradients of one order where another one is read."""
-    with pytest.raises(RankError, match=r"0\.weight of .* was given another order") as caught:
+    with pytest.raises(RankError, match=r"0\.weight of .* was given a different order") as caught:
         run_ranks(jobs.turn_in_memory, 2, 8)
     assert "before run.model" in str(caught.value)
 

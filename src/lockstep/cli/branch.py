@@ -20,8 +20,8 @@ up to N are computed again from the newest one before, and have to agree with th
 those of lockstep run, and 3 if they do not agree.
 """
 EXAMPLES = {
-    "lockstep branch runs/train/20261122-103512 --step 3000 -- --lr 0.01": "with another learning rate",
-    "lockstep branch runs/train/20261122-103512 --step 3000 -n 4 --precision bf16": "with another setting",
+    "lockstep branch runs/train/20261122-103512 --step 3000 -- --lr 0.01": "with a different learning rate",
+    "lockstep branch runs/train/20261122-103512 --step 3000 -n 4 --precision bf16": "with other settings",
 }
 #: Settings that a branch chooses itself.
 _OWN = ("resume", "fresh", "run_dir")

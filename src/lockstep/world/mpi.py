@@ -89,7 +89,7 @@ def communicator(rank: int, size: int) -> Communicator:
     """Return an MPI communicator for Lockstep alone, in which this process has rank `rank`.
 
     Raises:
-        WorldError: if MPI is not installed, or has another number of processes.
+        WorldError: if MPI is not installed, or has a different number of processes.
     """
     mpi = library()
     if mpi.COMM_WORLD.size != size:

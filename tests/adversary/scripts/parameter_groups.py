@@ -1,4 +1,4 @@
-"""No weight decay for biases and norms, another learning rate for the head, MultiStepLR over all groups."""
+"""No weight decay for biases and norms, another rate for the head, MultiStepLR over all groups."""
 
 import torch
 import torch.nn.functional as F

@@ -42,7 +42,7 @@ GPU 0: Graphics Device (UUID: GPU-b8ea3855-276c-c9cb-b366-c6fa655957c5)
   MIG Device 0: (UUID: MIG-GPU-b8ea3855-276c-c9cb-b366-c6fa655957c5/1/0)
 """
 
-#: Two models: CUDA may count them in another order.
+#: Two models: CUDA may count them in a different order.
 QUADROS = """\
 GPU 0: Quadro P5000 (UUID: GPU-25049053-61b4-ad49-1f96-3ae7df7afbd3)
 GPU 1: Quadro P2000 (UUID: GPU-1029c3f5-cd59-692d-f38f-902ac67a351d)

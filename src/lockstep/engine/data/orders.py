@@ -62,7 +62,7 @@ class SamplerOrder:
         """Return the order of samples in the epoch's loop number `round_`, from 0, over the data.
 
         Raises:
-            LoaderError: if the sampler yields another number of indices than its length.
+            LoaderError: if the sampler yields a different number of indices than its length.
         """
         _seed(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
         indices = np.fromiter(self.sampler, dtype=np.int64)

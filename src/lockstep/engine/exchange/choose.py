@@ -18,7 +18,7 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
 
     Raises:
         UsageError: for an exchange that does not exist, or that does not work with these ranks.
-        WorldError: for `mpi` if MPI is missing, or has another number of processes than the run.
+        WorldError: for `mpi` if MPI is missing, or has a different number of processes than the run.
         ExactnessError: if `exact` is true and the sums of the exchange depend on the layout.
     """
     if wanted == "auto":

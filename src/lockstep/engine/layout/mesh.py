@@ -51,7 +51,7 @@ def choose(asked: str | None, strategy: str, size: int) -> Mesh:
     """Return the mesh of a run on `size` ranks: `asked`, or one that fits the strategy.
 
     Raises:
-        UsageError: if the mesh in the settings has another number of ranks or does not fit the strategy.
+        UsageError: if the mesh of the settings has too many or few ranks, or does not fit the strategy.
     """
     spreads = STRATEGIES.find(strategy).spreads
     if asked is None:

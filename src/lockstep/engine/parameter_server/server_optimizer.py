@@ -144,7 +144,7 @@ class ServerOptimizer:
                 raise MismatchError(f"rank {rank} holds other parameters than rank 0")
             if repr(message.meta["groups"]) != repr(first.meta["groups"]):
                 raise MismatchError(
-                    f"the optimizer has other settings on rank {rank} than on rank 0"
+                    f"the optimizer has different settings on rank {rank} than on rank 0"
                 )
 
 

@@ -265,7 +265,7 @@ def check_same_models(
         (f"{len(own)} parameters", f"{len(theirs)} parameters"),
     )
     raise ModelError(
-        f"rank {rank} of {size} built another {type(module).__name__} than rank 0: "
+        f"rank {rank} of {size} built a different {type(module).__name__} than rank 0: "
         f"{differing[0]}; rank 0 has {differing[1]}",
         hint="build the model from the same arguments on every rank, never from the rank",
     )

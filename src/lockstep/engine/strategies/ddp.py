@@ -106,8 +106,8 @@ class ReplicatedModel(WrappedModel):
             if not same_layout(form(parameter), self._forms[place]):
                 names = {id(p): name for name, p in self.module.named_parameters()}
                 raise ModelError(
-                    f"{names[id(parameter)]} of {type(self.module).__name__} was given another order in "
-                    f"memory after run.model: strides {now[place]}; expected {self._strides[place]}",
+                    f"{names[id(parameter)]} of {type(self.module).__name__} was given a different order "
+                    f"in memory after run.model: strides {now[place]}; expected {self._strides[place]}",
                     hint="model.to(memory_format=…) before run.model(model)",
                 )
         self._strides = now

@@ -34,7 +34,7 @@ class DataParallelModel(SingleModel):
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         super().__init__(module, context)
         self._scattered = scatter(module, settings)
-        # Each GPU computes its own batch statistics and dropout, and sums gradients in another order.
+        # Each GPU computes its own batch statistics and dropout, and sums gradients in a different order.
         self.exactness = "close" if len(self._scattered.device_ids) > 1 else "exact"
 
     @property

@@ -34,8 +34,9 @@ def cut_dimension(like: DTensor) -> int:
 def part_of(value: Any, like: Any) -> Any:
     """Return `value` as a `DTensor` that is sharded over ranks as the `DTensor` `like` is.
 
-    `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values, and
-    tensors of another shape than `like`, are returned unsharded; so is `value` if `like` is no `DTensor`.
+    `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values,
+    and tensors of a different shape than `like`, are returned unsharded; so is `value` if `like` is no
+    `DTensor`.
     """
     if not isinstance(value, torch.Tensor | Stored):
         return value

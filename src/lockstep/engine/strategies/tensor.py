@@ -142,7 +142,7 @@ def _check_parts(module: nn.Module, size: int) -> None:
                 raise ModelError(
                     f"{name} has shape {tuple(parameter.shape)}, whose dimension {placement.dim} the plan "
                     f"cuts over {size} ranks; expected a size that {size} divides",
-                    hint="another width, another mesh, or leave this part out of the plan",
+                    hint="a different width, another mesh, or leave this part out of the plan",
                 )
 
 

@@ -27,7 +27,7 @@ _WORDS = {
     "subset": "the indices of the subset on rank {rank} are not those on rank 0",
     "sampler": "the indices of the sampler on rank {rank} are not those on rank 0",
     "values": "the values of the dataset on rank {rank} are not those on rank 0",
-    "order": "the sampler on rank {rank} draws another order than on rank 0",
+    "order": "the sampler on rank {rank} draws a different order than on rank 0",
     "samples": "samples {shown} on rank {rank} are not those on rank 0",
 }
 _HINT = (
@@ -61,7 +61,7 @@ class SameData:
         """
         if self.exact and self.audits and own.get("again") != own.get("samples"):
             raise DivergenceError(
-                f"loader {loader} ({own['kind']}): samples {own['shown']} have other values when the "
+                f"loader {loader} ({own['kind']}): samples {own['shown']} have different values when the "
                 "dataset is asked for them again; expected the same ones, since the layout decides how "
                 "often a rank fetches a sample",
                 hint="copy before changing in place (x = x.clone()); draw with torch, numpy.random or "

@@ -230,7 +230,7 @@ class _Flow(NamedTuple):
 
     reads: Names
     writes: Names
-    acts: Names = NONE  #: variables whose values have other effects than output
+    acts: Names = NONE  #: variables whose values have different effects than output
     is_change: bool = False  #: whether the statement changes an object, and assigns no variable
     is_item: bool = False  #: whether a loop assigns its items
 

@@ -67,7 +67,7 @@ class RunMetrics(RunProperties):
             batch: a global batch of `run.batches`, outside of an iteration over it.
 
         Raises:
-            StepError: inside a microbatch, with several replicas; or for a result of another shape.
+            StepError: inside a microbatch, with several replicas; or for a result of a different shape.
         """
         return self._session.metrics.all_gather(function, batch).to(self.device)
 

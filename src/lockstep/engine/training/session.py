@@ -269,7 +269,7 @@ class Session:
         Raises:
             CheckpointError: if a checkpoint cannot be written, or the script never reached the position
                 from which it resumed.
-            DivergenceError: if the result of a rank has other bits.
+            DivergenceError: if the result of a rank has different bits.
             PeerError: if a rank does not reach the end of its run.
         """
         context, record, watchdog = self.context, self.context.record, self.context.watchdog

@@ -186,7 +186,7 @@ class Rounds:
 
         Raises:
             UnreachableError: if launcher 0 runs and this node cannot connect to it.
-            WorldError: if this launcher has other library versions, or the launch is full.
+            WorldError: if this launcher has different library versions, or the launch is full.
         """
         deadline = time.monotonic() + self._config.seconds
         while True:
@@ -210,7 +210,7 @@ class Rounds:
         """Return the number of the newest round, 0 before the first; set `common`, the launch's constants.
 
         Raises:
-            WorldError: if this launcher has other library versions, or the launch is full.
+            WorldError: if this launcher has different library versions, or the launch is full.
         """
         newest, cards = self.keys.newest()
         first = cards[:1]
@@ -393,7 +393,7 @@ class StoreWatch:
 
 
 def _differing(cards: Sequence[Card]) -> WorldError | None:
-    """Return an error if a launcher has other library versions than the first one; else `None`."""
+    """Return an error if a launcher has different library versions than the first one; else `None`."""
     for card in cards[1:]:
         text = differing_versions(
             *(card.launcher.name, card.node.versions),

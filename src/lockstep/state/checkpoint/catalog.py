@@ -117,7 +117,7 @@ class Manifest:
                 )
             checksum = content.pop("checksum")
             if checksum != _checksum(content):
-                raise DamagedError(f"{MANIFEST} has another checksum than it says")
+                raise DamagedError(f"{MANIFEST} has a different checksum than it says")
             del content["format"]
             for name, kinds in _KINDS.items():
                 _check(name, content[name], kinds)
@@ -150,7 +150,7 @@ class Manifest:
             self.verify_size(directory, name)
         for name, expected in self.files.items():
             if FileSpec.of(directory / name).sha256 != expected.sha256:
-                raise DamagedError(f"{name} has another checksum than when it was written")
+                raise DamagedError(f"{name} has a different checksum than when it was written")
 
     def verify_size(self, directory: Path, name: str) -> None:
         """Raise an error unless the file `name` in `directory` has the recorded size.

@@ -92,14 +92,14 @@ def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor
     """Raise an error unless `weights` have exactly the names and shapes of a model's `state_dict`.
 
     Raises:
-        ModelError: naming missing and unexpected names, and names with another shape.
+        ModelError: naming missing and unexpected names, and names with a different shape.
     """
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     problems = [
         *_listed("missing", [name for name in own if name not in weights]),
         *_listed("unexpected", [name for name in weights if name not in own]),
         *_listed(
-            "of another shape",
+            "of a different shape",
             [
                 f"{name} ({tuple(weights[name].shape)}, expected {tuple(tensor.shape)})"
                 for name, tensor in own.items()

@@ -93,7 +93,7 @@ def user_files() -> list[str]:
 
 
 def changed_files(sources: Mapping[str, str]) -> list[str]:
-    """Return the files in `sources` that are gone, or have another checksum than the recorded one."""
+    """Return the files in `sources` that are gone, or have a different checksum than the recorded one."""
     return [file for file, checksum in sources.items() if _checksum(file) != checksum]
 
 

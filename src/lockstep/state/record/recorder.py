@@ -372,7 +372,7 @@ class Recorder:
         """Record the end of the run and each rank's memory, and print one line.
 
         `used` is the memory of this rank; `settings` are models and optimizers as text, `None` for a result
-        that is not exact. A warning names an earlier run with the same settings and another digest.
+        that is not exact. A warning names an earlier run with the same settings and a different digest.
         """
         self._events.add(kind="memory", **used)
         self._events.flush()

@@ -36,10 +36,10 @@ def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
 
 
 def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> str | None:
-    """Return a warning about the newest earlier run with an equal fingerprint and another digest, if any.
+    """Return a warning about the newest earlier run with equal fingerprint and different digest, or `None`.
 
-    A run on another number of ranks may have other settings: a learning rate that the script multiplies by
-    the number of ranks makes the result depend on the layout.
+    A run on a different number of ranks may have different settings: a learning rate that the script
+    multiplies by the number of ranks makes the result depend on the layout.
     """
     source = fingerprint.partition(".")[0]
     runs = sorted(directory.parent.glob(f"*/{run_file.NAME}"), reverse=True)
@@ -53,7 +53,9 @@ def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> 
             is_same = known == fingerprint
             if not is_same and others == ranks:
                 continue
-            settings = "data, model and optimizers" if is_same else "with other settings or data"
+            settings = (
+                "data, model and optimizers" if is_same else "with different settings or data"
+            )
             return (
                 f"lockstep: warning: {short(file.parent)} ({others} rank{'s' * (others != 1)}) ended with "
                 f"other weights ({recorded['digest'][:19]}…), of the same script, arguments, seed, "
@@ -71,6 +73,6 @@ def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))
     return (
-        f"lockstep: warning: loader {loader} has other data than this run had before ({what} differ): "
+        f"lockstep: warning: loader {loader} has different data than this run had before ({what} differ): "
         "what a script draws before the run needs a seed of its own under python and torchrun"
     )

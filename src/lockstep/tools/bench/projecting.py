@@ -199,7 +199,7 @@ def parameters_of(model: Model, link: Link) -> Row:
 def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
     """Return the predicted step time and speed on a layout, as a row of the results file.
 
-    On several hosts the row also has the step times with other algorithms that sum gradients over ranks.
+    On several hosts the row also has the step times with further algorithms that sum gradients.
     `rate_of_rank`: measured samples per second of one rank.
     """
     ranks = layout.ranks

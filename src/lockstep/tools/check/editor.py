@@ -38,7 +38,7 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
         where = error.message.partition(": expected")[0].removeprefix("parser error: ")
         raise UsageError(
             f"{module.path}: LibCST, which edits scripts, cannot parse what Python can: {where}",
-            hint="write the line in another way: `x: int = 1` and not `(x): int = 1`, for example",
+            hint="write the line in a different way: `x: int = 1` and not `(x): int = 1`, for example",
         ) from None
     return tree.visit(Editor(module, edits)).code
 

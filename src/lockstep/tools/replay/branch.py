@@ -1,4 +1,4 @@
-"""Branch: a new run that begins with the state after a step of a recorded run, with other settings."""
+"""Branch: a new run that begins with the state after a step of a recorded run, with different settings."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Di
 
 
 def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Return the first evaluation batch with other samples on one layout than on the other, else `None`."""
+    """Return the first evaluation batch whose samples differ between two layouts, or `None`."""
     for key in sorted(one.evaluated.keys() & other.evaluated.keys(), key=one.evaluated.__getitem__):
         (step, a), (_, b) = one.evaluated[key], other.evaluated[key]
         if a != b:

@@ -1,7 +1,7 @@
 """`check_members`: rank 0 compares hosts and library versions of all ranks, before the first collective.
 
 The check finds ranks on the same host, and reports missing ranks, ranks with the same local rank on a
-node, and nodes with other library versions. Launchers of several nodes use the same comparisons.
+node, and nodes with different library versions. Launchers of several nodes use the same comparisons.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RankInfo:
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> RankInfo:
         """Return the `RankInfo` with these fields, which were read from JSON."""
-        # Another version of Lockstep may have other fields; the comparison of versions reports it.
+        # Another version of Lockstep may have different fields; the comparison of versions reports it.
         node = {name: fields["node"].get(name) for name in NodeInfo.__slots__}
         place = fields.get("place")
         return RankInfo(

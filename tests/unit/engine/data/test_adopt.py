@@ -204,7 +204,7 @@ class OtherBatches(BatchSampler):
 
 
 class Buckets:
-    """Batches of several sizes, in another order each time."""
+    """Batches of several sizes, in a different order each time."""
 
     def __iter__(self) -> Iterator[Any]:
         batches = [[0, 1, 2, 3, 4], [7], torch.tensor([9, 8]), (5, 6, 23, 22)]

@@ -434,7 +434,7 @@ def test_parameters_that_one_worker_used(serve: Callable[[int], Service]) -> Non
     ("difference", "message"),
     [
         ({"place": 4}, "rank 1 computes gradients of another batch than rank 0"),
-        ({"lr": 0.5}, "the optimizer has other settings on rank 1 than on rank 0"),
+        ({"lr": 0.5}, "the optimizer has different settings on rank 1 than on rank 0"),
     ],
 )
 def test_workers_that_differ(

@@ -126,7 +126,7 @@ def test_the_newer_name_wins_as_in_ddp(settings: dict, shared: bool) -> None:
     [
         (
             nn.Linear(2, 4),
-            "built another Linear than rank 0: weight: .3, 2.*; rank 0 has weight: .4, 2",
+            "built a different Linear than rank 0: weight: .3, 2.*; rank 0 has weight: .4, 2",
         ),
         (nn.Linear(2, 3).double(), "float32; rank 0 has weight: .*float64"),
         (nn.Linear(2, 3, bias=False), "2 parameters; rank 0 has 1 parameters"),
@@ -154,5 +154,5 @@ def test_ranks_that_build_the_same_model() -> None:
     store = dist.HashStore()
     for rank in range(2):
         check_same_models(nn.Linear(2, 3), "0", store, rank, 2)
-    with pytest.raises(ModelError, match="built another Linear than rank 0"):
+    with pytest.raises(ModelError, match="built a different Linear than rank 0"):
         check_same_models(nn.Linear(2, 4), "0", store, 1, 2)

@@ -100,7 +100,7 @@ def test_files_are_compared_with_what_was_written(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="b has 99 bytes; expected 100"):
         told.verify(tmp_path)
     (tmp_path / "b").write_bytes(b"b" * 99 + b"c")
-    with pytest.raises(DamagedError, match="b has another checksum"):
+    with pytest.raises(DamagedError, match="b has a different checksum"):
         told.verify(tmp_path)
     (tmp_path / "a").unlink()
     with pytest.raises(DamagedError, match="a is missing"):

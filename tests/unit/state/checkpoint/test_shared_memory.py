@@ -164,7 +164,7 @@ def test_a_state_may_grow(memory):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("length", [1 << 12, 1 << 16, 1 << 20])
 def test_each_rank_has_a_text_of_another_length(memory, order, length):
-    """Just below and just above any size at which the memory may be laid out in another way."""
+    """Just below and just above any size at which the memory may be laid out in a different way."""
     head = 500  # the most that stands beside the text
     for number, shorter in enumerate(range(length - head, length + 10, 51), 1):
         team, tensors = ranks(memory, 2), state(number, 70_000)

@@ -150,5 +150,5 @@ def test_weights_of_another_model_don_t_fit() -> None:
         weights_only.check_fit("Sequential", module.state_dict(), other)
     assert caught.value.message == (
         "the weights don't fit Sequential: missing: 0.bias; unexpected: x0, x1, x2, x3, x4 and 2 more; "
-        "of another shape: 0.weight ((4, 5), expected (4, 3))"
+        "of a different shape: 0.weight ((4, 5), expected (4, 3))"
     )

@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_with_other_data_says_so(again, tmp_path: Path, capsy
     assert "other data" not in capsys.readouterr().err
     made_of(values, [0, 1, 3])
     assert (
-        "loader 0 has other data than this run had before (indices differ)"
+        "loader 0 has different data than this run had before (indices differ)"
         in capsys.readouterr().err
     )
     made_of(values + 1, [0, 1, 3, 4])

@@ -28,7 +28,7 @@ def runs(place: Path, digests: list[str], fingerprint: str = "f.1") -> Path:
     [
         ([], None),
         (["sha256:a"], None),
-        (["sha256:b"], "0000 (3 ranks) ended with other weights (sha256:b…)"),
+        (["sha256:b"], "0000 (3 ranks) ended with different weights (sha256:b…)"),
         (["sha256:b", "sha256:a", "sha256:c", "sha256:a"], "0002 (3 ranks)"),
         (["sha256:b", *["sha256:a"] * 49], "0000 (3 ranks)"),
         (["sha256:b", *["sha256:a"] * 50], None),  # only so many are looked at
@@ -49,7 +49,7 @@ def test_other_settings_count_where_the_number_of_ranks_differs(
     """Settings may follow from the number of ranks, or from a file that the user has changed."""
     line = reproducibility.other_digest(runs(tmp_path, ["sha256:b"]), "f.2", "sha256:a", ranks)
     assert (line is not None) == found
-    assert not found or "same script, arguments, seed, with other settings or data" in str(line)
+    assert not found or "same script, arguments, seed, with different settings or data" in str(line)
 
 
 def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ SCRIPTS = {
         },
     ),
 }
-#: Where one replica has the bits of the plain script; in `accumulation` sums are in another order.
+#: Where one replica has the bits of the plain script; in `accumulation` sums are in a different order.
 EQUAL = {"straight", "trainer", "amp", "ddp"}
 
 

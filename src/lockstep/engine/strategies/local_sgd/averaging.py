@@ -42,7 +42,7 @@ class Averaging:
             kinds[tensor.dtype].append(place)
         means = list(tensors)
         for places in kinds.values():
-            # An optimizer may have its number of steps on another device than the model.
+            # An optimizer may have its number of steps on a different device than the model.
             own = [tensors[place].reshape(-1).to(self._device) * shares[place] for place in places]
             total = self._sum(torch.cat(own))
             parts = torch.split(total, [tensors[place].numel() for place in places])

@@ -190,7 +190,7 @@ def _chunks(asked: Any, stages: int, *, exact: bool) -> int:
     if exact and asked > 1:
         raise ExactnessError(
             f"chunks={asked} would break the promise: gradients of parts of a batch are summed in "
-            "another order, and BatchNorm sees each part by itself",
+            "a different order, and BatchNorm sees each part by itself",
             hint="chunks=1, or say exact=False to the run (lockstep run --no-exact)",
         )
     return asked
@@ -231,7 +231,7 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     moved = tensor.detach().to(device)
     if torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
-    else:  # a device of PrivateUse1, such as Ascend's, has another type of tensor
+    else:  # a device of PrivateUse1, such as Ascend's, has a different type of tensor
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, tensor.requires_grad)
         moved.__dict__.update(tensor.__dict__)

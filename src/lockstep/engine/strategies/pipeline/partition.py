@@ -25,7 +25,7 @@ def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
     get similar bytes of parameters.
 
     Raises:
-        UsageError: if `split` or the model gives another number of stages than `count`.
+        UsageError: if `split` or the model gives a different number of stages than `count`.
         ModelError: if the model cannot be cut, or cannot be cut at `split`.
     """
     if isinstance(split, str) or not isinstance(split, Sequence | None):

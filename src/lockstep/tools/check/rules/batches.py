@@ -187,7 +187,7 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
     "drop_last=True leaves samples out of each epoch, and how many these are depends on the number of ranks",
     "misleads",
     why="""Each rank drops its own last batch, or the sampler drops what cannot be shared out equally. An epoch on 8 ranks has
-    other samples, and another number of steps, than one on 4.""",
+    other samples, and a different number of steps, than one on 4.""",
     example="""
       import torch.distributed as dist
       from torch.utils.data import DataLoader, DistributedSampler

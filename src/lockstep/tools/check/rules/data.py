@@ -58,10 +58,10 @@ _FETCHES = {
 @rule(
     "LS207",
     "listing without an order",
-    "a listing has another order on another machine: sort it",
+    "a listing has a different order on another machine: sort it",
     "corrupts",
     why="""`os.listdir`, `glob` and `Path.iterdir` return files in the order of the file system, which differs between
-    machines, and a set of texts has another order in every process. Ranks that deal samples out by number then read some
+    machines, and a set of texts has a different order in every process. Ranks that deal samples out by number then read some
     twice and others never.""",
     example="""
       import os
@@ -83,7 +83,7 @@ def unordered(script: Script) -> Iterator[Hit]:
     for call in script.module.calls:
         if _numbers_set(script, call):
             name = ast.unparse(call)
-            yield Hit(call, f"{name} has another order in every process: sort it")
+            yield Hit(call, f"{name} has a different order in every process: sort it")
         name = script.name(call.func)
         lists = method(call) in ("iterdir", "rglob", "glob")
         lists = lists or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
@@ -93,7 +93,7 @@ def unordered(script: Script) -> Iterator[Hit]:
         managed = isinstance(script.module.parents.get(call), ast.withitem)
         edit = Edit("replace", call, f"sorted({script.module.source(call)})")
         how = "sort it by name" if entries else "sort it"
-        message = f"{ast.unparse(call.func)} has another order on another machine: {how}"
+        message = f"{ast.unparse(call.func)} has a different order on another machine: {how}"
         yield Hit(call, message, () if entries or managed else (edit,))
 
 

@@ -88,7 +88,7 @@ def _in_training(script: Script, branch: ast.If) -> bool:
 @rule(
     "LS408",
     "step of some ranks only",
-    "only some ranks come to this: the others wait for its gradients, or have other weights afterwards",
+    "only some ranks come to this: the others wait for its gradients, or have different weights afterwards",
     "hangs",
     why="""A backward pass of DistributedDataParallel is a collective call: all ranks have to make it. An optimizer that steps on
     one rank changes that rank's weights alone.""",
@@ -110,7 +110,7 @@ def _in_training(script: Script, branch: ast.If) -> bool:
 def step_of_some(script: Script) -> Iterator[Hit]:
     """Find backward passes and optimizer steps that only some ranks execute."""
     backward = "only some ranks run this backward pass, which waits for the gradients of the others"
-    step = "only some ranks take this step: the others have other weights afterwards"
+    step = "only some ranks take this step: the others have different weights afterwards"
     others = {"dist.send", "dist.recv", "dist.isend", "dist.irecv"}
     if "DDP" not in script.called or others & script.called or script.matches("dist.rpc"):
         return

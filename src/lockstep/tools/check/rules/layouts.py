@@ -138,7 +138,7 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
     "the loader deals out what this yields, and it yields a part that depends on the rank or the worker: yield everything",
     "corrupts",
     why="""A Lockstep loader takes a stream whole and assigns its items to replicas. One that skips items by its rank or by
-    `get_worker_info()` is another stream on another layout, or with another number of workers.""",
+    `get_worker_info()` is another stream on another layout, or with a different number of workers.""",
     example="""
       import lockstep
     - from torch.utils.data import IterableDataset, get_worker_info

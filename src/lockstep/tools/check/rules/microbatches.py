@@ -24,7 +24,7 @@ _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_
     "mean over tokens without a weight",
     "this loss is a mean over the targets that are not ignored: give run.backward their number as weight=",
     "corrupts",
-    why="""`run.backward` weights microbatches by their samples. A mean over tokens, or pixels, has another count in each
+    why="""`run.backward` weights microbatches by their samples. A mean over tokens, or pixels, has a different count in each
     microbatch, so that the sum is not the gradient of the mean over the global batch.""",
     example="""
       import lockstep

@@ -173,7 +173,7 @@ def no_sampler(script: Script) -> Iterator[Hit]:
     "ranks have to draw alike here to share samples out: give all of them one seed",
     "corrupts",
     why="""Every DistributedSampler shuffles the whole dataset and takes each n-th sample, and every rank cuts the dataset by
-    itself in `random_split`. With a seed of its own, a rank does so in another order: samples are read twice, and others
+    itself in `random_split`. With a seed of its own, a rank does so in a different order: samples are read twice, and others
     never, or one rank tests with what another trains on.""",
     example="""
       import torch.distributed as dist

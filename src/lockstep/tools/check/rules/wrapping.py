@@ -175,7 +175,7 @@ def _straight(owner: ast.ClassDef) -> bool:
     "DistributedDataParallel has made its buckets where the model was: move the model before",
     "fails",
     why="""The wrapper checks devices and makes the buckets of gradients when it is made. A model that moves afterwards
-    has its gradients on another device than its buckets.""",
+    has its gradients on a different device than its buckets.""",
     example="""
       import torch.distributed as dist
       from torch.nn.parallel import DistributedDataParallel as DDP
