@@ -2,9 +2,9 @@
 
 About once a second loggers get the values of the steps that all ranks have completed, and are flushed. Then
 `progress.json` records the last step, and the offsets in `events/` at which the next one begins; after a
-restart forwarding continues there. A kill after the flush and before `progress.json` is written repeats the
-values of that second. A logger that does not write when it is flushed (Weights & Biases waits 15 s) loses
-values at a kill.
+restart forwarding continues there. A kill in the moment between the flush and the writing of that file
+repeats the values of that second. A logger that does not write when it is flushed (Weights & Biases waits
+15 s) loses values at a kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunDirectoryError
-from lockstep.state.files.atomic_file import atomic_write
+from lockstep.state.files.atomic_file import atomic_write, sync_file
 from lockstep.state.files.run_file import cannot_write
 from lockstep.state.record import trainjob
 from lockstep.state.record.following import Follower
@@ -120,7 +120,10 @@ class Forwarding:
             if found:
                 self._each(methodcaller("flush"))
                 progress = {"step": self._step, "names": sorted(self._names)}
-                atomic_write(self._path, json.dumps(self._follower.state() | progress), 0o600)
+                content = json.dumps(self._follower.state() | progress)
+                # A kill repeats what was flushed before the file has its name; the disk may take longer.
+                atomic_write(self._path, content, 0o600, sync=False)
+                sync_file(self._path)
         except Exception as error:
             for logger in tuple(self._open):
                 self._leave_out(logger, error)
