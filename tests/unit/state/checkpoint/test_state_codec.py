@@ -88,7 +88,7 @@ def options(value: Any) -> Any:
         nn.Sequential(nn.BatchNorm1d(1)).state_dict(),
         *(kind(1.5) for kind in (np.float16, np.float32, np.float64, np.complex64, np.complex128)),
         *(np.complex64(complex(math.nan, -0.0)), np.uint64(2**64 - 1), np.int8(-128), np.bool_(0)),
-        *(np.datetime64("2020-02-29T12"), np.datetime64("NaT"), np.timedelta64(3, "ms")),
+        *(np.datetime64("2020-02-29T12"), np.datetime64("NaT", "ms"), np.timedelta64(3, "ms")),
         *(np.asfortranarray(np.eye(2, 3)), np.zeros((2, 0, 3), order="F"), np.float32([[1, 2]]).T),
         torch.ones(2, requires_grad=True),
         nn.Parameter(torch.ones(2)),
