@@ -15,6 +15,8 @@ import pytest
 
 from tests.conftest import Lockstep
 
+pytestmark = pytest.mark.forked
+
 SCRIPT = """
 import sys, torch, torch.nn.functional as F, lockstep
 from torch import nn

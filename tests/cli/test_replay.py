@@ -15,6 +15,8 @@ from lockstep.state.record.steps import read
 from tests.conftest import Lockstep
 from tests.terminal import Terminal
 
+pytestmark = pytest.mark.forked
+
 SCRIPT = """
 import sys, torch, torch.nn.functional as F, lockstep
 from torch import nn
