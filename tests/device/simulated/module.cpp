@@ -1,6 +1,5 @@
 // The Python module: registers the device and gives `simulated.py` what it needs.
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 
 #include "collectives.h"
 #include "kernels.h"
