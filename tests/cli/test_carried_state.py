@@ -57,6 +57,45 @@ LOST = HEAD.replace("STATE", "ratio, recent = 1.0, deque(maxlen=3)")
 LOST = LOST.replace("RATIO", "ratio").replace("RECENT", "recent")
 
 
+LOGGED = """
+import csv
+import torch
+from torch.utils.data import TensorDataset
+import lockstep
+
+def main():
+    with lockstep.Run("logged", replicas=2) as run:
+        train = run.loader(TensorDataset(torch.randn(48, 4)), batch_size=12)
+        model = run.model(torch.nn.Linear(4, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        file = open("log.csv", "a")
+        rows = csv.writer(file)
+        for epoch in run.epochs(6):
+            for batch in run.batches(train):
+                for (x,) in batch:
+                    run.backward(model(x).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                rows.writerow([epoch * len(train) + batch.index])
+            run.save()
+            run.print("epoch", epoch)
+
+main()
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_log_file_and_the_number_of_an_epoch_are_no_state(lockstep):
+    script = lockstep.script(LOGGED)
+    words = ("run", "-n", "2", "--run-dir", "r", script)
+    first = lockstep(*words, env={"LOCKSTEP_FAULTS": "term@18"})
+    assert first.code == 75, first.err
+    second = lockstep(*words)
+    assert second.code == 0, second.err
+    assert "resuming after step" in second.err
+    assert "warning" not in first.err + second.err
+
+
 @pytest.mark.ranks(2)
 def test_what_the_run_keeps_is_the_same_after_a_crash(lockstep):
     """The optimizer inside, its count, and variables of `run.state`; no warning comes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytestmark = [pytest.mark.forked, pytest.mark.ranks(2)]
@@ -40,6 +42,14 @@ def refused(lockstep, before: str, after: str, kill: int) -> str:
     assert done.code == 1, done.out + done.err
     assert "finished" not in done.out + done.err
     return done.err
+
+
+def test_a_seed_of_each_rank_is_refused_before_the_first_step(lockstep):
+    script = lockstep.script(SCRIPT.replace("Run(", "Run(seed=__import__('os').getpid(), name="))
+    done = lockstep("run", "-n", "2", script, env={"LOCKSTEP_AUDIT": "off"})
+    assert done.code == 1
+    assert re.search(r"MismatchError: seed is \d+ on rank 1 and \d+ on rank 0; expected", done.err)
+    assert "hint: give the run a constant" in done.err
 
 
 def test_ranks_that_begin_with_other_weights(lockstep):

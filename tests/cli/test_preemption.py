@@ -63,6 +63,17 @@ def test_run_saves_itself_and_leaves(lockstep, number, words):
 
 
 @pytest.mark.ranks(2)
+def test_an_interrupt_lets_a_run_save_itself_with_its_data_loaders(lockstep):
+    process = started(lockstep, leave='tell("saved")')
+    lockstep.wait_for("open-0", "open-1")
+    process.send_signal(signal.SIGINT)
+    lockstep.wait_for("saved-0", "saved-1")
+    done = lockstep.finish(process, 20)
+    assert done.code == 130
+    assert done.err == "lockstep: stopped by SIGINT; logs: r/logs\n"  # nothing to resume from
+
+
+@pytest.mark.ranks(2)
 def test_second_signal_ends_at_once(lockstep):
     process = started(lockstep, leave='tell("told"); time.sleep(100)')
     pids = " ".join(lockstep.wait_for("open-0", "open-1")).split()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
-with lockstep.Run("verified") as run:
+with lockstep.Run("verified", seed=os.getppid() if FAULT == "seed" else 0) as run:
     model = run.model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     data = TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)
@@ -34,6 +34,11 @@ with lockstep.Run("verified") as run:
                     model[0].weight[0, 0] += 1
             if FAULT == "crash":
                 raise ZeroDivisionError("no luck")
+        hits = 0
+        for x, y in train if FAULT == "hits" else ():
+            hits += int((model(x).argmax(1) == y).sum())
+        if hits > 25:
+            run.save(best=hits)
 """
 
 
@@ -73,6 +78,24 @@ def test_ranks_that_change_weights_by_themselves_are_found(verify: Lockstep) -> 
     assert done.code == 3
     assert "first difference: step 3" in done.out
     assert "the ranks of 2 ranks hold different parameters" in done.out
+
+
+@pytest.mark.forked
+def test_warnings_of_the_runs_are_listed_once(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,2", "--", "hits")
+    assert "same: yes" in done.out
+    assert done.out.count("warning: `hits` (train.py:") == 1, done.out
+    told = json.loads(verify("verify", "--json", "--layouts", "1,2", "train.py", "hits").out)
+    assert [text.split()[0] for text in told["warnings"]] == ["`hits`"]
+
+
+@pytest.mark.forked
+def test_a_seed_of_each_launch_is_the_first_difference(verify: Lockstep) -> None:
+    done = verify("verify", "train.py", "--layouts", "1,2", "--", "seed")
+    assert done.code == 3
+    assert re.search(
+        r"first difference: the seed of the run is \d+ on 1 rank, \d+ on 2 r", done.out
+    )
 
 
 @pytest.mark.forked

@@ -133,3 +133,18 @@ def test_a_state_asked_for_before_an_update_is_saved_after_it_and_triggers_are_r
     assert done.code == 1
     assert "check_trigger in a loop over a loader" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_torch_for_cuda_without_a_gpu_computes_on_the_cpu(lockstep: Lockstep) -> None:
+    script = """
+import torch
+torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
+torch.accelerator.device_count = lambda: 0
+from lockstep.integrations.accelerate import Accelerator
+print("RESULT", Accelerator().device)
+"""
+    done = lockstep("run", "-n", "2", lockstep.script(script), env=ENV)
+    assert done.code == 0, done.err
+    assert "RESULT cpu" in done.out
+    assert "exact, 2 replicas on 2 ranks" in done.err
+    assert "replicas is not set, so that 2 ranks mean 2 replicas" in done.err

@@ -35,6 +35,8 @@ EXAMPLES = {
     "lockstep verify train.py --layouts 1,2 -- --epochs 1": "--epochs 1 is for the script",
     "lockstep verify train.py --layouts 1,2 --strategies ddp,fsdp": "compare strategies as well",
 }
+#: Number of the runs' warnings that are shown.
+_WARNINGS = 5
 #: Pattern of a further layout after `--layouts LAYOUT`; no script has such a name.
 _LAYOUT = re.compile(r"\d+([,>@].*)?|[a-z]+@\d+(,.*)?")
 
@@ -130,6 +132,8 @@ def _show(verdict: VerifyResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lockstep.tools.quantities import counted
+
     disturbed = any(outcome.layout.is_disturbed for outcome in verdict.outcomes)
     named = any(outcome.layout.strategy is not None for outcome in verdict.outcomes)
     more = ("kills",) if disturbed else ()
@@ -151,3 +155,7 @@ def _show(verdict: VerifyResult) -> None:
     for title, samples in (("twice", seen.twice), ("never", seen.never)):
         for loader, epoch, sample in samples[:3]:
             print(f"  {title}: sample {sample} of loader {loader} in epoch {epoch}")
+    for text in verdict.warnings[:_WARNINGS]:
+        print(f"warning: {text}")
+    if (left := len(verdict.warnings) - _WARNINGS) > 0:
+        print(f"and {counted(left, 'more warning')}: --keep-runs DIR keeps the logs")

@@ -59,10 +59,10 @@ def _device(*, cpu: bool, local_rank: int) -> torch.device:
     if (run := process.current()) is not None:
         return run.device
     kind = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count()
-    return (
-        torch.device("cpu") if cpu or kind is None else torch.device(kind.type, local_rank % count)
-    )
+    count = torch.accelerator.device_count()  # 0 with a torch for CUDA on a machine without a GPU
+    if cpu or kind is None or not count:
+        return torch.device("cpu")
+    return torch.device(kind.type, local_rank % count)
 
 
 def _see_device(run: Run) -> None:

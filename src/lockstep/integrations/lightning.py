@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +101,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
             super().setup(trainer)
             return
         refusals.check_trainer(trainer, self)
+        # Values are reduced over all replicas already, and evaluations see all data on each rank.
+        warnings.filterwarnings(
+            "ignore", message=r"It is recommended to use `self\.log\(.*sync_dist"
+        )
         super().setup(trainer)
         run, loop = self.run, trainer.fit_loop.epoch_loop
         self.lightning_module._kept_by_run = frozenset(vars(LightningModule()))

@@ -70,6 +70,9 @@ def open_run(**settings: Any) -> Run:
     name = Path(sys.argv[0]).stem.lstrip("-") or "run"
     run = Run(name, progress=False, **settings)
     _current.run, _current.settings = run.__enter__(), settings
+    if os.environ.get("LOCKSTEP_PROGRESS") != "0":  # the framework has the progress bar
+        for line in run._session.title_lines():
+            run._session.context.record.warn(line)
     if _current.on_open is not None:
         _current.on_open(run)
     return run

@@ -60,7 +60,9 @@ def run(spec: LaunchSpec) -> int:
             say("lockstep: the launch has ended; there was no place for this node meanwhile")
             return 0
         except Interrupted as stop:
-            say(f"lockstep: stopped by {stop.signum.name}{place.where}")
+            saved = place.path is not None and any(place.path.glob("checkpoints/step-*"))
+            goes_on = "; the same command with --resume continues" if saved else ""
+            say(f"lockstep: stopped by {stop.signum.name}{place.where}{goes_on}")
             return 128 + stop.signum
     if verdict is None:
         return 0

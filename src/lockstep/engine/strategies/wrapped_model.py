@@ -278,7 +278,8 @@ class WrappedModel(abc.ABC):
             raise StepError(
                 f"{type(self.module).__name__} has gradients that were not summed with those of the other "
                 "replicas",
-                hint="call run.backward(loss) in the place of loss.backward()",
+                hint="call run.backward(loss) in the place of loss.backward(); a tensor of an earlier pass "
+                "over the batch must be detached: compute it again where its gradients are needed",
             )
         if self._is_last:
             self.accumulation.check(self.module, len(self._block))

@@ -27,6 +27,7 @@ from lockstep.engine.training.parallel_dims import (
     choose_mesh,
 )
 from lockstep.engine.training.watchdog import Watchdog
+from lockstep.errors import MismatchError
 from lockstep.registry import STRATEGIES, StrategyEntry, choose_strategy
 from lockstep.settings import Settings
 from lockstep.state.checkpoint.shared_memory import (
@@ -58,6 +59,8 @@ from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous, join_ranks
 
 #: Environment variable with a rank's index among its launcher's ranks and their count: `index/count`.
 SLOT_VARIABLE = "LOCKSTEP_SLOT"
+#: Parts of a run's identity that must be equal on all ranks.
+_EQUAL = ("seed", "replicas", "threads", "precision", "method")
 #: Directories that earlier runs of this process use.
 taken_directories: set[Path] = set()
 #: Process id and directory of the previous run.
@@ -193,6 +196,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     Raises:
         UsageError: if settings contradict each other or do not fit the layout.
         WorldError: if the rendezvous fails.
+        MismatchError: if ranks were given different seeds or other settings.
         DeviceError: if there are not enough devices.
         RunDirectoryError: if the directory cannot be used.
     """
@@ -209,10 +213,9 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         check_device(device)
         asked = settings.threads or resume_info.threads or settings.default_threads
         threads = asked or _default_threads(rendezvous, here.replicas * mesh.model)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # the bits of sums depend on the number of threads
-        _prepare(device, settings)
-        identity = describe(settings, replicas=here.replicas, threads=threads, device=device.type)
+        _prepare(device, settings, threads)
+        own = describe(settings, replicas=here.replicas, threads=threads, device=device.type)
+        identity = _equal_on_all(rendezvous, own)
         ahead, forgets = settings.staleness or 0, bool(resume_info.audits.get("unconfirmed"))
         memory = Memory.find(os.environ, rendezvous, identity, ahead, forgets=forgets)
         entry = STRATEGIES.find(settings.strategy)
@@ -246,7 +249,26 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
     )
 
 
-def _prepare(device: torch.device, settings: Settings) -> None:
+def _equal_on_all(rendezvous: RankRendezvous, identity: Identity) -> Identity:
+    """Return `identity`; raise `MismatchError` if rank 0 has different settings, such as the seed."""
+    if rendezvous.world.size == 1:
+        return identity
+    own = {name: getattr(identity, name) for name in _EQUAL}
+    first = json.loads(rendezvous.broadcast("settings", lambda: json.dumps(own), "begin"))
+    for name, value in own.items():
+        if value != first[name]:
+            raise MismatchError(
+                f"{name} is {value!r} on rank {rendezvous.world.rank} and {first[name]!r} on rank 0; "
+                "expected the same on all ranks",
+                hint="give the run a constant, an argument or an environment variable: the clock, the "
+                "process and the rank differ between ranks",
+            )
+    return identity
+
+
+def _prepare(device: torch.device, settings: Settings, threads: int) -> None:
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)  # the bits of sums depend on the number of threads
     keep_freed_memory(device)
     if settings.exact:
         make_deterministic(device)

@@ -209,8 +209,10 @@ def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool)
     elif isinstance(here, LOOPS) and (at_for or question == "around"):
         head = here.test if isinstance(here, ast.While) else here.target
         assigned = reads.evaluate([head], assigned, here.lineno)
-        is_watched = question == "next" and isinstance(getattr(here, "iter", None), ast.Call)
-        reads.watched = assigned if is_watched else NONE
+        source = getattr(here, "iter", None)
+        # As `enumerate(…)`; `run.epochs(…)` gives a resumed run the right ones.
+        counts = isinstance(source, ast.Call) and getattr(source.func, "attr", "") != "epochs"
+        reads.watched = assigned if question == "next" and counts else NONE
         assigned = reads.block(here.body, assigned) or assigned
     elif blocks(here) and not isinstance(here, SCOPES):
         assigned = reads.statement(here, assigned) or assigned

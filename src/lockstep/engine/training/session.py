@@ -207,15 +207,21 @@ class Session:
             note = context.resume_info.note
             for line in [*unknown_variables.warnings(os.environ), *([note] if note else [])]:
                 record.warn(line)
+        for line in self.title_lines():
+            record.say(line)
+
+    def title_lines(self) -> list[str]:
+        """Return the line that tells class, layout and directory, and a note if `replicas` is not set."""
+        context, record = self.context, self.context.record
         name, replicas = context.settings.name, context.replicas
         title = fingerprint.title(name, self.models.exactness, replicas, context.world.size)
         exchange = "" if context.group is None else f", exchange {context.exchange}"
-        record.say(
+        line = (
             f"{title}, {context.device.type}{exchange}, threads {context.threads}, "
             f"{record.shown_directory}{record.origin}"
         )
-        if not context.says_replicas and replicas > 1:
-            record.say(fingerprint.unset(name, replicas))
+        is_unset = not context.says_replicas and replicas > 1
+        return [line, fingerprint.unset(name, replicas)] if is_unset else [line]
 
     # --- what the run asks for -------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
+import io
 import itertools
 import random
 import sys
@@ -207,8 +208,7 @@ class _Walk:
         if text is not None:
             self.values[place] = Value(text, line, self._version, kind or _kind(value))
             return
-        is_iterator = hasattr(type(value), "__next__") and type(value) is not types.GeneratorType
-        version = next(_versions) if is_iterator else 0
+        version = next(_versions) if _is_iterator(value) else 0
         self.values[place] = Value(_cut(name_of(value)), line, version, "object")
         if depth and id(value) not in self._seen:
             self._seen.add(id(value))
@@ -326,6 +326,13 @@ def _plain(value: Any) -> str:
 def _random(generator: Any) -> str:
     state = repr(_RANDOM[type(generator)](generator)).encode()
     return f"{type(generator).__name__} {zlib.crc32(state):08x}"
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether a value may give something else in each pass; a file that is only written gives nothing."""
+    if issubclass(type(value), io.IOBase) and (value.closed or not value.readable()):
+        return False
+    return hasattr(type(value), "__next__") and type(value) is not types.GeneratorType
 
 
 def _is_time(value: float) -> bool:

@@ -367,7 +367,7 @@ class Agent:
             signum = self._interrupts.first
         grace = spec.settings.value_or_default("shutdown_timeout", os.environ)
         # If this launcher leaves, do not keep the others waiting: they have the state of its workers.
-        if not self._leaving and self._processes.end(signum, grace):
+        if not self._leaving and self._processes.end(signum, grace, self._progress.pids):
             return
         seconds = TABLE["shutdown_timeout"].default
         if not self._processes.end(signal.SIGKILL, seconds):

@@ -223,10 +223,17 @@ class Workers:
         """Process ids of the processes that have not ended, by rank."""
         return {rank: pid for rank, pid in self.started.items() if rank not in self.exits}
 
-    def end(self, signum: signal.Signals, seconds: float) -> bool:
-        """Send `signum` to all processes; return whether all have ended within `seconds`."""
+    def end(
+        self, signum: signal.Signals, seconds: float, runs: Collection[int] = frozenset()
+    ) -> bool:
+        """Send `signum` to all processes; return whether all have ended within `seconds`.
+
+        `runs`: ids of processes inside `lockstep.Run`. If these are all, their children get no signal: a
+        run saves its state before it ends, for which it needs the workers of its DataLoaders.
+        """
         if living := self.living:
-            self._server.signal(signum)
+            ranks = [pid for rank, pid in living.items() if rank >= 0]
+            self._server.signal(signum, only=ranks if ranks and set(ranks) <= set(runs) else None)
             self._server.signal(END_SERVER, only=[pid for rank, pid in living.items() if rank < 0])
         deadline = time.monotonic() + seconds
         while self.living:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunDirectoryError
-from lockstep.state.files.atomic_file import atomic_write, sync_file
+from lockstep.state.files.atomic_file import atomic_write, sync_directory, sync_file
 from lockstep.state.files.run_file import cannot_write
 from lockstep.state.record import trainjob
 from lockstep.state.record.following import Follower
@@ -124,6 +124,7 @@ class Forwarding:
                 # A kill repeats what was flushed before the file has its name; the disk may take longer.
                 atomic_write(self._path, content, 0o600, sync=False)
                 sync_file(self._path)
+                sync_directory(self._directory)
         except Exception as error:
             for logger in tuple(self._open):
                 self._leave_out(logger, error)

@@ -58,7 +58,7 @@ def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> 
             )
             return (
                 f"lockstep: warning: {short(file.parent)} ({others} rank{'s' * (others != 1)}) ended with "
-                f"other weights ({recorded['digest'][:19]}…), of the same script, arguments, seed, "
+                f"different weights ({recorded['digest'][:19]}…), of the same script, arguments, seed, "
                 f"{settings}. Unless a file or a variable that the script reads has changed, its result "
                 "depends on the layout or on chance; hint: lockstep verify names the first difference"
             )

@@ -54,5 +54,5 @@ CLASS = "methods of this class need the run: give it to __init__, and keep it as
 CALLER = "no call of this function was found: it has the parameter {0} now"
 
 ACCUMULATED = "{0} batches were one step: they are one batch now; what is left of them at the end of an epoch is a step, too"
-NORMALISED = "BatchNorm has statistics of its own in each of {0} replicas; run.sync_batchnorm(model) keeps those of the whole batch"
+NORMALISED = "BatchNorm has statistics of its own in each of {0} replicas; run.sync_batchnorm(model) keeps those of the whole batch, and needs a rank for each replica"
 PER_RANK = "{0} was the batch size of a rank: the batch of all {1} replicas is {0} * run.replicas"

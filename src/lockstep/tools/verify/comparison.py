@@ -17,7 +17,7 @@ class Difference:
     """The first difference between two layouts, or between two computations of a step on one layout."""
 
     step: int  # counted from 1
-    what: str  # `samples`, `loss`, `parameters`, `state`, `length` or `redone`
+    what: str  # `seed`, `samples`, `loss`, `parameters`, `state`, `length` or `redone`
     text: str
 
 
@@ -169,6 +169,11 @@ class VerifyResult:
         """Whether all layouts agree, and each loop visited each sample exactly once."""
         return self.same and self.coverage.is_exact
 
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of all layouts' runs, each once."""
+        return list(dict.fromkeys(text for one in self.outcomes for text in one.warnings))
+
     def as_json(self) -> dict[str, Any]:
         """Return the result for `--json`."""
         difference = self.difference
@@ -186,6 +191,7 @@ class VerifyResult:
                 }
                 for outcome in self.outcomes
             ],
+            "warnings": self.warnings,
             "difference": difference
             and {"step": difference.step, "what": difference.what, "text": difference.text},
             "samples": {
@@ -210,6 +216,8 @@ def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
         for number, traces in enumerate(runs)
         if (difference := _first_difference(outcomes, traces)) is not None
     ]
+    if (difference := _seeds(outcomes)) is not None:
+        found.insert(0, difference)
     covered = [_coverage(outcomes, traces) for traces in runs]
     whole = Coverage(
         sum(one.loops for one in covered),
@@ -217,6 +225,16 @@ def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
         tuple(sample for one in covered for sample in one.never),
     )
     return VerifyResult(outcomes, found[0] if found else None, whole)
+
+
+def _seeds(outcomes: Sequence[Outcome]) -> Difference | None:
+    """Return the difference between the seeds of two layouts, or `None`; a seed explains all others."""
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        if None not in (first.seed, other.seed) and first.seed != other.seed:
+            both = f"{first.seed} on {first.layout}, {other.seed} on {other.layout}"
+            return Difference(1, "seed", f"the seed of the run is {both}: each launch has its own")
+    return None
 
 
 def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Difference | None:

@@ -44,6 +44,8 @@ class Outcome:
     generations: int  # number of (re)starts of the run
     traces: tuple[Traces, ...]  # of each run of the script
     complaint: str  # error message of the last launch, if it failed
+    seed: int | None = None  # of the first run
+    warnings: tuple[str, ...] = ()  # of the run about the script, each once
 
     @property
     def differs(self) -> bool:
@@ -72,7 +74,8 @@ def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Itera
         if outcome.digest is None and not outcome.differs:
             raise UsageError(
                 "the script ends without a lockstep.Run; expected one to verify",
-                hint="train inside `with lockstep.Run(…) as run:`",
+                hint="train inside `with lockstep.Run(…) as run:`; lockstep.integrations has adapters for "
+                "Trainer, Accelerate and Lightning",
             )
         steps = steps or outcome.steps
         yield outcome
@@ -112,6 +115,8 @@ def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
         generations=len(content.get("generations", [])),
         traces=read_runs(trace),
         complaint=verdict_in(directory / "errors.txt") if exit_code else "",
+        seed=content.get("identity", {}).get("seed"),
+        warnings=_warnings(directory / "errors.txt"),
     )
     _check_faults(outcome)
     return outcome
@@ -133,6 +138,11 @@ def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subp
     if stage.faults:
         environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
     return work.command.start(words, environ, directory / "output.txt", directory / "errors.txt")
+
+
+def _warnings(errors: Path) -> tuple[str, ...]:
+    found = re.findall(r"lockstep: warning: (.*)", errors.read_text(errors="replace"))
+    return tuple(dict.fromkeys(found))
 
 
 def _check_faults(outcome: Outcome) -> None:
