@@ -25,7 +25,7 @@ _FLAGS = {"resume": "--resume", "run_dir": "--run-dir "}
 
 
 def finished(spec: LaunchSpec) -> str | None:
-    """Return a message if the command has completed in its run directory, else `None`."""
+    """Return a message if an earlier launch has completed this command in its directory, else `None`."""
     if spec.run_dir is None or spec.settings.value("fresh", os.environ) or not _is_only(spec):
         return None
     recorded: dict[str, Any] = {}

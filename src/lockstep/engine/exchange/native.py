@@ -30,7 +30,10 @@ class NativeExchange(Exchange):
         return forest.counts in ((1,), (1, 1))
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree nodes (sums over its replicas); it may include `bucket`."""
+        """Return buffers for sums over this rank's replicas, each by `extra` elements longer than `bucket`.
+
+        Without `extra` the last of them is `bucket` itself.
+        """
         size = bucket.numel() + extra
         others = [bucket.new_empty(size) for _ in range(self._forest.own - 1)]
         return [*others, bucket.new_empty(size) if extra else bucket]

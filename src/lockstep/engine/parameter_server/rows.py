@@ -110,7 +110,7 @@ class Rows:
         ]
 
     def row(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a new row that contains the values of `tensors`."""
+        """Return a new 1-D tensor of bytes with the values of `tensors`, one behind the other."""
         row = torch.zeros(self.bytes, dtype=torch.uint8)
         for place, tensor in zip(self.views(row), tensors, strict=True):
             place.copy_(tensor.detach())

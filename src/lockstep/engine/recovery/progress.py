@@ -90,12 +90,12 @@ class Progress:
 
     @property
     def open_metrics(self) -> list[MetricEvent]:
-        """Calls of metrics such as `run.mean` around the script's current line, the outermost first."""
+        """Calls of metrics, such as `run.mean`, that have begun and not returned, the outermost first."""
         return [level.of for level in self._levels if isinstance(level.of, MetricEvent)]
 
     @property
     def depth(self) -> int:
-        """Number of calls of `run.epochs`, metrics and loops around the script's current line."""
+        """Number of calls of `run.epochs`, metrics and loops that have begun and not ended."""
         return len(self._levels) - 1
 
     # --- phases and epochs -----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lockstep.state.checkpoint import state_codec
 
 
 class StateWatch:
-    """Compares parameters of the run's models and its other modules before and after each microbatch."""
+    """Detects parameters that a microbatch changes, outside of optimizer steps, and raises an error."""
 
     def __init__(self, state: State) -> None:
         self._state = state

@@ -59,7 +59,7 @@ class StepHashes(PointListener):
 
     @staticmethod
     def of(context: Context, loop: Loop, state: State) -> StepHashes | None:
-        """Return the listener of a run; `None` if the run keeps no step record."""
+        """Return the object that adds each step's hash to the step record; `None` if a run keeps none."""
         steps, every = context.record.steps, context.settings.hash_every
         if steps is None:
             return None

@@ -238,10 +238,10 @@ def _seeds(outcomes: Sequence[Outcome]) -> Difference | None:
 
 
 def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Difference | None:
-    """Return the difference in the earliest step of one run in the script, or `None`.
+    """Return the difference at the first step whose results differ, or `None` if there is none.
 
-    It is between two layouts, or between two computations of a step on one. `traces` are those of the run
-    on each layout, in the order of `outcomes`.
+    The results differ between two layouts, or between two computations of the step on one layout.
+    `traces` are those of one run of the script on each layout, in the order of `outcomes`.
     """
     names = [str(outcome.layout) for outcome in outcomes]
     found = [redone(own, name) for own, name in zip(traces, names, strict=True)]
