@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 
 class Terminal:
-    """A terminal of tmux, with a shell in it.
+    """A terminal of tmux, with a shell in it; without tmux the test is skipped.
 
     Args:
         directory: where the shell stands; a socket of tmux comes into it.
@@ -19,6 +22,8 @@ class Terminal:
     """
 
     def __init__(self, directory: Path, columns: int = 100, lines: int = 30) -> None:
+        if shutil.which("tmux") is None:
+            pytest.skip("needs a terminal: apt-get install tmux")
         self._tmux = ["tmux", "-S", str(directory / "tmux"), "-f", "/dev/null"]
         size = ("-x", str(columns), "-y", str(lines))
         self._do("new-session", "-d", *size, "-c", str(directory), "sh")

@@ -67,8 +67,6 @@ def test_fish(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_zsh(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("zsh", place, capsys)
-    if shutil.which("tmux") is None:
-        pytest.skip("there is no tmux: apt-get install tmux")
     terminal = Terminal(place)
     try:
         terminal.type("zsh -f")
