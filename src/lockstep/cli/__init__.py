@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in variables.warnings(os.environ) if given[:1] and given[0] in _STARTING else ():
             print(line, file=sys.stderr)
         code: int = options.handler(options)
-        sys.stdout.flush()  # a closed pipe shows only now, where the buffer has held all
     except LockstepError as error:
         code = _print_error(error)
     except KeyboardInterrupt:

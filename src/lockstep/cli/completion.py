@@ -41,5 +41,6 @@ def handle(options: argparse.Namespace) -> int:
             action.complete = kind  # type: ignore[attr-defined]
         elif action.dest in TABLE and not action.choices:
             action.choices = TABLE[action.dest].choices or None
-    print(shtab.complete(whole, shell=options.shell))
+    # A closed pipe shows only when its buffer, of 128 KiB since Python 3.14, is written.
+    print(shtab.complete(whole, shell=options.shell), flush=True)
     return 0
