@@ -229,6 +229,7 @@ class Settings:
         default_text="`runs/NAME/TIME`, a new one",
         check=check_directory,
         flag=("records", "--run-dir DIR"),
+        of_one_launch=True,
     )
     fresh: bool = _setting(
         False,

@@ -88,3 +88,51 @@ def test_a_directory_that_rank_0_refuses_ends_all_ranks_at_once(lockstep: Lockst
     )
     assert f"lockstep: error: {expected}\n" in refused.err
     assert f"lockstep: error: rank 0 failed: RunDirectoryError: {expected}\n" in peer.err
+
+
+@pytest.mark.ranks(2)
+def test_the_variable_names_the_directory_as_the_flag_does(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT)
+    named = {"LOCKSTEP_RUN_DIR": "d"}
+    assert lockstep("run", "-n", "2", "train.py", env=named).code == 0
+    assert (lockstep.directory / "d/run.json").exists()
+    assert not (lockstep.directory / "runs").exists()
+    again = lockstep("run", "-n", "2", "train.py", env=named)
+    assert "lockstep: finished already" in again.err
+    assert lockstep("run", "-n", "2", "--run-dir", "e", "train.py", env=named).code == 0
+    assert (lockstep.directory / "e/run.json").exists()
+
+
+def test_a_launch_inside_a_rank_does_not_use_the_directory_of_its_run(lockstep: Lockstep) -> None:
+    lockstep.script(SCRIPT, "inner.py")
+    lockstep.script(
+        """
+import lockstep, subprocess, sys
+
+with lockstep.Run("outer"):
+    words = [sys.executable, "-m", "lockstep", "run", "-n", "1", "inner.py"]
+    subprocess.run(words, check=True)
+"""
+    )
+    ran = lockstep("run", "-n", "1", "--run-dir", "d", "train.py")
+    assert ran.code == 0, ran.err
+    assert len(list(lockstep.directory.glob("runs/inner/*/run.json"))) == 1
+
+
+def test_checkpoints_without_their_record_are_not_mixed_with_those_of_a_new_run(
+    lockstep: Lockstep,
+) -> None:
+    lockstep.script(SCRIPT.replace("if epoch == 0", "run.save()\n        if epoch == 0"))
+    run = ("run", "--run-dir", "d")
+    assert lockstep(*run, "train.py").code == 0
+    saved = sorted((lockstep.directory / "d/checkpoints").glob("step-*"))
+    assert saved
+    (lockstep.directory / "d/run.json").unlink()
+    refused = lockstep(*run, "train.py")
+    assert refused.code == 1
+    assert (
+        f"{lockstep.directory / 'd'} has checkpoints but no run.json; expected both" in refused.err
+    )
+    assert "hint: restore run.json, move the checkpoints away, or begin anew" in refused.err
+    assert sorted((lockstep.directory / "d/checkpoints").glob("step-*")) == saved
+    assert lockstep(*run, "--fresh", "train.py").code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,10 @@ class LaunchSpec:
     @property
     def run_dir(self) -> Path | None:
         """Directory of the run; `None` for a new one in `runs/`."""
-        return self.settings.get("run_dir")
+        # In a rank, the variable names the run of that rank; this launch begins one of its own.
+        environ = {} if "LOCKSTEP_LAUNCH" in os.environ else os.environ
+        named: Path | None = self.settings.value("run_dir", environ)
+        return named
 
     @property
     def signals_passed_on(self) -> frozenset[signal.Signals]:

@@ -221,13 +221,22 @@ def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool =
     """Raise an error if this run cannot use `directory`, since its `run.json` is that of another run.
 
     A finished run is an error, too, unless its script has an unfinished later run, or this launch has
-    recorded the run before a restart (`restarted`). With `fresh` any run may be overwritten.
+    recorded the run before a restart (`restarted`). So are checkpoints without a `run.json`. With `fresh`
+    any run may be overwritten.
 
     Raises:
         RunDirectoryError: naming each difference.
     """
     recorded = read(directory)
-    if recorded is None or fresh:
+    if fresh:
+        return
+    if recorded is None:
+        # A run that began anew here would later resume these checkpoints in place of its own.
+        if next(directory.glob("checkpoints/step-*"), None) is not None:
+            raise RunDirectoryError(
+                f"{directory} has checkpoints but no run.json; expected both, or neither",
+                hint="restore run.json, move the checkpoints away, or begin anew there with --fresh",
+            )
         return
     finished = recorded.get("status") == "finished" and not restarted
     if finished and not continues(directory, recorded):
