@@ -240,10 +240,10 @@ TWICE = """
 import torch
 from lockstep.engine.training.loop import Loop
 begins = Loop.microbatch_begins
-def begin(self, microbatch):
+def begin(self, microbatch, data):
     if not torch.is_grad_enabled() and not microbatch.first:
         microbatch.indices[1] = microbatch.indices[0]
-    begins(self, microbatch)
+    begins(self, microbatch, data)
 Loop.microbatch_begins = begin
 """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.testing import RankError, assert_same, run_ranks
 from tests.distributed.jobs import classes, quiet_run
@@ -301,6 +302,48 @@ def test_a_dataset_that_changes_its_samples_is_refused(ranks: int, workers: int)
     words = r"loader 0 \(Noisy\): samples .* have different values when the dataset is asked for them again"
     with pytest.raises(RankError, match=words):
         run_ranks(on_noise, ranks, workers, environ={"LOCKSTEP_REPLICAS": "2"})
+
+
+class Rows(IterableDataset[Any]):
+    """A stream with one sample that depends on the rank: a value, or a name that does not matter."""
+
+    def __init__(self, odd: int, kind: str) -> None:
+        self.own = int(os.environ["RANK"]) == odd
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(7)
+        for number in range(48):
+            x = torch.rand(6, generator=generator)
+            if self.kind == "value" and self.own and number >= 12:
+                x = -x
+            yield x, number % 4, f"rank-{os.environ['RANK']}" if self.kind == "name" else "row"
+
+
+def on_rows(odd: int, kind: str) -> str:
+    with quiet_run(replicas=6) as run:
+        model = run.model(nn.Linear(6, 4))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y, _name in run.loader(Rows(odd, kind), batch_size=12):
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.digest()
+
+
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (3, 2)])
+def test_other_samples_on_one_rank_are_no_wrong_processor(ranks: int, odd: int) -> None:
+    words = (
+        r"(?s)AuditError: replica \d in step 2, computed by rank \d and by its own rank \d: the loader "
+        r"gave the two passes different samples, and so the loss was .*sort lists of files"
+    )
+    with pytest.raises(RankError, match=words):
+        run_ranks(on_rows, ranks, odd, "value")
+
+
+def test_parts_of_samples_without_effect_may_differ() -> None:
+    digests = run_ranks(on_rows, 3, 1, "name")
+    assert len(set(digests)) == 1
 
 
 # --- faults of the audit itself, and bodies that cannot be run again ---------------------------------

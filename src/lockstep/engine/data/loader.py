@@ -79,7 +79,7 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
     for microbatch, data in pairs:
         if not observer.takes(microbatch):
             continue
-        observer.microbatch_begins(microbatch)
+        observer.microbatch_begins(microbatch, data)
         left = True
         try:
             yield data

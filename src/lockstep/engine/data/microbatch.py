@@ -121,8 +121,8 @@ class Observer(Protocol):
         It may be one without samples, or the second computation that an audit compares with the first.
         """
 
-    def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Called before a microbatch is yielded to the loop's body."""
+    def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:
+        """Called before a microbatch's `data`, its collated samples, is yielded to the loop's body."""
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """Called when the loop's body has computed a microbatch, or `left` it by `break` or an error."""

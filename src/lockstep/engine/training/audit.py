@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -186,17 +187,23 @@ class Audit:
 
     # --- passes ----------------------------------------------------------------------------------
 
-    def begins(self, microbatch: Microbatch) -> None:
-        """Record that the outermost loop's body begins a microbatch, perhaps an audit's extra one."""
+    def begins(self, microbatch: Microbatch, data: Any) -> None:
+        """Record that the outermost loop's body begins a microbatch, perhaps an audit's extra one.
+
+        `data`: the collated samples of the microbatch.
+        """
         self.was_left = False
         place, watched = self._loops.get(microbatch.loop, (None, -1))
         if microbatch.audit:
             self.record, self._extra, self._has_extra = Record(), None, True
             if place is not None:
                 self._audited.add((place, self._phase))
+            self._guarded(partial(self.record.samples_are, data))
             self._guarded(self._look_before)
             return
         self.record = Record() if microbatch.last and self._extra is not None else None
+        if self.record is not None:
+            self._guarded(partial(self.record.samples_are, data))
         if microbatch.step == watched:
             self._guarded(self._watch.begins)
 
@@ -305,7 +312,8 @@ class Audit:
         kinds = _differing(extra.values(), own.values())
         if kinds:
             losses, changes = (extra.loss(), own.loss()), tuple(self._found)
-            finding = Finding(microbatch.replica, step, kinds, *losses, changes)
+            has_same = extra.samples == own.samples
+            finding = Finding(microbatch.replica, step, kinds, *losses, changes, has_same)
             self._differs(step)
             raise carried(finding, f"computed twice by rank {self._context.world.rank}")
 
@@ -313,7 +321,8 @@ class Audit:
         context, size = self._context, len(KINDS)
         assert context.group is not None
         numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
-        numbers += [_as_integer(own.loss()), _as_integer(extra.loss())]
+        for record in (own, extra):
+            numbers += [_as_integer(record.loss()), record.samples]
         with context.heartbeat.collective("the audit"):
             rows = gather_numbers(numbers, context.group)
         if not all(row[2 * size] for row in rows):
@@ -326,10 +335,11 @@ class Audit:
             return
         replica = block(context.replicas, context.world.size, found.host)[-1]
         kinds = _differing(audited[found.auditor], hosted[found.host])
-        losses = _as_float(rows[found.auditor][-1]), _as_float(rows[found.host][-2])
-        finding = Finding(replica, step, kinds, *losses, tuple(self._found))
+        hosts, auditors = rows[found.host][-4:-2], rows[found.auditor][-2:]  # loss and samples
+        losses, has_same = (_as_float(auditors[0]), _as_float(hosts[0])), auditors[1] == hosts[1]
+        finding = Finding(replica, step, kinds, *losses, tuple(self._found), has_same)
         by = f"computed by rank {found.auditor} and by its own rank {found.host}"
-        if found.odd is None:
+        if found.odd is None or not has_same:
             self._differs(step)
             raise carried(finding, by)
         host, device = self._machine(found.odd)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.engine.data.description import checksum
 from lockstep.engine.layout.audits import Values
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.tensor_bits import Bits, bits, read
@@ -30,6 +31,7 @@ class Record:
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
+    samples: int = 0  # checksum of the samples that the loader gave to the pass
     _settings: list[str] = field(default_factory=list)
     _gradients: dict[tuple[int, int, int], Bits] = field(default_factory=dict)
 
@@ -54,6 +56,10 @@ class Record:
     def _keep(self, key: tuple[int, int, int], gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             self._gradients[key] = bits(gradient)
+
+    def samples_are(self, data: Any) -> None:
+        """Record the collated samples of the microbatch, which explain why two passes differ."""
+        self.samples = _number(checksum(data))
 
     def step(self, optimizer: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Record `groups`, the parameter groups of optimizer number `optimizer`, without parameters."""

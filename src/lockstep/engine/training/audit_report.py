@@ -29,6 +29,7 @@ class Finding:
         extra: loss of the pass that only the audit makes.
         own: loss of the pass that trains.
         changes: variables that the audit's pass has changed, and that the next pass reads.
+        has_same_samples: whether the loader gave both passes the same samples.
     """
 
     replica: int
@@ -37,6 +38,7 @@ class Finding:
     extra: float
     own: float
     changes: Sequence[Change]
+    has_same_samples: bool
 
     @property
     def where(self) -> str:
@@ -62,6 +64,14 @@ def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
     """
     named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
     cause = f"the pass changed {named}"
+    if not finding.has_same_samples:
+        return AuditError(
+            f"{finding.where}, {by}: the loader gave the two passes different samples, and so "
+            f"{finding.what}; expected the same samples on all ranks, and each time"
+            + (f"; {cause}" if named else ""),
+            hint="sort lists of files; seed generators of the dataset's own by constants, not by rank, "
+            f"process or clock; read data that is the same on all machines; {_OFF}",
+        )
     if not named:
         cause = (
             "no variable that the audit looks at changed: look at iterators, closures, caches, collate_fn "

@@ -320,15 +320,15 @@ class Loop:
         """Loss and gradients of the current microbatch, if an audit compares them (else `None`)."""
         return None if self.audit is None else self.audit.record
 
-    def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Begin a microbatch, before it is yielded to the loop's body."""
+    def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:
+        """Begin a microbatch, before its `data` is yielded to the loop's body."""
         self.first_error.check()
         self._active.append(microbatch)
         if len(self._active) == 1:  # else this is an evaluation inside of a microbatch
             for model in self._buffered:
                 model.microbatch_begins(microbatch)
             if self.audit is not None:
-                self.audit.begins(microbatch)
+                self.audit.begins(microbatch, data)
         for call in () if microbatch.audit else self._on_microbatch:
             call(microbatch)
         self.generators.microbatch_begins(microbatch)

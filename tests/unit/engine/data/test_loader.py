@@ -44,7 +44,7 @@ class Journal:
         if shown:
             self.shown.append(step)
 
-    def microbatch_begins(self, microbatch: Microbatch) -> None:
+    def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:
         self.began.append(microbatch)
         self.lines.append(("begin", microbatch.step, microbatch.replica, microbatch.turn))
 
