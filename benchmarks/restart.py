@@ -77,12 +77,15 @@ class Recovery:
 
 def recover(launch: Launch) -> Recovery:
     """Kill rank 1, and wait until the training goes on."""
+    known = {
+        entry.pid for entry in launch.look()
+    }  # a new process may begin while a step is under way
     moment = launch.kill(1)
     if moment is None:
         raise RuntimeError(f"rank 1 has ended by itself:\n{launch.tail()}")
     time.sleep(_UNDER_WAY)
     before = list(launch.look())
-    known, highest = {entry.pid for entry in before}, max(entry.step for entry in before)
+    highest = max(entry.step for entry in before)
 
     def is_new(entry: Entry) -> bool:
         return entry.step > highest
