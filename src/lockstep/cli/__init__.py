@@ -89,7 +89,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     words, script_args = split(given)
     if words[:1] == ["verify"]:
         words = verify.one_layout_each(words)
-    parser = whole_parser()
+    parser = whole_parser(words[0] if words and words[0] in _STARTING else None)
     for verb in parser.verbs.values():
         verb.takes_script = verb.takes_script and "--" not in given
     return parser.parse_args(words, argparse.Namespace(script_args=script_args, words=given))
@@ -106,8 +106,12 @@ def _end_as_exceptions_do() -> None:
             signal.signal(number, end)
 
 
-def whole_parser() -> Parser:
-    """Return the parser of `lockstep`, with a sub-parser for each command."""
+def whole_parser(only: str | None = None) -> Parser:
+    """Return the parser of `lockstep`, with a sub-parser for each command.
+
+    If `only` names a command, the other sub-parsers have no flags: `lockstep run` starts without modules of
+    other commands.
+    """
     parser = Parser(
         prog="lockstep",
         description="Train PyTorch models on any number of devices, with the same result on each.",
@@ -117,12 +121,13 @@ def whole_parser() -> Parser:
     parser.set_defaults(handler=lambda _: print(parser.format_help(), end="") or 0, parser=parser)
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    for verb in _VERBS:
-        name = verb.__name__.rpartition(".")[2]
+    verbs = {verb.__name__.rpartition(".")[2]: verb for verb in _VERBS}
+    for name, verb in verbs.items():
         words = {"help": verb.HELP, "usage": f"lockstep {name} {verb.USAGE}", "epilog": verb.EPILOG}
         own = subparsers.add_parser(name, examples=verb.EXAMPLES, **words)
         own.set_defaults(handler=verb.handle)
-        verb.add_flags(own)
+        if only not in verbs or only == name:
+            verb.add_flags(own)
     return parser
 
 

@@ -58,9 +58,10 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
 
 
 def _has(controller: str, mount: list[str], controllers: str) -> bool:
-    """Return whether a line of `/proc/PID/mountinfo` mounts the cgroup hierarchy with `controller`.
+    """Return whether `mount` mounts the hierarchy of a process's control group, and it has `controller`.
 
-    `mount` are the words of the line; `controllers` are those of a line of `/proc/PID/cgroup`.
+    `mount` is a line of `/proc/PID/mountinfo` as words. `controllers` is the second field of the line of
+    `/proc/PID/cgroup` that names the group: a list of names with commas in version 1, empty in version 2.
     """
     kind, _, options = mount[mount.index("-") + 1 :][:3]
     if kind == "cgroup2":

@@ -44,7 +44,8 @@ class LauncherReport:
         failure: failure of its workers, if any.
         leaves: reason for which the launcher leaves; empty if it stays.
         saves: whether a launcher that leaves can wait until all ranks have saved the run's state.
-        heard: whether the launcher has received the last decision.
+        heard: whether the launcher has received the decision that ends the launch or the round; launcher 0
+            waits for that before it exits.
     """
 
     index: int

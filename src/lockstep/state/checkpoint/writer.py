@@ -187,7 +187,10 @@ class CheckpointWriter:
         self.path = catalog.place(drafts.directory, (contents.step, 0))
 
     def _of_step(self) -> dict[Key, Path]:
-        """Return the paths of the checkpoints of this step by key, the newest first."""
+        """Return the paths of checkpoints on disk that have the same step as this one, the newest first.
+
+        There are several if the state has changed between two saves at one step.
+        """
         there = catalog.paths(self._drafts.directory)
         return {key: path for key, path in there.items() if key[0] == self._contents.step}
 

@@ -27,7 +27,10 @@ _EVERY, _TIMEOUT = 5.0, 5.0
 
 
 def has_server(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is in a TrainJob with a progress server."""
+    """Return whether this is a pod of a Kubeflow TrainJob whose controller accepts progress over HTTP.
+
+    The controller tells its pods the address by environment variables.
+    """
     return {_URL, _CERTIFICATE, _TOKEN} <= environ.keys()
 
 

@@ -81,7 +81,8 @@ def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]
 def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
     """Edit a loop with two optimizer steps per batch: each step gets its own loop over the microbatches.
 
-    Values that the second inner loop needs from the first are kept in a list.
+    The loop over the second step has the statements of the body from number `second` on. Values that it
+    needs from the first loop are kept in a list.
     """
     taken, first, rest = _taken(loop), loop.body[:second], loop.body[second:]
     needed = _needed(first, rest)
