@@ -335,7 +335,7 @@ def on_rows(odd: int, kind: str) -> str:
 def test_other_samples_on_one_rank_are_no_wrong_processor(ranks: int, odd: int) -> None:
     words = (
         r"(?s)AuditError: replica \d in step 2, computed by rank \d and by its own rank \d: the loader "
-        r"gave the two passes different samples, and so the loss was .*sort lists of files"
+        r"gave the two passes different samples, and the loss was .*sort lists of files"
     )
     with pytest.raises(RankError, match=words):
         run_ranks(on_rows, ranks, odd, "value")

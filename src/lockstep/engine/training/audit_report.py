@@ -66,7 +66,7 @@ def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
     cause = f"the pass changed {named}"
     if not finding.has_same_samples:
         return AuditError(
-            f"{finding.where}, {by}: the loader gave the two passes different samples, and so "
+            f"{finding.where}, {by}: the loader gave the two passes different samples, and "
             f"{finding.what}; expected the same samples on all ranks, and each time"
             + (f"; {cause}" if named else ""),
             hint="sort lists of files; seed generators of the dataset's own by constants, not by rank, "
