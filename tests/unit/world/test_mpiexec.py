@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import WorldError
 from lockstep.world import World, detect
-from lockstep.world.environments import mpich
+from lockstep.world.environments.mpiexec import detect_mpich
 
 #: As seen from Open MPI 5.0.11, on a host of two ranks.
 OPENMPI = {
@@ -148,8 +148,8 @@ def test_hydra_that_says_nothing_of_nodes() -> None:
 
 
 def test_srun_as_a_process_manager_is_slurm() -> None:
-    assert mpich.detect(SRUN) is None
-    assert mpich.detect({**SRUN, "SLURM_STEP_NUM_TASKS": "1", **PLACE}) is not None
+    assert detect_mpich(SRUN) is None
+    assert detect_mpich({**SRUN, "SLURM_STEP_NUM_TASKS": "1", **PLACE}) is not None
 
 
 @pytest.mark.parametrize(

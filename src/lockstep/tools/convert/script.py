@@ -21,13 +21,13 @@ from lockstep.tools.convert import (
     adapters,
     carried,
     data,
+    ddp,
     decisions,
     loops,
     losses,
     models,
     passes,
     precision,
-    processes,
     ranks,
     run_scope,
     saving,
@@ -38,7 +38,7 @@ from lockstep.tools.convert.questions import MARK
 
 #: The modules that add edits and questions to a draft, in this order.
 _PARTS = (
-    processes, ranks, precision, models, data, loops, losses, passes, carried, decisions, saving,
+    ddp, ranks, precision, models, data, loops, losses, passes, carried, decisions, saving,
 )  # fmt: skip
 
 
@@ -174,8 +174,8 @@ def _placed(draft: Draft) -> list[Edit]:
     needing += [one for one in draft.within_run if one not in removed]
     needing = needing or list(draft.script.step_loops[:1])
     scope = run_scope.find(draft, needing)
-    processes.spawned(draft, scope)
-    processes.seeds(draft, scope)
+    ddp.spawned(draft, scope)
+    ddp.seeds(draft, scope)
     unused.imports(draft)
     taken = {one.arg for one in ast.walk(module.tree) if isinstance(one, ast.arg)}
     taken |= {dotted(variable) for variable in variables(module.tree)}

@@ -1,4 +1,4 @@
-"""Rules on ranks that take different branches in training (family LS4)."""
+"""Rules on branches that ranks do not take alike: collectives, and the end of a loop (family LS4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,80 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Hit, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop, method, receiver
+from lockstep.tools.check.syntax import Loop, argument, method, receiver
+
+_COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
+    *("broadcast_object_list", "reduce", "gather", "gather_object", "scatter", "barrier"),
+    *("scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"),
+    *("all_to_all_single", "monitored_barrier", "new_group"),
+}
+#: Methods of Accelerator, Fabric and Run that all ranks have to call together.
+_METHODS = {
+    "Accelerator": {
+        *("wait_for_everyone", "gather", "gather_for_metrics", "reduce"),
+        "pad_across_processes",
+    },
+    "Fabric": {"barrier", "all_reduce", "all_gather", "broadcast"},
+    "lockstep.Run": {"barrier", "mean", "sum", "gather", "save", "digest", "export", "backward"},
+}
+_GROUP = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2}
+
+
+def collective(script: Script, call: ast.Call) -> str | None:
+    """Return the name of a call if the call is a collective, else `None`."""
+    name = script.name(call.func)
+    if name.startswith("dist.") and name.removeprefix("dist.") in _COLLECTIVES:
+        return name
+    if isinstance(call.func, ast.Attribute):
+        for made, methods in _METHODS.items():
+            if call.func.attr in methods and script.made_by(call.func.value, made):
+                return ast.unparse(call.func)
+    return None
+
+
+@rule(
+    "LS401",
+    "collective in a branch of one rank",
+    "a collective call is made by some ranks only, and waits for the others: call it on all ranks",
+    "hangs",
+    why="""A collective call returns when all ranks have made it. In a branch that depends on the rank, some ranks
+    never make it: the others wait until the timeout, or are matched with another call and get its bytes.""",
+    example="""
+      import torch.distributed as dist
+
+      def report(loss):
+          dist.init_process_group()
+    +     dist.all_reduce(loss)
+          if dist.get_rank() == 0:
+    -         dist.all_reduce(loss)
+              print(loss / dist.get_world_size())
+    """,
+)
+def collective_of_one_rank(script: Script) -> Iterator[Hit]:
+    """Find collectives that only some ranks call, unless the other ranks make the same call."""
+    for call in script.module.calls:
+        name = collective(script, call)
+        if name is None:
+            continue
+        group = argument(call, "group", _GROUP.get(name.removeprefix("dist.")))
+        # The branch may be that of the ranks in `group`.
+        guard = script.guard(call) if group is None else None
+        if isinstance(guard, ast.If | ast.expr) and not _matched(script, call, guard):
+            message = f"{name} is called by some ranks only, and waits for the others: call it on all ranks"
+            yield Hit(call, message)
+
+
+def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
+    """Whether ranks that skip `call` because of `guard` make the same call in another branch."""
+    scope = script.module.scope(call)
+    for other in script.module.calls:
+        if other is call or script.name(other.func) != script.name(call.func):
+            continue
+        around = script.guard(other) if script.module.scope(other) is scope else None
+        if around is not None and (around is not guard or script.module.exclusive(call, other)):
+            return True
+    return False
 
 
 @rule(
