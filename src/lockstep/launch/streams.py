@@ -33,7 +33,7 @@ class Streams:
 
     @property
     def is_default(self) -> bool:
-        """Whether no option was given."""
+        """Whether no option on the workers' output was given."""
         return self == Streams()
 
     @property

@@ -148,7 +148,10 @@ class Audit:
         return self._takes
 
     def trains(self, microbatch: Microbatch) -> None:
-        """Note that the loop's body ran a backward pass; warn if the script gets microbatches by `next`."""
+        """Record that the loop's body ran a backward pass.
+
+        Warn if the script takes microbatches by `next`: the audit cannot repeat such a loop's body.
+        """
         place = self._loops[microbatch.loop][0]
         self._trained.add(place)
         if place in self._by_next:

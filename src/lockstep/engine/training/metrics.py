@@ -72,7 +72,10 @@ class Metrics:
         return self._compute("run.mean", items, _Mean(sums, weights))
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
-        """Return the sum of `items` over all samples; without `per_sample` each item is a sum already."""
+        """Return the sum of `items` over the samples of all ranks; one item belongs to one microbatch.
+
+        With `per_sample` an item has a value per sample; otherwise it is the microbatch's sum.
+        """
         sums = Columns(self._replicas, self._block, self._group)
         return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))
 

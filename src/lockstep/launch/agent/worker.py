@@ -139,7 +139,7 @@ def _set_up_process(request: ForkRequest) -> None:
 
 
 def run_target(kind: str, name: str, args: list[str]) -> int:
-    """Run a script or module as `__main__`, and report its exception; return the exit code."""
+    """Run a script or module as `__main__`; write its exception to the error file; return the exit code."""
     if kind == "module":
         return run_guarded(lambda: run_module(name, args), os.environ, str(Path.cwd()))
     home = str(Path(name).resolve().parent)

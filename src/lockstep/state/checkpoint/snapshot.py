@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this snapshot is complete: no part of a tensor is only in another launcher's snapshot."""
+        """Whether this launcher's snapshot has all tensors completely: a run can resume from it alone."""
         return not self.cuts
 
     def stored(self) -> dict[str, Stored]:

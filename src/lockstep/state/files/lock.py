@@ -137,7 +137,7 @@ class DirectoryLock:
 
 
 def nodes_apart(store: dist.Store, directory: Path, world: World) -> str:
-    """Return, on the main rank, a warning that names the nodes on which `directory` is another directory.
+    """Return, on the main rank, a warning that names the nodes that do not share its `directory`.
 
     The nodes compare the contents of the lock file, which no other directory has. The result is empty on
     other ranks, and if all nodes share the directory.

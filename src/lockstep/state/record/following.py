@@ -53,10 +53,11 @@ class _File:
 
 
 class Follower:
-    """Reads the events of a run's ranks; returns the values of each step that all ranks have completed.
+    """Follows the event files of all ranks; `read` returns the values of `run.log` in each completed step.
 
-    Steps that are computed again after a restart are returned again. `resumed` is the step after which this
-    (re)start continues; the argument `state` is what the method `state` returned before the restart.
+    A step is complete when all ranks have recorded it. Steps that are computed again after a restart are
+    returned again. `resumed` is the step after which this (re)start continues; the argument `state` is the
+    position in the files, as the method `state` returned it before the restart.
     """
 
     def __init__(self, directory: Path, ranks: int, resumed: int, state: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class Monitor:
         }
 
     def close(self) -> None:
-        """Stop sampling."""
+        """End the thread that samples the use of processor, memory and GPU."""
         self._ends.set()
         self._thread.join(_END_SECONDS)
 

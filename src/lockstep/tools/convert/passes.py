@@ -145,7 +145,7 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
 
 
 def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements use a value in a way that needs its autograd graph."""
+    """Whether the statements `second` use the variable `name` in a way that needs its autograd graph."""
     reads = [one for one in variables(*second) if dotted(one) == name]
     above = [draft.module.parents[one] for one in reads]
     return any(not isinstance(one, ast.Attribute) or one.attr not in _NUMBERS for one in above)

@@ -35,7 +35,7 @@ Digests = dict[int, dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The loss and the samples of a replica in a backward pass."""
+    """Loss and sample ids of one replica's microbatch with a backward pass, read from a trace."""
 
     bits: str
     value: float
