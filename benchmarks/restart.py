@@ -77,9 +77,8 @@ class Recovery:
 
 def recover(launch: Launch) -> Recovery:
     """Kill rank 1, and wait until the training goes on."""
-    known = {
-        entry.pid for entry in launch.look()
-    }  # a new process may begin while a step is under way
+    # Before the kill: a new process may begin while a step is under way.
+    known = {entry.pid for entry in launch.look()}
     moment = launch.kill(1)
     if moment is None:
         raise RuntimeError(f"rank 1 has ended by itself:\n{launch.tail()}")
