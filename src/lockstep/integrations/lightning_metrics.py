@@ -45,7 +45,8 @@ class StepMetrics:
     def isolated(self) -> Iterator[None]:
         """Return a context manager in which metrics are empty; after it, they are as they were before.
 
-        In manual optimization, where several microbatches are open at a time, no metric may be updated.
+        In manual optimization, where a microbatch may begin before the previous one has ended, an update of
+        a metric in this context is refused.
         """
         metrics = self.named()
         before = {name: _state_of(metric) for name, metric in metrics.items()}

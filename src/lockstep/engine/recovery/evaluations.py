@@ -26,9 +26,10 @@ _GO_ON = "go on"
 class Agreement:
     """Agreement of all ranks, through the key-value store, on the batch of a loop at which the run ends.
 
-    Ranks may iterate at different speeds, or wait for each other in every batch. A rank with a request to
-    end writes to the store that it is in the loop, and continues. When all ranks have done so, the first
-    rank that reads this chooses its own next batch. If a rank ends the loop before that, all continue.
+    Ranks may iterate at different speeds, or wait for each other in every batch. All ranks are asked to end.
+    Each writes to the store that it is in the loop, and continues. The first rank that finds all ranks
+    there chooses its own next batch; ranks that are past it end at once. If a rank ends the loop before a
+    batch is chosen, no rank ends in this loop.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:

@@ -21,9 +21,10 @@ _DEPTH = 16
 
 
 class Averages(Listener):
-    """Modules that the run does not train, but whose buffers it sets to replica 0's on all ranks.
+    """Modules that the run does not train, such as averages of a model's weights (EMA, SWA).
 
-    `followed`: wrappers of these modules; the run's loop calls them before and after each microbatch.
+    Their buffers are set to those of replica 0, on all ranks. `followed` has an `UntrainedModule` for each,
+    whose methods the run's loop calls before and after each microbatch.
     """
 
     def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:

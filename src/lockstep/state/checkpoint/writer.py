@@ -195,7 +195,7 @@ class CheckpointWriter:
         return {key: path for key, path in there.items() if key[0] == self._contents.step}
 
     def run(self) -> bool:
-        """Write the checkpoint; return whether it is on disk, which is `False` if the channel was stopped.
+        """Write the checkpoint; return whether it is on disk: `False` if the run has stopped the writing.
 
         Raises:
             CheckpointError: if any rank cannot write the checkpoint.

@@ -120,10 +120,8 @@ def _bytes(values: list[Value]) -> list[bytes]:
         own = {n: loss for n, loss in losses.items() if (loss.device, loss.dtype) == kind}
         # A reshape of each scalar would cost a tenth of what a loss costs in all.
         scalars = [loss.reshape(()) if loss.dim() else loss for loss in own.values()]
-        data, size = (
-            torch.stack(scalars).cpu().view(torch.uint8).numpy().tobytes(),
-            kind[1].itemsize,
-        )
+        data = torch.stack(scalars).cpu().view(torch.uint8).numpy().tobytes()
+        size = kind[1].itemsize
         for place, n in enumerate(own):
             found[n] = data[place * size : (place + 1) * size]
     return found

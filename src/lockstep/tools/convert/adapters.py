@@ -1,6 +1,7 @@
-"""Convert scripts of accelerate, transformers' Trainer and Lightning: use `lockstep.integrations`.
+"""Convert scripts of accelerate, transformers' Trainer and Lightning to `lockstep.integrations`.
 
-Of accelerate and transformers the import is replaced; Lightning's Trainer and Fabric get a strategy.
+For accelerate and transformers, the import is replaced. For Lightning, Trainer and Fabric get an argument
+`strategy=`.
 """
 
 from __future__ import annotations

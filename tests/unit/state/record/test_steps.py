@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.state.record import steps
 from lockstep.state.record.steps import LOSS, PARAMETERS, Entry, Key, StepRecord, paths, read
@@ -27,6 +28,20 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])  # its writer was killed
     assert len(read(tmp_path)) == 3
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_losses_of_all_types_and_shapes_keep_their_bits(tmp_path: Path) -> None:
+    losses = [
+        torch.tensor(0.1 + number).reshape(shape).to(dtype)
+        for number, shape in enumerate([(), (1,), (1, 1), ()])
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ]
+    record = StepRecord(tmp_path, 0, 0)
+    for step, loss in enumerate(losses, 1):
+        record.add(step, LOSS, loss)
+    record.flush()
+    expected = [loss.reshape(1).view(torch.uint8).numpy().tobytes() for loss in losses]
+    assert [entry.value for entry in read(tmp_path).values()] == expected
 
 
 def test_a_full_file_is_followed_by_another_and_the_oldest_go(

@@ -70,7 +70,8 @@ class Program:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call of the model, by the names that they have in `Stage.takes`.
 
-        An argument in `fixed` whose value is not its default raises a `ModelError`.
+        The stages were cut for the default values of the arguments in `fixed`: for such an argument, any
+        other value raises a `ModelError`.
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
