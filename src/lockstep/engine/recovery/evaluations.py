@@ -26,8 +26,8 @@ _GO_ON = "go on"
 class Agreement:
     """Agreement of all ranks, through the key-value store, on the batch of a loop at which the run ends.
 
-    Ranks may iterate at different speeds, or wait for each other in every batch. All ranks are asked to end.
-    Each writes to the store that it is in the loop, and continues. The first rank that finds all ranks
+    Ranks may iterate at different speeds, or wait for each other in every batch. All ranks are asked to
+    end. Each writes to the store that it is in the loop, and continues. The first rank that finds all ranks
     there chooses its own next batch; ranks that are past it end at once. If a rank ends the loop before a
     batch is chosen, no rank ends in this loop.
     """
