@@ -197,16 +197,16 @@ class Audit:
         """
         self.was_left = False
         place, watched = self._loops.get(microbatch.loop, (None, -1))
-        if microbatch.audit:
-            self.record, self._extra, self._has_extra = Record(), None, True
-            if place is not None:
-                self._audited.add((place, self._phase))
-            self._guarded(partial(self.record.samples_are, data))
-            self._guarded(self._look_before)
-            return
-        self.record = Record() if microbatch.last and self._extra is not None else None
+        is_own = microbatch.last and self._extra is not None
+        self.record = Record() if microbatch.audit or is_own else None
         if self.record is not None:
             self._guarded(partial(self.record.samples_are, data))
+        if microbatch.audit:
+            self._extra, self._has_extra = None, True
+            if place is not None:
+                self._audited.add((place, self._phase))
+            self._guarded(self._look_before)
+            return
         if microbatch.step == watched:
             self._guarded(self._watch.begins)
 
