@@ -19,6 +19,7 @@ from lockstep.engine.training.batchnorm import synchronise
 from lockstep.engine.training.epochs import epochs_left
 from lockstep.engine.training.run_metrics import RunMetrics
 from lockstep.engine.training.session import Session, explained, show_plainly
+from lockstep.engine.training.step_values import StepValues
 from lockstep.errors import UsageError
 from lockstep.settings import OF_SCRIPTS, Settings, from_environment
 from lockstep.state.checkpoint import weights_only
@@ -119,6 +120,9 @@ class Run(RunMetrics):
         world = given(init_method, rank, world_size, has_store=store is not None)
         self._session = Session(from_environment(settings), world, store)
         self._digest: str | None = None
+        self._step_values = StepValues(
+            self._session.loop, self._session.state.optimizers, self._session.context.record.warn
+        )
 
     def __enter__(self) -> Self:
         self._begin_once()
@@ -343,6 +347,7 @@ class Run(RunMetrics):
     def log(self, **values: Any) -> None:
         """Record numbers, or tensors of one element, of this step, without waiting for ranks or device."""
         if not (self._loop.is_replaying or self._loop.is_audited):
+            self._step_values.logged(values)
             self._session.context.record.log(values)
 
     def print(self, *values: object, sep: str = " ") -> None:

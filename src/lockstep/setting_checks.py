@@ -14,7 +14,7 @@ Check = Callable[[Any, str], object]
 
 
 def at_least(least: int, kind: type = int) -> Check:
-    """Return a check for numbers of type `kind` that are finite and not below `least`."""
+    """Return a function that raises `UsageError` unless a value is a finite `kind` of at least `least`."""
 
     def check(value: Any, origin: str) -> None:
         number = isinstance(value, int) or (kind is float and isinstance(value, float))
@@ -48,7 +48,7 @@ def check_audit(value: Any, origin: str) -> None:
 
 
 def check_directory(value: Any, origin: str) -> None:
-    """Raise `UsageError` for a URL, such as `s3://bucket/run`, in the place of a directory."""
+    """Raise `UsageError` if `value` is a URL, such as `s3://bucket/run`, and not a directory."""
     scheme, separator, rest = str(value).partition(":/")  # a `Path` has one slash of two
     if separator and "/" not in scheme:
         raise UsageError(
@@ -65,7 +65,7 @@ def signal_of(name: str, origin: str) -> signal.Signals:
     """Return the signal with the given name, such as `USR1` or `SIGUSR1`.
 
     Raises:
-        UsageError: if no signal has this name, or if it cannot serve to end a run.
+        UsageError: if no signal has this name, or the signal cannot be used to end a run.
     """
     known = {one.name: one for one in signal.Signals}
     found = known.get("SIG" + name.upper().removeprefix("SIG"))

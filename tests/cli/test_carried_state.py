@@ -96,6 +96,82 @@ def test_a_log_file_and_the_number_of_an_epoch_are_no_state(lockstep):
     assert "warning" not in first.err + second.err
 
 
+BEST = """
+import torch
+from torch.utils.data import TensorDataset
+import lockstep
+
+def main():
+    with lockstep.Run("best", replicas=2, progress=False) as run:
+        train = run.loader(TensorDataset(torch.randn(24, 4)), batch_size=12)
+        model = run.model(torch.nn.Linear(4, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        state = run.state(best=1e9)
+        for epoch in run.epochs(6):
+            for (x,) in train:
+                run.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            result = run.mean(model(x).mean() for (x,) in train)
+            if result < state.best:
+                state.best = result
+                run.save(best=result)
+                run.print(f"saved {result:.4f}")
+
+main()
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_result_that_is_shown_after_a_save_in_an_epoch_is_no_state(lockstep):
+    done = lockstep("run", "-n", "2", lockstep.script(BEST))
+    assert (done.code, done.out.count("saved")) == (0, 6), done.err
+    assert "warning" not in done.err
+
+
+STEP_VALUES = """
+import torch
+from torch.utils.data import TensorDataset
+import lockstep
+
+with lockstep.Run("values", replicas=4, progress=False) as run:
+    model = run.model(torch.nn.Linear(4, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    for epoch in run.epochs(4):
+        for batch in run.batches(run.loader(TensorDataset(torch.randn(32, 4)), batch_size=16)):
+            for (x,) in batch:
+                loss = model(x).mean()
+                run.backward(loss)
+                norm = run.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                run.log(loss=loss, INSIDE)
+            run.log(OUTSIDE)
+"""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("inside", "named"),
+    [
+        ("norm=norm", "`norm`"),
+        ("norm=norm.item()", "`norm`"),
+        ("lr=scheduler.get_last_lr()[0]", "`lr`"),
+        ("other=0.1", None),
+    ],
+)
+def test_values_of_a_step_that_are_logged_in_microbatches_are_named(lockstep, inside, named):
+    """Once, however many steps they are logged in; not if they are logged between batches."""
+    script = STEP_VALUES.replace("INSIDE", inside).replace(
+        "OUTSIDE", "rate=optimizer.param_groups[0]['lr']"
+    )
+    done = lockstep("run", "-n", "2", lockstep.script(script))
+    assert done.code == 0, done.err
+    assert re.findall(r"run\.log got (\S+) inside microbatches", done.err) == [named] * bool(named)
+
+
 @pytest.mark.ranks(2)
 def test_what_the_run_keeps_is_the_same_after_a_crash(lockstep):
     """The optimizer inside, its count, and variables of `run.state`; no warning comes."""

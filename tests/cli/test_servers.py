@@ -155,7 +155,10 @@ def test_kill_9(
     words = ["-n", "2", "--servers", "2", "--strategy", "ps", *more, "--run-dir", "r"]
     done = lockstep("run", *words, lockstep.script(KILL_A_SERVER), doomed)
     assert done.code == 0, done.err
-    told = f"lockstep: {name} was killed by signal 9 (SIGKILL); restart 1, from the newest snapshot"
+    told = (
+        f"lockstep: {name} was killed by signal 9 (SIGKILL); restart 1, from the newest snapshot or "
+        "checkpoint"
+    )
     assert told in done.err.splitlines(), done.err
     assert finished(done.out) == nothing_killed
     for index in (0, 1):
@@ -182,7 +185,9 @@ def test_a_server_that_is_stopped_is_named(lockstep: Lockstep) -> None:
     words = ["-n", "2", "--servers", "1", "--strategy", "ps", "--hang-timeout", "2"]
     done = lockstep("run", *words, "--run-dir", "r", script, "0")
     assert done.code == 0, done.err
-    told = "lockstep: server 0 is stopped (SIGSTOP); restart 1, from the newest snapshot"
+    told = (
+        "lockstep: server 0 is stopped (SIGSTOP); restart 1, from the newest snapshot or checkpoint"
+    )
     assert told in done.err.splitlines()
 
 

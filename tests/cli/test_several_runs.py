@@ -87,7 +87,7 @@ def test_neither_run_loses_what_is_kept_of_it(lockstep):
     words = ("--strategy", "fsdp", "--run-dir", "run", "--checkpoint-every", "0.5")
     done = lockstep("run", "-n", "2", *words, script, "dies")
     assert done.code == 0, done.err
-    assert "restart 1, from the newest snapshot of run 2 in the script" in done.err
+    assert "restart 1, from the newest snapshot or checkpoint of run 2 in the script" in done.err
     assert digests(done.out) == [first, first, second], "the first ends twice, with the same bits"
     again = steps(done.out, "first")[15:]
     assert not again or goes_on(again), "it goes on from its newest checkpoint"

@@ -135,7 +135,7 @@ def _benchmark(options: argparse.Namespace) -> Benchmark:
 
 
 def _projected(options: argparse.Namespace) -> tuple[Link, Sequence[Layout]]:
-    """Return the network speeds given by flags, and the layouts of `--project`, to predict times for."""
+    """Return the network speeds given by flags, and the layouts whose times `--project` is to predict."""
     from lockstep.tools.bench.combinations import parse_layouts
     from lockstep.tools.bench.projection import Link
     from lockstep.tools.quantities import parse_bandwidth, parse_latency
@@ -160,7 +160,7 @@ def _value(options: argparse.Namespace, flag: str) -> str | None:
 
 
 def _show_given(options: argparse.Namespace) -> int:
-    """Print the predicted times of a step whose gradients and computing time flags give; return 0."""
+    """Print predicted times of a step with given `--gradients` and `--compute`, no script run; return 0."""
     from lockstep.tools.bench.given import Given
     from lockstep.tools.quantities import parse_latency, parse_size
 

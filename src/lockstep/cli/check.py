@@ -118,7 +118,7 @@ def of_target(target: str, kind: str) -> list[str]:
 
 
 def _edited(outcome: Outcome) -> Iterator[tuple[Path, Module, str]]:
-    """Yield each file that is to be changed by fixes, with its new text."""
+    """Yield the path, the parsed module and the new text of each file that the fixes change."""
     from lockstep.tools.check import editor
 
     for path, (module, edits) in outcome.edits.items():

@@ -24,8 +24,8 @@ _WITH_DASHES = ("verify", "bench", "branch")
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words before `--` and those after it, in a command line of `verify`, `bench` or `branch`.
 
-    The words after `--` are arguments of the script. Other command lines are not split. argparse parses
-    options after SCRIPT only if no arguments of the script follow.
+    The words after `--` are the script's arguments. argparse gets only the words before `--`, so that it
+    can parse options after SCRIPT. Other command lines are not split.
     """
     cut = len(words)
     if words[:1] and words[0] in _WITH_DASHES and "--" in words:
@@ -39,15 +39,15 @@ def of_script(words: Sequence[str]) -> tuple[str, ...]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that accepts underscores in flags, and raises `UsageError`.
+    """An argument parser that accepts underscores in flags, and raises `UsageError` instead of exiting.
 
     Args:
         examples: example commands with a description, shown at the end of the help.
         given: arguments of `argparse.ArgumentParser`.
 
     Attributes:
-        advice: returns a hint about unknown arguments; `None` for spelling suggestions alone.
-        synonyms: flags of other programs, each with the equivalent flag here.
+        advice: function that returns a hint about unknown arguments, besides a spelling suggestion.
+        synonyms: maps flags of other programs to this parser's equivalent flags.
         takes_script: whether unknown arguments at the end of the command line are the script's.
         abbreviated: destinations of the flags that may be abbreviated, as in torchrun.
     """
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         rest.required = False  # argparse would name it where SCRIPT is missing
 
     def _are_of_script(self, words: Sequence[str], left: Sequence[str]) -> bool:
-        """Return whether the unknown arguments `left` are the last of `words`, and so are the script's."""
+        """Return whether the unknown arguments `left`, at the end of `words`, are meant for the script."""
         known = [*self.synonyms, *self._option_string_actions]
         likely = left[0].startswith("-") and did_you_mean(left[0], known, cutoff=0.7)
         ends = list(words[-len(left) :]) == list(left)
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean(flag, known, cutoff=0.7)
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Return the flags that match an option written with underscores for dashes, or abbreviated."""
+        """Return the flags that `option_string` may mean, with underscores for dashes, or abbreviated."""
         if not option_string.startswith("--"):
             return super()._get_option_tuples(option_string)
         flag, equals, value = option_string.partition("=")

@@ -66,7 +66,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[str, ...]]:
-    """Return the requested launch, and messages about flags without effect.
+    """Return the launch that the flags describe, and messages about flags without effect.
 
     Args:
         options: the parsed flags.
@@ -122,7 +122,7 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _bits_of(flag: str) -> Callable[[str], Bits]:
-    """Return the function that parses the value of `--tee` or `--redirects`."""
+    """Return a function that parses the value of `flag`, which is `--tee` or `--redirects`."""
 
     def read_bits(text: str) -> Bits:
         from lockstep.launch.streams import parse_bits

@@ -45,7 +45,7 @@ def _keywords(setting: Setting) -> dict[str, Any]:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the settings in the group `training`."""
+    """Add an argument group `training` with the flags of all settings in this group."""
     title = "training", "Each flag wins over the argument of lockstep.Run."
     add_group(parser.add_argument_group(*title), "training")
 

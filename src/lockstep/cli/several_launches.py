@@ -1,4 +1,4 @@
-"""Flags and directories that the commands `verify` and `bench` share: both launch a script many times."""
+"""Flags and run directories of commands that launch a script several times, such as `verify`, `bench`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_shared_flags(
 def run_command(
     options: argparse.Namespace, *chosen_here: str
 ) -> tuple[RunCommand, Sequence[str | None]]:
-    """Return the command for all launches, and the strategies to run; `None` is that of the script.
+    """Return the command for all launches, and the strategies to run it with; `None`: the script's own.
 
     The command leaves out the flags of settings in `chosen_here`: the caller sets these for each launch.
 

@@ -94,7 +94,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _act(backend: Backend, asked: dict[str, str], options: argparse.Namespace) -> int:
-    """Show or cancel a job; return the exit code."""
+    """Do what `--status`, `--logs` or `--cancel` asks for an existing job; return the exit code."""
     from lockstep.tools.submit import job
 
     if len(asked) > 1 or options.target is not None:

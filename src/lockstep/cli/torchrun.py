@@ -55,7 +55,7 @@ _SWITCHES = ("module", "standalone", "no_python", "run_path", "virtual_local_ran
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags that only torchrun has."""
+    """Add to the parser of `lockstep run` the flags that only torchrun has."""
     group = parser.add_argument_group(
         "torchrun",
         "Further flags of torchrun. Any flag of torchrun may be spelled with underscores, and set by PET_* "
@@ -124,5 +124,5 @@ def words(environ: Mapping[str, str]) -> list[str]:
 
 
 def with_environment(given: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
-    """Insert the flags from `PET_*` variables into a command line of `lockstep run`, before its own."""
+    """Return a `lockstep run` command line with flags from `PET_*` variables before its own flags."""
     return [*given[:1], *words(environ), *given[1:]] if given[:1] == ["run"] else given

@@ -63,7 +63,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def one_layout_each(words: Sequence[str]) -> list[str]:
-    """Rewrite `--layouts A B` as `--layouts A --layouts B`, so that argparse leaves SCRIPT out of them."""
+    """Rewrite `--layouts A B` as `--layouts A --layouts B`: argparse then takes no SCRIPT for a layout."""
     done: list[str] = []
     follows = False
     for word in words:

@@ -58,21 +58,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Pass a model to the run, or, with `evaluation_mode`, only move it to the device; return it."""
+        """Pass a model to the run (with `evaluation_mode`, only move it to the device); return it."""
         if evaluation_mode:
             return model.to(self._run.device)
         self._models.append(self._run.model(model))
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Pass an optimizer to the run, so that it steps once per global batch; return it."""
+        """Pass an optimizer to the run, which lets it step once per global batch; return the optimizer."""
         self._optimizers.append(self._run.optimizer(optimizer))
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Pass a scheduler to the run; return it.
+        """Pass a scheduler to the run; return the scheduler.
 
-        By default it makes one step per replica after each global batch: accelerate makes one per process.
+        By default, after each global batch it makes one step per replica, as in accelerate one per process.
         """
         if self.step_scheduler_with_optimizer and not self.split_batches:
             _count_for(scheduler, self.num_processes)
@@ -92,9 +92,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of replicas of the script, in place of processes.
+        """Number of the script's replicas, which take the place of accelerate's processes.
 
-        If the script accumulates gradients over k batches, the run itself has k times as many replicas.
+        If the script accumulates gradients over k batches, the run has k times as many replicas.
         """
         return self._run.replicas // int(self.gradient_state.num_steps)
 
@@ -105,11 +105,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Always `False`: a step whose gradients overflow changes nothing, but counts as a step."""
+        """Always `False`: a step whose fp16 gradients overflow changes nothing, but counts as a step."""
         return False
 
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """Compute the gradients of the mean loss of this microbatch."""
+        """Compute the gradients of `loss`, the mean over this microbatch, by `run.backward`."""
         self._run.backward(loss)
 
     def accumulate(self, *_: Any) -> AbstractContextManager[None]:
@@ -135,10 +135,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._run.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: the gradients that a script reads are never scaled by a loss scale."""
+        """Do nothing: gradients have no loss scale any more when the script can read them."""
 
     def set_trigger(self) -> None:
-        """Set the flag of `check_trigger`; in a loop over a loader, raise a `UsageError`."""
+        """Set the flag that `check_trigger` reads; in a loop over a loader, raise a `UsageError`."""
         self._refuse_in_loop("set_trigger")
         super().set_trigger()
 
@@ -162,7 +162,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._run.barrier()
 
     def main_process_first(self) -> AbstractContextManager[Any]:
-        """Return a context that the main rank enters first; in a loop over a loader, one without effect."""
+        """Return a context that the main rank enters first; in a loop over a loader, it has no effect."""
         return contextlib.nullcontext() if self._is_in_loop else self._run.main_process_first()
 
     local_main_process_first = main_process_first
@@ -184,8 +184,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save models, optimizers and schedulers in accelerate's file format, on the main rank.
 
-        If later microbatches of the same global batch follow, the files are written after the last of them,
-        so that they contain the update.
+        If further microbatches of the same global batch follow, the files are written after the last one,
+        so that they contain the optimizer's update.
         """
         saved = None
         if self.is_main_process and not self._run.is_replaying:
@@ -250,7 +250,7 @@ class _PreparedLoader:
         return int(self._global.batch_size)
 
     def __len__(self) -> int:
-        """Return the iterations per epoch that accelerate would make with one process per replica."""
+        """Return the number of iterations per epoch, as in accelerate with one process per replica."""
         if not self._trains:
             return len(self._data)
         return len(self._global) * int(self._accelerator.gradient_state.num_steps)
@@ -280,7 +280,7 @@ class _PreparedLoader:
 
 
 def _count_for(scheduler: Any, replicas: int) -> None:
-    """Make each `step()` of `scheduler` count as `replicas` steps, as accelerate counts one per process."""
+    """Make each call of `scheduler.step()` make `replicas` steps; accelerate makes one per process."""
     own = type(scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or replicas == 1:
         return

@@ -1,4 +1,4 @@
-"""Makes Accelerate treat this process as the only one, with its rank in the run."""
+"""Make Accelerate treat this process as the only one, so that a run distributes the training instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _make_state = accelerate_state.PartialState.__init__
 
 
 def see_alone() -> None:
-    """Make Accelerate treat this process as the only one, but with its rank in the run.
+    """Make Accelerate treat this process as the only one, but keep its rank.
 
     So Accelerate neither joins a process group nor splits data, and only the main rank writes and logs.
 
@@ -66,7 +66,7 @@ def _device(*, cpu: bool, local_rank: int) -> torch.device:
 
 
 def _see_device(run: Run) -> None:
-    """Make Accelerate use the device of the run."""
+    """Set the device in Accelerate's shared state to the device of `run`."""
     for state in (accelerate_state.PartialState, accelerate_state.AcceleratorState):
         if state._shared_state:
             state._shared_state["device"] = run.device

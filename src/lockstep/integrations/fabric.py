@@ -1,7 +1,7 @@
-"""`FabricStrategy`: the class that a `LockstepStrategy` changes to if it is given to a `Fabric`.
+"""`FabricStrategy`: the class of a `LockstepStrategy` object once it has been passed to a `Fabric`.
 
-The training loop is the script's. One iteration over a DataLoader that `fabric.setup_dataloaders` returned
-is one microbatch: a replica's share of a batch of the DataLoader. While the models are in evaluation mode,
+The script has its own training loop. An iteration over a DataLoader from `fabric.setup_dataloaders` yields
+one microbatch: a replica's share of a batch of the DataLoader. While the models are in evaluation mode,
 each rank iterates over all batches.
 """
 
@@ -31,22 +31,22 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
 
     @functools.cached_property
     def run(self) -> Run:  # type: ignore[override]
-        """The run. Its first use opens it in a script that never calls `fabric.launch()`."""
+        """The open run; opened at its first use if the script never calls `fabric.launch()`."""
         self.setup_environment()
         return self.__dict__["run"]  # type: ignore[no-any-return]
 
     def setup_environment(self) -> None:
-        """Enter the `lockstep.Run` through which the script trains."""
+        """Check the precision, and open the `lockstep.Run` through which the script trains."""
         refusals.check_precision(self.precision)
         self._open_run(self.accelerator)
         super().setup_environment()
 
     def setup_module(self, module: Any) -> Any:
-        """Pass a model to the run; return the module to call."""
+        """Pass a model to the run; return the wrapped model, which the script calls."""
         return self._model_of(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Pass an optimizer to the run, so that it steps once per global batch; return it."""
+        """Pass an optimizer to the run, which lets it step once per global batch; return the optimizer."""
         refusals.check_optimizer(optimizer)
         return self.run.optimizer(optimizer)
 
@@ -55,7 +55,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         return _FabricLoader(self, dataloader)
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of the mean loss of this microbatch."""
+        """Compute the gradients of `tensor`, the mean loss of this microbatch."""
         refusals.check_backward(args, kwargs)
         self.run.backward(tensor)
 
@@ -87,16 +87,16 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
             self.run.barrier()
 
     def save_checkpoint(self, path: Any, state: Any, *rest: Any, **settings: Any) -> None:
-        """Write a checkpoint on the main rank, except if microbatches of the same global batch follow.
+        """Write a checkpoint on the main rank, if this is the last microbatch of its global batch.
 
-        While a resumed run repeats earlier calls, nothing is written.
+        While a resumed run repeats calls from before the restart, nothing is written.
         """
         if self.run.sync_gradients and not self.run.is_replaying:
             super().save_checkpoint(path, state, *rest, **settings)
 
 
 class _FabricLoader:
-    """A DataLoader of a script: yields this rank's microbatches while a model trains, else all batches."""
+    """Loader around a script's DataLoader: yields this rank's microbatches, or all batches in eval mode."""
 
     def __init__(self, strategy: FabricStrategy, data: Any) -> None:
         # Fabric copies its public attributes, such as `dataset`, from here to the loader of the script.
@@ -110,7 +110,7 @@ class _FabricLoader:
         return getattr(self._data, name)
 
     def __len__(self) -> int:
-        """Return the number of batches of the DataLoader: one for each update."""
+        """Return the number of batches of the DataLoader, which is the number of updates."""
         return len(self._data)
 
     def __iter__(self) -> Iterator[Any]:

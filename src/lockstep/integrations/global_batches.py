@@ -14,9 +14,9 @@ _UNLIMITED = 1 << 20
 
 
 class GlobalBatches:
-    """Yields global batches to Lightning's fit loop, from the epoch and batch on that its counters have.
+    """Yields global batches to Lightning's fit loop, starting at the loop's current epoch and batch.
 
-    So after a restart, or with a loaded checkpoint, batches are left out that were trained on before.
+    So after a restart, or with a loaded checkpoint, batches that were trained on before are left out.
 
     Attributes:
         restore: called before the first batch after a restart, to set the loops' counters again.
@@ -45,21 +45,21 @@ class GlobalBatches:
         return batch is self._current
 
     def begin(self) -> None:
-        """Begin the run's loop over epochs."""
+        """Begin the run's loop over epochs, `run.epochs`, with at most `max_epochs` epochs."""
         limit = self._trainer.max_epochs
         if limit in (None, -1):
             limit = _UNLIMITED
         self._epochs = self._run.epochs(limit)
 
     def resume(self) -> None:
-        """Iterate over epochs and batches up to where the run stopped, so that its state is restored.
+        """Iterate over epochs and batches up to where the run stopped, which restores the run's state.
 
-        The batch that follows is kept, and is the first one that `__next__` returns.
+        The following batch is kept; `__next__` returns it first.
         """
         self._ahead = self._next()
 
     def end(self) -> None:
-        """End the loops over batches and epochs."""
+        """End the run's loops over batches and epochs."""
         self._leave()
         next(self._epochs, None)
         self._epochs.close()  # type: ignore[attr-defined]

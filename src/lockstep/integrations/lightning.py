@@ -69,7 +69,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
 
     @property
     def precision(self) -> Any:
-        """Fabric's name of the precision plugin; setting it makes this object a strategy of Fabric."""
+        """Precision plugin, as Fabric names it; setting it turns this object into a `FabricStrategy`."""
         return self._precision
 
     @precision.setter
@@ -85,7 +85,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         refusals.check_processes(self, self._world)
 
     def setup_environment(self) -> None:
-        """Enter the `lockstep.Run` through which the Trainer trains."""
+        """Check the precision, and open the `lockstep.Run` through which the Trainer trains."""
         refusals.check_precision(self.precision_plugin)
         self._open_run(self.accelerator)
         super().setup_environment()
@@ -93,7 +93,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     # --- what is trained -----------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Pass model, optimizers and schedulers to the run; replace Lightning's loops inside of a step."""
+        """Pass model, optimizers and schedulers to the run; replace Lightning's loops of one step."""
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # every rank evaluates all of the data
                 module.distributed_available_fn = _no_ranks
@@ -129,7 +129,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         return self._model_of(model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make optimizers and schedulers as the module configures them; pass them to the run."""
+        """Call the module's `configure_optimizers`; pass its optimizers and schedulers to the run."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             refusals.check_optimizer(optimizer)
@@ -138,7 +138,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
             self.run.scheduler(config.scheduler)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of global batches for training; evaluation loops keep their DataLoader."""
+        """Return a loader of global batches to train on, or the DataLoader itself for evaluation loops."""
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return _seeded_equally(dataloader)
@@ -168,7 +168,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     # --- a step --------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        """Train on this rank's microbatches of a global batch; return means of loss and outputs over it."""
+        """Train on this rank's part of a global batch; return the means of its loss and outputs."""
         module, run = self.lightning_module, self.run
         if not module.automatic_optimization:
             with self._state.frozen():
@@ -183,7 +183,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         return outputs
 
     def _microbatches(self, batch: Any, rest: Any) -> Iterator[dict[str, Any]]:
-        """Compute this rank's microbatches; yield what each has logged and returned, to be summed."""
+        """Compute this rank's microbatches; yield each one's logged and returned values, to be summed."""
         parts = self.lightning_module.trainer.accumulate_grad_batches
         for data in batch:
             output = self.compute(data, rest, self._forward)
@@ -197,7 +197,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
             yield self._results.taken() | numbers_of(output, self.run)
 
     def compute(self, data: Any, rest: Any, call: Callable[..., Any]) -> Any:
-        """Return the result of `call`, the module's `training_step`, for one microbatch."""
+        """Move a microbatch to the device; return the result of `call`, the module's `training_step`."""
         data = super().batch_to_device(self.precision_plugin.convert_input(data))
         with (
             self._results.collecting(),
@@ -213,8 +213,8 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     def _accumulate(self, module: Any) -> None:
         """Accumulate gradients over several global batches (`accumulate_grad_batches`).
 
-        The gradients of earlier batches are added to those of this one. If no optimizer step follows, the
-        sums are kept for the next batch, and each parameter's `grad` is set to `None`.
+        Gradients kept from earlier batches are added to this batch's gradients. If no optimizer step
+        follows, the sums are kept for the next batch, and each parameter's `grad` is set to `None`.
         """
         trainer = module.trainer
         is_kept = trainer.fit_loop._should_accumulate()
@@ -242,7 +242,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     ) -> Any:
         """Call `closure`, which computes the gradients of a global batch, and then step the optimizer.
 
-        In manual optimization, wait until all replicas have called `step()`: then it is stepped once.
+        In manual optimization, wait until all replicas have called `step()`; then the optimizer steps once.
         """
         result = closure()
         if self._threads.is_inside:
@@ -268,7 +268,7 @@ def _of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _seeded_equally(data: Any) -> Any:
-    """Make Lightning seed the workers of a DataLoader by their number, and not by the rank; return it."""
+    """Make the seeds of a DataLoader's workers the same on all ranks; return the DataLoader."""
     if os.environ.get("PL_SEED_WORKERS") == "1" and getattr(data, "worker_init_fn", 1) is None:
         data.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
     return data

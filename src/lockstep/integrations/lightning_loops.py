@@ -1,4 +1,4 @@
-"""Lightning's loops of one step, for strategies that run the backward pass inside of `training_step`."""
+"""Lightning's loops for one optimizer step, if the strategy's `training_step` also runs backward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 
 
 class AutomaticOptimization(_AutomaticOptimization):
-    """Sets gradients to zero before `training_step`, which computes them for a whole batch."""
+    """Loop that zeroes gradients, then calls the strategy's `training_step`, which computes them all."""
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -27,13 +27,13 @@ class AutomaticOptimization(_AutomaticOptimization):
 
 
 class ManualOptimization(_ManualOptimization):
-    """Counts a step of an optimizer in Lightning's `global_step` once per global batch.
+    """Manual optimization: adds an optimizer's step to Lightning's `global_step` once per global batch.
 
-    A rank computes each of its replicas in a thread of its own; these do not count.
+    `step()` calls of single replicas, each of which runs in a thread, are not counted.
     """
 
     def on_run_start(self) -> None:
-        """Leave out what Lightning does around each call of `step()`; `count` does it."""
+        """Do nothing: Lightning would make each call of `step()` count; here only `count` does so."""
 
     def count(self, optimizer: Any, step: Any) -> None:
         """Call `step`, which steps the optimizer, and add one to Lightning's `global_step`."""

@@ -21,10 +21,10 @@ _MORE = ("_update_count", "_forward_cache", "_computed")
 
 
 class StepMetrics:
-    """Metrics of a module; a microbatch updates states of its own, which are summed over replicas.
+    """The torchmetrics metrics of a module; each microbatch's updates are summed over the replicas.
 
     Raises:
-        StepError: for a metric whose states are not sums, and for one that needs the samples before.
+        StepError: if a metric's states are not sums over samples, or it is computed for a microbatch.
     """
 
     def __init__(self, module: Any) -> None:
@@ -38,15 +38,15 @@ class StepMetrics:
             metric._kept_by_run = (*_MORE, *metric._defaults)
 
     def named(self) -> dict[str, Metric]:
-        """Return the metrics of the module, by their names."""
+        """Return the torchmetrics metrics among the module's submodules, by name."""
         return {n: part for n, part in self._module.named_modules() if isinstance(part, Metric)}
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Return a context manager in which metrics are empty; after it, they are as they were before.
+        """Context manager: inside it, metrics are empty; at its end, they get their earlier states again.
 
-        In manual optimization, where a microbatch may begin before the previous one has ended, an update of
-        a metric in this context is refused.
+        The microbatch's updates are kept for `taken`. In manual optimization, where microbatches overlap,
+        an update of a metric inside the context is an error.
         """
         metrics = self.named()
         before = {name: _state_of(metric) for name, metric in metrics.items()}
@@ -73,7 +73,7 @@ class StepMetrics:
         self._own.updated = updated
 
     def taken(self, rows: int) -> dict[str, Any]:
-        """Return what the microbatch has added to the metrics, to be summed over replicas.
+        """Return what the microbatch has added to the metrics' states, to be summed over replicas.
 
         `rows`: number of samples in the microbatch; without any, the values are zeros.
         """
@@ -87,7 +87,7 @@ class StepMetrics:
         return taken
 
     def apply(self, sums: dict[str, Any]) -> None:
-        """Update the metrics by a global batch, given the sums of what `taken` returned."""
+        """Update the metrics by a global batch; `sums` are sums over replicas of the results of `taken`."""
         for name, metric in self.named().items():
             if not sums.get(f"updates {name}"):
                 continue
@@ -103,7 +103,7 @@ class StepMetrics:
             _set(metric, total, (count + 1, of_batch, None))
 
     def check_logged(self, name: str, metric: Metric) -> None:
-        """Raise `StepError` for a metric that `self.log` can't log by its sums."""
+        """Raise `StepError` if a metric passed to `self.log` has no states that are sums over samples."""
         _require_sums(name, metric)
         if not metric._defaults:
             raise _refusal(name, metric, "logged", "it has no sums of its own")
@@ -117,7 +117,7 @@ class StepMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the metrics to what `state_dict` returned; reset the others."""
+        """Set the metrics in `state`, from `state_dict`, to their states; reset all other metrics."""
         for name, metric in self.named().items():
             _set(metric, *state.get(name, (_empty(metric), (0, None, None))))
 

@@ -1,4 +1,4 @@
-"""Refuse options of Lightning that make the result depend on the number of ranks, or on the time."""
+"""Refuse (raise an error for) options of Lightning that make the result depend on the layout or on time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _METHODS: dict[str, str] = {
 
 
 def check_processes(strategy: Any, world: World) -> None:
-    """Refuse numbers of devices and nodes that contradict the processes that were started.
+    """Raise an error if numbers of devices or nodes contradict the processes that were started.
 
     Raises:
         UsageError: if `devices=` or `num_nodes=` asks for other processes.
@@ -57,16 +57,16 @@ def _refuse_count(option: str, count: int, real: int) -> None:
 
 
 def check_precision(plugin: Any) -> None:
-    """Refuse precisions that have not been tried, such as `16-mixed`."""
+    """Raise an error for a precision that has not been tried with Lockstep, such as `16-mixed`."""
     if plugin.precision not in PRECISIONS:
         refuse(f"precision={plugin.precision!r}", "precision= one of " + ", ".join(PRECISIONS))
 
 
 def check_trainer(trainer: Any, strategy: Any) -> None:
-    """Refuse options, callbacks and methods by which the result would depend on the layout.
+    """Raise an error if options, callbacks or methods make the result depend on the layout.
 
     Raises:
-        UsageError: for the first of them; the hint says what to use instead.
+        UsageError: for the first such option; the hint says what to use instead.
     """
     for name, (allowed, instead) in _TRAINER.items():
         if getattr(trainer, name) != allowed:
@@ -90,13 +90,13 @@ def check_trainer(trainer: Any, strategy: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse optimizers that compute the loss several times in a step."""
+    """Raise an error for an optimizer that computes the loss several times in a step (LBFGS)."""
     if isinstance(optimizer, torch.optim.LBFGS):
         refuse("LBFGS", "an optimizer whose step() needs no closure")
 
 
 def check_data(data: Any, trainer: Any) -> None:
-    """Refuse training data other than one DataLoader with a length."""
+    """Raise an error unless the training data is one DataLoader over a dataset with a length."""
     loader = trainer.fit_loop._data_source.instance
     if isinstance(loader, list | tuple | dict):
         refuse("several train DataLoaders", "one DataLoader, over a dataset that joins the others")
@@ -112,7 +112,7 @@ def _has_length(data: Any) -> bool:
 
 
 def check_backward(args: Any, kwargs: Any) -> None:
-    """Refuse arguments of `manual_backward`, such as `retain_graph`."""
+    """Raise an error for arguments of `manual_backward` besides the loss, such as `retain_graph`."""
     if args or any(kwargs.values()):
         refuse(
             f"manual_backward(…, {', '.join(kwargs) or repr(args[0])})",

@@ -20,7 +20,7 @@ _Entry = tuple[str, str, Any, dict[str, Any]]
 
 
 class GlobalResults(_ResultCollection):
-    """Lightning's collection of logged values, that gets one value for each global batch.
+    """Lightning's collection of logged values, in which each name gets one value per global batch.
 
     While a microbatch is computed, logged values are collected. `taken` returns them in a form that
     `run.sum` adds up over replicas; `apply` logs the means, sums, minima or maxima.
@@ -39,7 +39,7 @@ class GlobalResults(_ResultCollection):
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Return a context manager that collects logged values and updates of metrics."""
+        """Context manager: inside it, collect the logged values and metric updates of a microbatch."""
         entries: dict[str, _Entry] = {}
         self._own.entries = entries
         with self._metrics.isolated():
@@ -47,7 +47,7 @@ class GlobalResults(_ResultCollection):
         self._settings.update(entries)
 
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
-        """Log a value, or collect it while a microbatch is computed."""
+        """Log a value as Lightning does; while a microbatch is computed, collect it instead."""
         if self._entries is None:
             super().log(fx, name, value, **settings)
             return
@@ -59,7 +59,7 @@ class GlobalResults(_ResultCollection):
         self._entries[f"{fx}.{name}.{count}"] = (fx, name, value, settings)
 
     def taken(self) -> dict[str, Any]:
-        """Return the values that the microbatch has logged, to be summed over replicas; clear them here."""
+        """Return the values that the microbatch has logged, to be summed over replicas; forget them."""
         entries, self._own.entries = self._entries or {}, None
         rows = rows_of(self._run)
         taken = {"replicas": int(rows > 0), **self._metrics.taken(rows)}
@@ -121,10 +121,10 @@ def rows_of(run: Run) -> int:
 
 
 def numbers_of(output: Any, run: Run) -> dict[str, Any]:
-    """Return the values in a result of `training_step`, each times the number of samples, to be summed.
+    """Return the numbers in a result of `training_step`, weighted by samples, to be summed over replicas.
 
     Raises:
-        StepError: if it returned something else than a tensor of one element, or a dictionary of them.
+        StepError: if `output` is not a tensor of one element, or a dictionary of such tensors and numbers.
     """
     rows = rows_of(run)
     named = {"loss": output} if isinstance(output, torch.Tensor) else dict(output or {})

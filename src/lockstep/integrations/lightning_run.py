@@ -1,4 +1,4 @@
-"""`OnRun`: base class of the strategies of Lightning's `Trainer` and `Fabric`; it has their run."""
+"""`OnRun`: base class of Lockstep's strategies for Lightning's `Trainer` and `Fabric`, with their run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OnRun:
         self._root_device = self.run.device
 
     def _model_of(self, module: Any) -> Any:
-        """Return what `run.model(module)` returns, or has returned if an earlier fit has called it."""
+        """Return the wrapped model of `module`; call `run.model` unless an earlier fit has done so."""
         for known in self.run._session.state.models:
             if known.module is module:
                 return known.wrapped
@@ -48,5 +48,5 @@ class OnRun:
         self.run.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the value of `obj` on rank `src`: a number, text or `None`, or containers of them."""
+        """Return rank `src`'s value of `obj`: a number, text or `None`, or a container of these."""
         return of_all(obj, self.run._session.context.group)[src]

@@ -1,4 +1,4 @@
-"""`FitState`: state of a Lightning `Trainer` while it fits, as `run.register` saves and restores it."""
+"""`FitState`: state of a Lightning `Trainer` during `fit`, as `run.register` saves and restores it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SUMS = ("value", "cumulated_batch_size", "_forward_cache", "has_reset", "_updat
 
 
 class FitState:
-    """Saves and restores the loops, callbacks, datamodule and logged values of a fit.
+    """Saves and restores loops, callbacks, datamodule and logged values of a call of `Trainer.fit`.
 
     Paths of checkpoints are saved without their directory, which is no part of the result.
     """
@@ -52,7 +52,7 @@ class FitState:
         self._fix_directories(f"lightning-{number}")
 
     def _register_callbacks(self) -> None:
-        """Pass callbacks of the script to `run.register`, if they have a `state_dict` of their own."""
+        """Pass those callbacks to `run.register` whose `state_dict` the script, not Lightning, defines."""
         registered = self._run._session.state.registered
         for callback in self._trainer.callbacks:
             if _is_of_script(callback) and all(callback is not one for one in registered.values()):
@@ -61,10 +61,10 @@ class FitState:
                 self._run.register(name, callback)
 
     def _fix_directories(self, name: str) -> None:
-        """Set the directory of each `ModelCheckpoint` to the one that it had before a restart.
+        """Set the directory of each `ModelCheckpoint` to its directory before a restart of the run.
 
-        Else it would be that of the logger, which begins a new version after a restart. `name`: of the file
-        in the run's directory in which the directories are kept.
+        By default it is the logger's directory, which is a new version after each restart. `name`: name of
+        the file in the run's directory where these directories are kept.
         """
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
         own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
@@ -95,9 +95,9 @@ class FitState:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Return a context manager in which `state_dict` returns the state at its beginning.
+        """Context manager: inside it, `state_dict` returns the state from the time when it was entered.
 
-        It is used for a batch: values that only some replicas have logged are no part of the state.
+        It surrounds a batch, during which only some replicas have logged their values.
         """
         self._frozen = self.state_dict()
         yield
@@ -115,7 +115,7 @@ class FitState:
         return dict(state)
 
     def _hooks(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
-        """Call a hook for checkpoints of all callbacks and the module; return the entries that they add.
+        """Call the hook `name` of all callbacks and the module; return the entries that they add.
 
         `name`: "on_save_checkpoint" or "on_load_checkpoint". `extra`: entries of the checkpoint besides the
         epoch, the step and the weights.
@@ -139,7 +139,7 @@ class FitState:
     # --- restoring -------------------------------------------------------------------------------------
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set loops, callbacks, datamodule and logged values to what `state_dict` returned."""
+        """Set loops, callbacks, datamodule and logged values to the state that `state_dict` returned."""
         trainer = self._trainer
         self._loops = state["loops"]
         self.restore_loops()
@@ -192,14 +192,14 @@ class FitState:
             setattr(results[key], name, value)
 
     def restore_loops(self) -> None:
-        """Set the counters of Lightning's loops to those of the loaded state."""
+        """Set the counters of Lightning's loops to their values in the state that was loaded last."""
         assert self._loops is not None
         _load(self._trainer.fit_loop, self._loops)
 
     def restore_if_resumed(self, batches: Any) -> None:
-        """If the run resumes, go on to where it stopped, in the middle of an epoch or at the end.
+        """If the run resumes, restore its state and continue behind the last batch before the stop.
 
-        `batches`: the `GlobalBatches` of the fit, with which it continues.
+        `batches`: the `GlobalBatches` object that yields the global batches of `fit`.
         """
         if not self._run.is_replaying:
             return
@@ -213,17 +213,17 @@ class FitState:
 
 
 def _is_of_script(callback: Any) -> bool:
-    """Whether a callback has a `state_dict` that the script defines, and not Lightning."""
+    """Whether the script, and not Lightning, defines the `state_dict` method of a callback."""
     kind = type(callback)
     own = kind.state_dict.__module__
     return not own.startswith("lightning.")
 
 
 def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
-    """Load the counters of a loop, and of the loops in its attributes.
+    """Load the counters of a Lightning loop, and of the loops in its attributes, from `state`.
 
-    Lightning's `load_state_dict` would also mark them as restarting. `prefix`: beginning of the loop's keys
-    in `state`.
+    Lightning's `load_state_dict` would also mark the loops as restarting. `prefix`: beginning of the keys
+    of `loop` in `state`.
     """
     loop._load_from_state_dict(state, prefix)
     for name, part in vars(loop).items():

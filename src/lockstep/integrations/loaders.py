@@ -1,4 +1,4 @@
-"""Loaders of a run, from DataLoaders made for one process: each replica computes one DataLoader batch."""
+"""Make a run's loader from a DataLoader: a global batch joins several batches of the DataLoader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Together:
             yield indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the other batch sampler, if it has this method."""
+        """Call `set_epoch` of the wrapped batch sampler, if it has this method."""
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(epoch)
 
@@ -42,7 +42,7 @@ class _Together:
 def global_loader(
     run: Run, data: Any, times: int | None = None, *, complete: bool = False
 ) -> Loader:
-    """Return a loader whose global batch is `times` batches of `data`; by default, one per replica.
+    """Return a loader whose global batch joins `times` batches of `data`; by default, one per replica.
 
     Args:
         run: the run that computes the batches.
@@ -51,7 +51,7 @@ def global_loader(
         complete: whether to include the samples that `drop_last` of `data` leaves out.
 
     Raises:
-        UsageError: for another iterable, of which the samples that make a batch are unknown.
+        UsageError: if `data` is neither a DataLoader nor a loader of the run.
     """
     if isinstance(data, Loader):
         return data

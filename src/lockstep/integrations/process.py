@@ -1,4 +1,4 @@
-"""Code that all adapters use: opening a run without a `with` block, refusing an option."""
+"""Code that the adapters of frameworks share: open a run without a `with` block, refuse an option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.run import Run
 
 
 class _Current:
-    """Holder of the run that an adapter has opened in this process; the run ends with the script."""
+    """Holds the run that an adapter has opened in this process, its settings, and callbacks."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -26,7 +26,7 @@ class _Current:
         self.before_end: list[Callable[[], None]] = []
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the run, if one is open, as leaving its `with` block does; `error`: what ended the script."""
+        """End the run, if one is open, as if its `with` block ended, with `error` if it is not `None`."""
         run, self.run = self.run, None
         before, self.before_end = self.before_end, []
         if run is not None:
@@ -35,7 +35,7 @@ class _Current:
             run.__exit__(None if error is None else type(error), error, None)
 
     def end_with_script(self) -> None:
-        """End the run when Python exits; an exception that ended the script is passed to the run."""
+        """End the run when Python exits (`atexit`), with the exception that ended the script, if any."""
         error = getattr(sys, "last_value", None)
         try:
             self.end(error)
@@ -54,13 +54,13 @@ _current = _Current()
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Replace `sys.exit`, since the interpreter keeps no exit status that `end_with_script` could read."""
+    """Substitute for `sys.exit` that keeps the exit status in `sys.last_value`, for `end_with_script`."""
     sys.last_value = SystemExit(status)
     raise sys.last_value
 
 
 def open_run(**settings: Any) -> Run:
-    """Return this process's open run if its settings are `settings`; else end it and open a new one."""
+    """Return this process's open run if it has these `settings`; else end it and open a new run."""
     if _current.run is not None and _current.settings == settings:
         return _current.run
     if _current.run is None and not _current.settings:
@@ -94,7 +94,7 @@ def when_opened(act: Callable[[Run], None]) -> None:
 
 
 def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
-    """Return the main rank's `value` of the first launch of a run, and whether this is a later launch.
+    """Return the main rank's `value` from the first launch of the run, and whether this is a later one.
 
     `value`: numbers, text, `None`, or lists of them. The first launch writes it to the file `name`.json in
     the run's directory; later ones ignore their own `value`.
@@ -110,14 +110,14 @@ def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
 
 
 def end_run() -> None:
-    """End the run before the script ends."""
+    """End this process's open run now, before the script ends."""
     _current.end()
 
 
 def replicas_of(replicas: int | None, accumulation: int) -> int | None:
-    """Return `replicas * accumulation`: a batch that is accumulated counts as one of an additional replica.
+    """Return the run's number of replicas, `replicas * accumulation`; `None` for one per rank.
 
-    `None` stands for the default, one replica per rank.
+    Each of the `accumulation` batches whose gradients are added up is computed by a replica of its own.
 
     Raises:
         UsageError: if batches are accumulated, but `replicas` is `None`.
@@ -134,7 +134,7 @@ def replicas_of(replicas: int | None, accumulation: int) -> int | None:
 
 
 def refuse(option: str, instead: str) -> None:
-    """Raise the error for an option of a framework that a run cannot support; `instead` names what to use.
+    """Raise the error for a framework's `option` that a run does not support; the hint is `instead`.
 
     Raises:
         UsageError: always.

@@ -1,4 +1,4 @@
-"""Refuse options of transformers and accelerate that make the result depend on the number of ranks."""
+"""Refuse (raise an error for) options of transformers and accelerate that depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GENERATING = (
 
 
 def check_trainer(kind: type) -> None:
-    """Refuse trainers of TRL that generate samples while they train, and subclasses of these trainers.
+    """Raise an error for trainers of TRL that generate samples while they train, and for subclasses.
 
     Raises:
         UsageError: if `kind` is such a class.
@@ -63,7 +63,7 @@ def check_trainer(kind: type) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse `TrainingArguments` that would make the result depend on the number of ranks.
+    """Raise an error for `TrainingArguments` that make the result depend on the number of ranks.
 
     Raises:
         UsageError: for the first such argument; the hint says what to use instead.
@@ -91,7 +91,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_accelerator(settings: dict[str, Any]) -> None:
-    """Refuse arguments of `Accelerator` that would make the result depend on the number of ranks.
+    """Raise an error for arguments of `Accelerator` that make the result depend on the number of ranks.
 
     Raises:
         UsageError: for the first such argument; the hint says what to use instead.

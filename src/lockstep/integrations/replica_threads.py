@@ -1,7 +1,7 @@
 """`ReplicaThreads`: manual optimization of Lightning, where `training_step` steps optimizers by itself.
 
 `training_step` of each replica of this rank runs in a thread; one thread runs at a time. At `step()` of an
-optimizer a thread waits until all replicas have come there. Then the optimizer steps once, and all go on.
+optimizer a thread waits until all replicas have called it. Then the optimizer steps once, and all continue.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lockstep.integrations.lightning_results import numbers_of
 
 
 class _Left(BaseException):
-    """Raised in a thread to end it, if its `training_step` will not be continued."""
+    """Raised inside a replica's thread to end it, when its `training_step` is not to be continued."""
 
 
 class _Thread:
-    """A function that runs in a thread, from one call of `resume` to its next call of `wait`."""
+    """A thread that runs a function step by step: `resume` runs it up to its next call of `wait`."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function, self._threads = function, torch.get_num_threads()
@@ -34,7 +34,7 @@ class _Thread:
         self.asked: Any = None
 
     def resume(self) -> None:
-        """Run the function until it waits or returns; raise its exception."""
+        """Run the function until it calls `wait` or returns; raise its exception, if any."""
         self.asked = None
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
@@ -48,7 +48,7 @@ class _Thread:
     def wait(self, asked: Any) -> None:
         """Wait for the next call of `resume`; called by the function in its thread.
 
-        `asked`: the optimizer that must step before.
+        `asked`: the optimizer that must step before the thread continues.
         """
         self.asked = asked
         self._stopped.release()
@@ -57,7 +57,7 @@ class _Thread:
             raise _Left
 
     def leave(self) -> None:
-        """Make `wait` raise an exception that ends the thread."""
+        """End the thread, if it waits: `wait` raises an exception in it."""
         if self._thread is not None and not self.is_done:
             self._left = True
             self._go.release()
@@ -93,7 +93,7 @@ class ReplicaThreads:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the code of a `training_step` runs now."""
+        """Whether the code of a replica's `training_step` is running now."""
         return self._running is not None
 
     def wait_for_step(self, optimizer: Any) -> None:
@@ -102,7 +102,7 @@ class ReplicaThreads:
         self._running.wait(optimizer)
 
     def train(self, batch: Any, rest: Any, results: Any) -> Any:
-        """Train on a global batch; return means of what `training_step` returned."""
+        """Train on a global batch; return the means over replicas of the results of `training_step`."""
         strategy = self._strategy
         try:
             while True:
@@ -124,7 +124,7 @@ class ReplicaThreads:
         return results.outputs(sums, strategy.root_device) or None
 
     def _turn(self, batch: Any, rest: Any, results: Any) -> Iterator[dict[str, Any]]:
-        """Run each replica's `training_step` to its next step of an optimizer, or to its end."""
+        """Run each replica's `training_step` to its next optimizer step or its end; yield values to sum."""
         run = self._strategy.run
         for data in batch:
             microbatch = run._loop.require_microbatch("training_step")
@@ -150,7 +150,7 @@ class ReplicaThreads:
         return call
 
     def _resume(self, thread: _Thread) -> None:
-        """Continue a thread in a forward pass of the model, so that hooks of `run.model` are called."""
+        """Continue a thread inside a call of the model, so that forward hooks of `run.model` are called."""
         module = self._strategy.lightning_module
         forward = module.forward
 
@@ -167,7 +167,7 @@ class ReplicaThreads:
             self._running = None
 
     def _step(self) -> None:
-        """Step the optimizer that all threads wait for."""
+        """Step, once, the optimizer whose `step()` all replicas' threads have called."""
         strategy = self._strategy
         module = strategy.lightning_module
         asked = {id(thread.asked): thread.asked for thread in self._threads.values()}

@@ -1,7 +1,7 @@
 """Encode predictions as one row of bytes per sample, the form in which `run.gather` collects them.
 
 A row has the sample's numbers (such as its loss), then for each predicted tensor its type, shape, values.
-So predictions of different lengths, as padding makes them, fit into one result in the dataset's order.
+So predictions of different shapes fit into one result, in the dataset's order.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def pack(floats: Sequence[float], tree: Any, rows: int) -> torch.Tensor:
 
 
 def unpack(rows: torch.Tensor, floats: int, like: Any) -> tuple[np.ndarray[Any, Any], Any]:
-    """Decode rows of `pack`: return the floats, of shape `(samples, floats)`, and predictions as arrays.
+    """Decode rows from `pack`: return the floats, of shape `(samples, floats)`, and the predictions.
 
-    `like`: a tree of tensors as given to `pack`; the returned tree has an array of all samples for each.
+    `like`: a tree of tensors, as given to `pack`. The predictions are the same tree, with an array over all
+    samples in place of each tensor.
     """
     data = rows.numpy()
     numbers = np.frombuffer(data[:, : 8 * floats].tobytes(), np.float64).reshape(len(data), floats)

@@ -26,7 +26,7 @@ KEPT = frozenset({*_CARRIED, *_CARRIED_BY_TRL, "_tr_loss", "_weight"})
 class TrainingProgress:
     """Saves and restores the state, callbacks and running sums of a `transformers.Trainer`, as text.
 
-    Logged times are left out: they are no part of the result.
+    Logged times are left out, since they differ from launch to launch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -80,7 +80,7 @@ def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(callback: Any) -> dict[str, Any]:
-    """Return the attributes of a callback that are numbers, text or containers of them, by name.
+    """Return the attributes of a callback that are numbers, text, `None` or containers of these, by name.
 
     Empty for a callback of transformers itself, unless it is an `ExportableState`.
     """

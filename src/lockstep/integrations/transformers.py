@@ -1,7 +1,7 @@
 """`Trainer` of transformers on a `lockstep.Run`: the same weights, logs and evaluations on every layout.
 
 `Trainer(…, replicas=8)` trains on global batches of `per_device_train_batch_size` x 8 samples, times
-`gradient_accumulation_steps`, whatever the number of processes. `LockstepTrainer` does so for subclasses:
+`gradient_accumulation_steps`, on any number of processes. `LockstepTrainer` is a mixin for subclasses:
 `class MyTrainer(LockstepTrainer, SFTTrainer)`.
 """
 
@@ -66,7 +66,7 @@ class LockstepTrainer:
     # --- what the Trainer is made of -----------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Enter a `lockstep.Run`, and make the trainer's accelerator, whose methods call the run."""
+        """Open a `lockstep.Run`; make the trainer's accelerator, whose methods then call the run."""
         args = self._me.args
         refusals.check_arguments(args)
         replicas = process.replicas_of(self._asked_replicas, args.gradient_accumulation_steps)
@@ -87,11 +87,11 @@ class LockstepTrainer:
         accelerator.prepare_model = self._place_model
 
     def _place_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        """Move a model that is not trained, such as a reference model, to the run's device; return it."""
+        """Move a model that does not train, such as a reference model, to the run's device; return it."""
         return model.to(self._run.device)
 
     def _is_new(self, value: Any) -> bool:
-        """Whether `value`, a model or optimizer, is new: not of an earlier `train()`; record it."""
+        """Return whether `value`, a model or optimizer, was not passed to the run before; remember it."""
         is_new = all(value is not known for known in self._prepared)
         self._prepared += [value] if is_new else []
         return is_new
@@ -118,11 +118,11 @@ class LockstepTrainer:
         return model
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the number of samples of one update."""
+        """Return the number of samples in a global batch, which makes one optimizer step."""
         return int(args.per_device_train_batch_size * self._run.replicas)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return numbers of epochs, steps and samples, where a step is one global batch."""
+        """Return transformers' numbers of epochs, steps and samples, with one global batch per step."""
         at_once = copy.copy(args)
         at_once.gradient_accumulation_steps = 1
         return super().set_initial_training_values(at_once, dataloader)  # type: ignore[misc]
@@ -134,9 +134,9 @@ class LockstepTrainer:
     # --- training ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> Any:
-        """Train as transformers does; after a restart, begin with the same checkpoint as the first launch.
+        """Train as transformers does; after a restart, load the same checkpoint as the first launch did.
 
-        With `resume_from_checkpoint=True` it would else be a newer one that the run itself has written.
+        Otherwise `resume_from_checkpoint=True` would load a newer one that the run itself has written.
         """
         run = self._run
         self._share_log()
@@ -195,7 +195,7 @@ class LockstepTrainer:
         return me._finalize_training(trial, samples, started)
 
     def _register(self, per_epoch: int) -> None:
-        """Pass the trainer's state to `run.register`; record how many batches a loaded checkpoint has."""
+        """Pass the trainer's state to `run.register`; note how many steps a loaded checkpoint has done."""
         me, run = self._me, self._run
         self._progress = TrainingProgress(self)
         done = me.state.global_step
@@ -209,7 +209,7 @@ class LockstepTrainer:
     def _run_global_batches(
         self, epoch: int, per_epoch: int, model: Any, loader: Any, report: Any
     ) -> None:
-        """Train on those global batches of an epoch that a loaded checkpoint has not done.
+        """Train on the global batches of an epoch, except those done before the loaded checkpoint.
 
         `per_epoch`: number of global batches of an epoch. `report`: called with the epoch after each update
         and at the end; logs, evaluates and saves if due.
@@ -303,7 +303,7 @@ class LockstepTrainer:
         return metrics
 
     def _share_log(self) -> None:
-        """Take over the main rank's new log entries: an `evaluate` of a subclass may log on it alone."""
+        """Copy the main rank's new log entries to all ranks; a subclass may log on the main rank alone."""
         history, known = self._me.state.log_history, self._shared_entries
         texts = of_all(json.dumps(history[known:]), self._run._session.context.group)
         history[known:] = json.loads(texts[0])
@@ -317,7 +317,7 @@ class LockstepTrainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate each sample once; predictions are in the order of the dataset, on every rank."""
+        """Evaluate each sample once; on every rank, return all predictions in the order of the dataset."""
         me, args = self._me, self._me.args
         only_loss = (
             args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -399,7 +399,7 @@ class LockstepTrainer:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Do nothing: random numbers follow from seed, epoch and batch, and not from a checkpoint."""
+        """Do nothing: the run derives random numbers from seed, epoch and batch, not from a checkpoint."""
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Raise a `UsageError`: each trial of a search would need a run of its own."""
@@ -407,11 +407,11 @@ class LockstepTrainer:
 
 
 class Trainer(LockstepTrainer, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` that trains through a run; takes `replicas` besides its arguments."""
+    """`transformers.Trainer` that trains through a `lockstep.Run`; `replicas` is an additional argument."""
 
 
 class _Seen:
-    """Names of the metrics and structure of the predictions that an evaluation's microbatches had."""
+    """Data to decode an evaluation's gathered rows: names of metrics, and structure of predictions."""
 
     def __init__(self) -> None:
         self.names: list[str] = ["loss"]

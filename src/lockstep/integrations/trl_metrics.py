@@ -1,4 +1,4 @@
-"""Metrics that TRL's trainers append to lists while they compute a loss: their sums over replicas."""
+"""Sum over replicas the metrics that TRL's trainers append to lists while they compute a loss."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class ListedMetrics:
-    """The entries that one microbatch appends to the lists of metrics of a trainer of TRL.
+    """Takes the entries that one microbatch appends to the metric lists of a TRL trainer.
 
     Args:
-        trainer: a trainer; one that does not come from TRL has no such lists.
+        trainer: a trainer; without metric lists (not of TRL) there is nothing to take.
         mode: `train` or `eval`.
     """
 
@@ -35,7 +35,7 @@ class ListedMetrics:
         return weighted
 
     def add(self, sums: dict[str, Any]) -> None:
-        """Append means over all replicas to the lists; `sums`: sums of the values that `taken` returned."""
+        """Append the means over all replicas to the lists; `sums` are the summed results of `taken`."""
         for name, value in sums.items():
             if name.startswith("metric "):
                 self._lists[name.removeprefix("metric ")].append(value / sums["weight"])

@@ -1,4 +1,4 @@
-"""Imports of the server process from which test ranks are forked, so that ranks start fast."""
+"""Modules that the fork server of test ranks imports once, so that ranks start fast."""
 
 import gc
 

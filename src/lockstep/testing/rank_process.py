@@ -1,4 +1,4 @@
-"""Main function of a test rank's process: call the function, and send its result to the test."""
+"""Main function of a test rank's process: call a function, and send its result to the test."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def assert_same(
     """Run `function(*args)` on each number of ranks in `layouts`; check that all return the same value.
 
     Args:
-        function: a function that can be imported, trains, and returns `run.digest()`, say.
+        function: a function that can be imported; it trains, and returns for example `run.digest()`.
         layouts: numbers of ranks.
         args: arguments of `function`.
         replicas: number of replicas (logical data-parallel workers, one or more on each rank), which is

@@ -1,1 +1,1 @@
-"""Tools beside a run: check, convert, bench, doctor, verify, report, watch, submit."""
+"""Command-line tools: check, convert, bench, doctor, verify, replay, report, watch, submit."""

@@ -1,1 +1,1 @@
-"""Computation with integers only: shares of replicas and samples, random keys, the reduction tree."""
+"""Functions without tensors: replicas of each rank, order of samples, random seeds, order of additions."""

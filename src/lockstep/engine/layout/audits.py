@@ -1,4 +1,4 @@
-"""Audits: steps that are audited, ranks that compute each other's microbatches, and differences found."""
+"""Audits: on some steps ranks recompute each other's microbatches, and the checksums are compared."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ Values = tuple[int, ...]
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether to audit step `step` (counted from 1): to compute a microbatch of it twice.
+    """Return whether step `step` (counted from 1) is audited: a microbatch of each rank is computed twice.
 
-    Audited are the steps that are powers of two below `every`, and the multiples of `every`.
+    True for the multiples of `every`, and for the powers of two below `every`.
     """
     return step % every == 0 or (step < every and step & (step - 1) == 0)
 
 
 def partner(rank: int, size: int) -> int:
-    """Return the rank whose last microbatch `rank` computes too, for comparison: the next one in a ring."""
+    """Return the next rank in a ring of `size` ranks, whose last microbatch `rank` recomputes."""
     return (rank + 1) % size
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A microbatch of which two ranks computed different values.
+    """A microbatch for which two ranks computed different values.
 
     Attributes:
         host: rank to which the microbatch belongs.
-        auditor: rank that computed the microbatch once more, for comparison.
-        odd: the rank that probably computes wrongly, if only its own comparisons differ; else `None`.
+        auditor: rank that recomputed the microbatch, for comparison.
+        odd: the rank that probably computes wrongly, if all differences involve this rank; else `None`.
     """
 
     host: int
@@ -38,14 +38,14 @@ class Difference:
 
 
 def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> Difference | None:
-    """Return the first microbatch of which two ranks have different checksums; `None` if all are equal.
+    """Return the first microbatch for which two ranks have different checksums; `None` if all are equal.
 
     A rank that computes wrongly differs twice: in its own microbatch, and in the next rank's. If the script
     carries state from one microbatch to the next, all comparisons differ.
 
     Args:
-        hosted: for each rank, checksums of the last microbatch that belongs to it.
-        audited: for each rank, checksums of its partner's last microbatch, which it has computed, too.
+        hosted: for each rank, its checksums of its own last microbatch.
+        audited: for each rank, its checksums of its partner's last microbatch (see `partner`).
     """
     size = len(hosted)
     pairs = [(partner(rank, size), rank) for rank in range(size)]

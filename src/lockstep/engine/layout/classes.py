@@ -1,4 +1,4 @@
-"""Classes of exactness of a run: `exact`, `close`, `approximate` (see `lockstep.registry`)."""
+"""Exactness classes of a run: `exact` (same bits on any number of ranks), `close`, `approximate`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def of_servers(strategy: str, staleness: int | None, device: str) -> str:
-    """Return the exactness class of parameter servers: `close` if they update for GPUs, else `exact`.
+    """Return `close` if parameter servers run the optimizer for ranks on GPUs, else `exact`.
 
-    Servers run the optimizer on CPUs, which round otherwise than the GPUs of the ranks.
+    Servers compute on CPUs, which round differently from GPUs.
     """
     return "close" if updates_in_servers(strategy, staleness) and device != "cpu" else "exact"
 
 
 def updates_in_servers(strategy: str, staleness: int | None) -> bool:
-    """Return whether parameter servers run the optimizer, in which case no rank has whole gradients."""
+    """Return whether parameter servers run the optimizer; if so, no rank has whole gradients."""
     return STRATEGIES.find(strategy).has_servers and staleness is not None
 
 
 def worst(classes: Iterable[str]) -> str:
-    """Return the least exact of `classes`, as for a run whose parts have these exactness classes."""
+    """Return the least exact of the exactness classes `classes`; `exact` if there are none."""
     return max(classes, key=EXACTNESS.index, default="exact")

@@ -1,4 +1,4 @@
-"""Decides whether hosts sum gradients by recursive halving and doubling, or by messages between all pairs.
+"""Choice of how hosts sum gradients: recursive halving and doubling, or messages between all pairs.
 
 Halving adds in the order of the reduction tree only for 2^k hosts whose replicas are equal subtrees of it.
 """
@@ -15,9 +15,9 @@ FEWEST = 8
 
 
 def is_possible(blocks: Sequence[range], replicas: int) -> bool:
-    """Return whether the number of hosts is a power of two, and their replicas are subtrees of equal size.
+    """Return whether there are 2^k hosts whose replicas form equally large subtrees of the reduction tree.
 
-    `blocks`: the replicas of each host.
+    Only then does recursive halving add in the tree's order. `blocks`: the replicas of each host.
     """
     is_power = len(blocks) & (len(blocks) - 1) == 0
     sizes = {len(own) for own in blocks}

@@ -1,7 +1,7 @@
-"""Keys of random streams: numbers that seed generators, from seed, epoch, step, sample and replica.
+"""Seeds (keys) of random generators, derived from the run's seed and numbers such as epoch and replica.
 
-They do not depend on the rank. A key is a BLAKE2b digest (RFC 7693) of a purpose and some numbers, so that
-neighbouring numbers give unrelated streams.
+A key does not depend on the rank. It is a BLAKE2b digest (RFC 7693) of a purpose and some numbers, so that
+neighbouring numbers give unrelated random streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEDULER = "scheduler"  # step, scheduler, call: `scheduler.step`
 
 
 def derive(seed: int, purpose: str, *numbers: int) -> int:
-    """Return a 63-bit seed for the random numbers of one `purpose`; `numbers`: signed 64-bit integers."""
+    """Return a 63-bit generator seed: a hash of `seed`, `purpose` and `numbers` (signed 64-bit)."""
     packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -37,7 +37,7 @@ class Mesh:
 
 
 def parse(text: str, where: str) -> Mesh:
-    """Parse a mesh such as `2x2`; raise `UsageError`, naming the origin `where`, for another text."""
+    """Parse a mesh such as `2x2`; for other texts raise `UsageError`, naming the text's source `where`."""
     found = _WORD.fullmatch(text)
     if found is None or "0" in (found[1], found[2]):
         raise UsageError(
@@ -48,10 +48,10 @@ def parse(text: str, where: str) -> Mesh:
 
 
 def choose(asked: str | None, strategy: str, size: int) -> Mesh:
-    """Return the mesh of a run on `size` ranks: `asked`, or one that fits the strategy.
+    """Return the mesh of a run on `size` ranks: `asked`, such as `2x2`, or the strategy's default.
 
     Raises:
-        UsageError: if the mesh of the settings has too many or few ranks, or does not fit the strategy.
+        UsageError: if `asked` does not have `size` ranks, or does not fit the strategy.
     """
     spreads = STRATEGIES.find(strategy).spreads
     if asked is None:

@@ -84,7 +84,7 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The order that a sampler of the script has drawn for an epoch."""
+    """The order of an epoch's samples as an array of indices, which a sampler of the script has drawn."""
 
     indices: Indices
 

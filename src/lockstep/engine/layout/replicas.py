@@ -1,4 +1,4 @@
-"""Division of replicas over ranks, and of samples over replicas, into contiguous shares of equal size."""
+"""Division of replicas over ranks, and of samples over replicas, into contiguous, nearly equal shares."""
 
 from __future__ import annotations
 

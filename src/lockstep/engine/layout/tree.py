@@ -45,7 +45,7 @@ def are_siblings(left: Interval, right: Interval, replicas: int) -> bool:
 
 
 def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], list[Interval]]:
-    """Return how many additions `fold` must make after each value, and the tree nodes that remain.
+    """Return how many additions `fold` must make after each value, and the tree nodes of the final sums.
 
     `intervals`: the tree node of each value, in order, as an interval of replicas: the first one, and the
     one after the last. Two values are added if their nodes are the children of one node of the tree.
@@ -79,7 +79,7 @@ def nodes(block: range, replicas: int) -> list[Interval]:
 def fold(
     values: Sequence[Value], counts: Sequence[int], add: Callable[[Value, Value], Value]
 ) -> list[Value]:
-    """Push `values` on a stack; after value `i`, `counts[i]` times, replace the two topmost by their sum.
+    """Push `values` on a stack; after value `i`, `counts[i]` times, replace the top two by their sum.
 
     Returns the stack.
     """
@@ -93,7 +93,7 @@ def fold(
 
 
 def total(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Return the sum of `values`, one for each replica, with additions in the order of the tree."""
+    """Return the sum of `values`, one per replica, with additions in the order of the reduction tree."""
     counts, _ = merges(leaves(range(len(values))), len(values))
     (root,) = fold(values, counts, add)
     return root

@@ -1,7 +1,7 @@
 """Settings of optimizers in a branch: a run that begins with a saved state of another run, its parent.
 
-The saved state has the parent's settings, such as learning rates. Those that the branch's script sets to
-other values than the parent's script did are set again after the state is loaded.
+The saved state has the parent's settings, such as learning rates. Settings for which the branch's script
+has other values than the parent's script are set again after the state is loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def set_again(
 
     The loaded state has the parent's settings. If a scheduler has changed a learning rate since the
     parent's start, the branch's learning rate is changed by the same factor. Return one line of text for
-    each setting.
+    each setting that differs.
 
     Args:
         optimizers: the run's optimizers, with their loaded state.
@@ -66,10 +66,10 @@ def set_again(
 
 
 def _carried(value: Any, old: Any, new: Any) -> Any:
-    """Return a setting's value to apply: `new`, or `new * value / old` for a float that has changed since.
+    """Return the value to apply for a setting: `new`, scaled if training has changed the setting (a float).
 
     Args:
-        value: the setting in the loaded state.
+        value: the setting in the loaded state; the factor is `value / old`.
         old: the setting with which the parent's script began.
         new: the setting with which the branch's script began; a list is returned as a tuple.
     """

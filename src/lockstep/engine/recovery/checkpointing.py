@@ -94,7 +94,7 @@ class StateSaver(PointListener):
         self._coordination.ask("stop")
 
     def at_point(self) -> None:
-        """After a batch, epoch or `run.save`: take a snapshot or write a checkpoint if due or requested.
+        """Take a snapshot or write a checkpoint if due or requested, after a batch, epoch or `run.save`.
 
         Raises:
             Preempted: if the run was asked to end; the state is on disk then.
@@ -118,7 +118,10 @@ class StateSaver(PointListener):
             raise Preempted(steps)
 
     def _is_anchor(self, steps: int) -> bool:
-        """Whether a checkpoint kept for `lockstep replay` (an anchor) is due: one every `anchors` steps."""
+        """Whether to write a checkpoint for `lockstep replay` (an anchor) after step `steps`.
+
+        True if the steps since the previous call include a multiple of the setting `anchors`.
+        """
         every, before, self._steps = self._context.settings.anchors, self._steps, steps
         return bool(every) and steps // every > before // every
 
@@ -147,11 +150,11 @@ class StateSaver(PointListener):
             self._save(text, tensors)
 
     def epoch_begins(self) -> None:
-        """Copy states of small objects (64 KiB or less) of `run.register`, for a replay of this epoch."""
+        """Copy states (up to 64 KiB) of objects of `run.register`, for a resume that repeats the epoch."""
         self._state.epoch_begins()
 
     def arrived(self) -> None:
-        """Warn, when a resumed run reaches its saved position, of evaluations that it has run again."""
+        """At the saved position of a resumed run, warn of evaluation loops that it has run again."""
         self._steps = self._loop.steps
         again = sorted(set(self._loop.progress.evaluated_again))
         if again:
@@ -269,7 +272,7 @@ class StateSaver(PointListener):
             )
 
     def finish(self) -> None:
-        """Write the checkpoint that the script has requested, if any; wait for all checkpoints."""
+        """Write the checkpoint that the script has requested, if any; wait until all are written."""
         if self._is_asked:
             self._save_now()
         self._wait("the end of the run")
@@ -343,9 +346,9 @@ def _coordination(context: Context, *, aligned: bool) -> Coordination:
 
 
 def _store_of(context: Context, purpose: str) -> dist.Store | None:
-    """Return a client of the key-value store for use in another thread; `None` for a single rank.
+    """Return a new client of the key-value store, with key prefix `purpose`, for use in another thread.
 
-    The main thread's client may be blocked in a wait.
+    The main thread's client may be blocked in a wait. For a single rank, return `None`.
     """
     if context.world.size == 1:
         return None

@@ -2,9 +2,10 @@
 
 A point is the moment after a batch, an epoch or `run.save` at which the state is complete.
 
-Ranks of one launcher share its status page, a piece of memory. At every point they read there the step that
-rank 0 has chosen, which is the next one. No rank has finished that step, since no step ends without rank 0.
-With a staleness K ranks may be K steps ahead of rank 0, which chooses the first step beyond.
+Ranks of one launcher share its status page, a piece of memory. Rank 0 writes the number of the next step
+there, and every rank reads the number at every point. No rank has finished that step, since no step ends
+without rank 0. With staleness K (gradients of parameters that lack K updates) ranks may be K steps ahead of
+rank 0, which then chooses the first step that no rank can have finished.
 
 Ranks of several launchers, or of none, have only the key-value store, and a read at each point is too slow.
 A rank with a request writes it to the store. The watchdog's thread of every rank polls the store. When the

@@ -1,9 +1,9 @@
-"""`Evaluations`: ends a preempted run inside of a loop over a loader that only evaluates.
+"""`Evaluations`: ends a preempted run inside of a loop over a loader, if the loop computes no gradients.
 
 The run saves the state from before the loop, or before the metric around it; a resumed run evaluates again.
-This needs models that are as they were last trained (a script may replace their weights for a while), and
-objects of `run.register` that are as when the loop began. Otherwise the run ends after the next trained
-batch or epoch.
+This requires models that are unchanged since the last loop that trained (a script may replace their weights
+for a while), and objects of `run.register` that are unchanged since the loop began. Otherwise the run ends
+after the next trained batch or epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GO_ON = "go on"
 
 
 class Agreement:
-    """Agreement of all ranks, through the key-value store, on the batch of a loop at which the run ends.
+    """Agreement of all ranks, through the key-value store, on the batch of a loop after which the run ends.
 
     Ranks may iterate at different speeds, or wait for each other in every batch. All ranks are asked to
     end. Each writes to the store that it is in the loop, and continues. The first rank that finds all ranks
@@ -38,7 +38,7 @@ class Agreement:
         self.is_here = False
 
     def begins(self, loop: str) -> None:
-        """Forget the previous loop: ranks agree on where to end the run in the loop named `loop`."""
+        """Begin to agree on where to end the run in the loop named `loop`; forget the previous loop."""
         self._loop, self.is_here = loop, False
 
     def after(self, batch: int) -> bool:
@@ -107,7 +107,7 @@ class Evaluations:
         self._next = ended + 100 * (ended - began)
 
     def begins(self, loop: LoopEvent, counters: Counters) -> None:
-        """Begin a loop inside no other, which may only evaluate; hash objects given to `run.register`."""
+        """Record that an outermost loop begins, which may only evaluate; hash objects of `run.register`."""
         self._loop, self._counters = loop, counters
         if self._models is None:
             self._models = self._sums_of_models()
@@ -136,7 +136,7 @@ class Evaluations:
             self._leave(loop, self._counters)
 
     def loop_ends(self, *, trained: bool) -> None:
-        """End the loop; raise `Preempted` if all ranks have agreed to end the run in it."""
+        """Record that a loop ends; raise `Preempted` if all ranks have agreed to end the run in it."""
         if trained:
             self.trained()
         loop, self._loop = self._loop, None

@@ -16,7 +16,7 @@ VARIABLE = TABLE["preempt_signal"].variable
 
 
 class Preempted(SystemExit):
-    """Raised after a signal asked the run to end: the state after step number `step` is saved."""
+    """Raised to end a run that a signal asked to end: the state after step number `step` is saved."""
 
     def __init__(self, step: int) -> None:
         super().__init__(PREEMPTED)
@@ -24,7 +24,7 @@ class Preempted(SystemExit):
 
 
 def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
-    """Return the signals that request the end of a run: SIGTERM, and that of `--preempt-signal`, if set."""
+    """Return the signals that request the end of a run: SIGTERM and, if set, the `--preempt-signal`."""
     name = TABLE["preempt_signal"].read(environ)
     chosen = signal.SIGTERM if name is None else signal_of(name, VARIABLE)
     return [signal.SIGTERM, *([chosen] if chosen != signal.SIGTERM else [])]
@@ -33,7 +33,7 @@ def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
 class Signals:
     """Signal handlers of an open run: the first signal calls `ask`, a second one ends the process.
 
-    A handler is installed only in the main thread, and not if the script has its own for the signal. If
+    A handler is installed only in the main thread, and only if the script has no handler for the signal. If
     `patient`, further signals have no effect: the launcher, which forwards signals, ends the process.
     """
 
@@ -77,7 +77,7 @@ _masks: dict[int, set[signal.Signals | int]] = {}
 
 
 def _before_fork() -> None:
-    """Block the handled signals, so that a child receives them only after it has the default actions."""
+    """Block the handled signals, which a child process may receive only after `_in_child` has run."""
     handled = {signum for signals in _listening for signum in signals.handled}
     _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 

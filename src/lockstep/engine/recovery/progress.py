@@ -50,7 +50,7 @@ class _Level:
 
 
 class Progress:
-    """Counts steps, epochs, loops and metrics; after a resume it replays them up to the saved position.
+    """Counts steps, epochs and loops of a run; tells a resumed run which calls only repeat earlier ones.
 
     Attributes:
         stretch: number that differs for every epoch and call of `run.epochs`; random seeds depend on it.
@@ -101,7 +101,7 @@ class Progress:
     # --- phases and epochs -----------------------------------------------------------------------
 
     def phase_begins(self, count: int) -> range:
-        """Begin a call of `run.epochs`; return the epochs to be run or replayed.
+        """Record that a call of `run.epochs` begins; return the numbers of the epochs to run or repeat.
 
         Raises:
             StepError: if the call is made inside of a metric, such as `run.mean`, that is in no epoch.
@@ -136,7 +136,7 @@ class Progress:
         return next(level.of for level in self._levels[::-1] if isinstance(level.of, PhaseEvent))
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begin an epoch of the current call of `run.epochs`."""
+        """Record that epoch number `epoch` of the current call of `run.epochs` begins."""
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None and (level.ahead or level.waits or phase.epoch == epoch):
@@ -146,7 +146,7 @@ class Progress:
         phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """End the current epoch; raise `CheckpointError` if a resumed run has left out recorded loops."""
+        """Record that the epoch ends; raise `CheckpointError` if a resume has left out recorded loops."""
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None:
@@ -159,7 +159,7 @@ class Progress:
         phase.ended, phase.after = True, self.counters()
 
     def phase_ends(self) -> None:
-        """End a call of `run.epochs`, after its last epoch or when the script has left it by `break`."""
+        """Record that a call of `run.epochs` ends, after its last epoch or by the script's `break`."""
         phase = self._phase
         self._levels.remove(self._level_of(phase))
         if self._target is not None:
@@ -169,7 +169,7 @@ class Progress:
         phase.complete, phase.after = True, self.counters()
 
     def phase_left(self) -> None:
-        """End a call of `run.epochs`, and its epoch, that the script left by `break` or an exception."""
+        """Record that the script left a call of `run.epochs`, and its epoch, by `break` or an exception."""
         if self._target is None:
             self.epoch_ends()
         elif not self._phase.complete:
@@ -184,7 +184,9 @@ class Progress:
         return number
 
     def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Begin a loop over loader number `loader`; return its first batch, which is not 0 after a resume.
+        """Record that a loop over loader number `loader` begins; return which batch it starts with.
+
+        A loop that was interrupted before a resume need not start with batch 0.
 
         Raises:
             RunDirectoryError: if the run stopped in the middle of the loop, with another `batching`.
@@ -253,7 +255,7 @@ class Progress:
         self.steps = loop.steps
 
     def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
-        """End a loop. It need not be the innermost one, since a script may `zip` two loaders."""
+        """Record that `loop` ends, perhaps not the innermost loop, since a script may `zip` two loaders."""
         level = self._level_of(loop)
         if self._target is not None and level.ahead is None and not early:
             self.evaluated_again.append(loop.loader)
@@ -262,7 +264,7 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Begin a call of a metric, such as `run.mean`; return its event, which records the metric's value.
+        """Record that a metric, such as `run.mean`, begins; return the event that records its value.
 
         If a resumed run repeats the call, the event has the value from before the restart.
         """
@@ -281,7 +283,7 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """End a call of a metric, such as `run.mean`, that returns `value`; forget events inside it.
+        """Record the `value` of a metric, such as `run.mean`, that ends; forget the loops inside of it.
 
         `key`: seed of the random generators after the call; `None` if the call has not changed it.
         """
@@ -297,7 +299,7 @@ class Progress:
             events.pop()
 
     def passes_save(self) -> bool:
-        """Record a call of `run.save` outside of loops; return whether it only repeats an earlier one."""
+        """Record a call of `run.save` outside of loops; return whether a resumed run only repeats it."""
         event = self._expect(SaveEvent) if self.is_replaying else SaveEvent()
         if event is not None:
             self._levels[-1].events.append(event)
@@ -308,8 +310,8 @@ class Progress:
     def _expect(self, kind: type[EventT], name: object = None) -> EventT | None:
         """Return the recorded loop or call that a resumed script now repeats; `None` if it is a new one.
 
-        A script may decide whether it saves or evaluates by values, such as a best score, that it lacks
-        while it repeats earlier calls. So recorded saves and metrics may be missing, and others may come.
+        A script may decide by a value, such as a best score, whether to save or evaluate, and may lack this
+        value while it repeats earlier calls. So it may leave out recorded saves and metrics, or make more.
 
         Args:
             kind: class of the event: a call of `run.epochs`, a loop, a metric or a save.
@@ -346,8 +348,8 @@ class Progress:
     def _around(self) -> _Level:
         """Level of the innermost `run.epochs` or metric that the script is in, or the top level.
 
-        A new loop is recorded there. Loops that the script left by an exception may still be open inside of
-        this level; they are skipped.
+        New loops are recorded in this level. Loops that the script left by an exception may still be open
+        inside of it; they are skipped.
         """
         levels = reversed(self._levels)
         return next(level for level in levels if not isinstance(level.of, LoopEvent))
@@ -385,7 +387,7 @@ class Progress:
         return self._target is not None and not is_open
 
     def arrive(self) -> Position:
-        """Record that a resumed script has reached its saved position, which is returned."""
+        """Record that a resumed script has reached its saved position, and return this position."""
         target, self._target, self.is_replaying = self._target, None, False
         assert target is not None, "replay has a target"
         self._set(target.counters)
@@ -393,7 +395,7 @@ class Progress:
 
 
 def _name(event: Event) -> object:
-    """Return the key of a loop, or the name of a metric, by which its recorded event is found again.
+    """Return the name by which a recorded event is found again: the key of a loop, or the name of a metric.
 
     `None` for other events, which are found by their class alone.
     """

@@ -54,21 +54,21 @@ class ResumeInfo:
 
 
 def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the name that `lockstep run` gave this launch; `None` if it did not start this process."""
+    """Return the name that `lockstep run` gave this launch; `None` for a process of another launcher."""
     return environ.get("LOCKSTEP_LAUNCH") if world.environment == "lockstep" else None
 
 
 def recall(
     rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> ResumeInfo:
-    """Read the run's directory on the main rank; broadcast the result and return it on all ranks.
+    """Return facts about earlier starts of the run, which rank 0 reads from its directory and broadcasts.
 
     Without `run_dir` the run continues in the directory of an unfinished run, or begins in a new one.
 
     Raises:
         RunDirectoryError: if the directory's record of the run is damaged.
         UsageError: if the user wants to continue an unfinished run, and none exists.
-        PeerError: if the main rank cannot continue.
+        PeerError: if another rank has failed.
     """
 
     def earlier() -> ResumeInfo:
@@ -146,7 +146,7 @@ class Saved:
     def restore(self, state: State, *, whole: bool) -> None:
         """Load this saved state into the models, optimizers and other objects of `state`.
 
-        `whole`: whether the script must have made all saved objects; else only those it made are loaded.
+        `whole`: whether the script must have made all saved objects; if not, missing objects are left out.
         """
         needed = state.needed_whole(self.tensors)
 
@@ -224,7 +224,7 @@ class Search:
         return None if found is None or _points_of(found.manifest.text) <= beyond else found
 
     def _newest(self, answers: list[str]) -> str:
-        """Find the newest of the states in all ranks' memory and on disk; return as JSON which one it is.
+        """Return as JSON which of the saved states is the newest, among those in ranks' memory and on disk.
 
         The JSON has the number of batches and epochs before the newest state in memory, and the path of a
         newer checkpoint, or an empty text. `answers`: for each rank, JSON of this number for the state in
@@ -238,7 +238,10 @@ class Search:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: Saved | None) -> Saved | None:
-        """Return the newest saved state; if only some ranks have it (`own`), broadcast it to the others."""
+        """Return the newest saved state: `own`, or if that is `None`, what another rank broadcasts.
+
+        `None` if no rank has a state.
+        """
 
         def first_with_state(have: list[str]) -> str:
             return str(have.index("1")) if {"0", "1"} == set(have) else _NO_RANK

@@ -36,7 +36,10 @@ _Names = list[list[tuple[int, str]]]
 
 
 class State:
-    """What a run saves: models, optimizers, schedulers, objects of `run.register`, in order of creation."""
+    """All that a run saves: its models, optimizers, schedulers and objects of `run.register`.
+
+    The objects are in the order in which the script made them.
+    """
 
     def __init__(self) -> None:
         self.scaler: Scaler | None = None
@@ -49,7 +52,7 @@ class State:
         self.initial: list[branch_settings.Settings] = []  # of each optimizer, when it was added
 
     def epoch_begins(self) -> None:
-        """Copy states of small objects (64 KiB or less) of `run.register`, for a replay of this epoch."""
+        """Copy states (up to 64 KiB) of objects of `run.register`, for a resume that repeats the epoch."""
         self._before = {}
         for name, value in self.registered.items():
             state = value.state_dict()
@@ -64,7 +67,7 @@ class State:
         self.initial.append(branch_settings.settings_of(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """Return the state of each model and each object of `run.register`, by a name for the user.
+        """Return the state of each model and each object of `run.register`, under names for the user.
 
         All ranks call this method together, since they gather tensors that are sharded over ranks.
         """
@@ -106,10 +109,10 @@ class State:
         Args:
             state: its tensors are used nowhere else; those that this rank need not read completely (see
                 `needed_whole`) may be `Stored` objects, which read parts of a tensor from disk or memory.
-            whole: whether the script must have made all objects; else only those that exist are loaded.
+            whole: whether the script must have made all saved objects; if not, missing ones are left out.
 
         Raises:
-            CheckpointError: if the script made other objects than the saved run.
+            CheckpointError: if the script lacks a saved object, or an object does not take its saved state.
         """
         models: dict[str, Callable[[Any], object]] = {}
         for number, model in enumerate(self.models):
@@ -163,7 +166,7 @@ class State:
     def _load_optimizer(self, optimizer: Optimizer, groups: _Names | None, state: Any) -> None:
         """Load the state of an optimizer.
 
-        `groups`: if the script had changed the parameter groups, the saved groups, by names of parameters.
+        `groups`: names of the parameters in each saved group, if the script had changed the groups.
         """
         if groups is not None:
             pairs = zip(optimizer.param_groups, _names_of(optimizer, self.models), strict=True)
@@ -223,7 +226,7 @@ class State:
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
     def _extras(self) -> dict[str, Any]:
-        """Return, by an optimizer's number, those of its attributes that its `state_dict` leaves out.
+        """Return, by an optimizer's number, attributes of the optimizer that its `state_dict` leaves out.
 
         Optimizers of models that are split over ranks are left out.
         """
@@ -235,7 +238,10 @@ class State:
         }
 
     def forgotten_attributes(self) -> str | None:
-        """Return the class of an optimizer, and its attributes that are not saved, as text; else `None`."""
+        """Return, as text, the class of an optimizer and those of its attributes that are not saved.
+
+        `None` if there is no such attribute.
+        """
         for optimizer in self.optimizers:
             if self._holder(optimizer) is not None:
                 extras = optimizer_state.capture_extras(optimizer).values()
@@ -356,7 +362,7 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
-    """For each parameter group of `optimizer`, return the model's number and the name of each parameter."""
+    """Return, for each parameter group of `optimizer`, the model number and name of each parameter."""
     named = {
         id(p): (number, name)
         for number, model in enumerate(models)
@@ -366,7 +372,7 @@ def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
 
 
 def _masks(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the masks that prune parameters in the saved `state`, if `module` is not pruned there yet.
+    """Return the pruning masks in a saved `state` of those parameters that `module` has not pruned yet.
 
     The keys are names of parameters; the masks are those of `torch.nn.utils.prune`.
     """

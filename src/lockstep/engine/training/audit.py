@@ -1,11 +1,11 @@
 """Audit: a microbatch is computed twice, and the bits of losses and gradients are compared.
 
-The loop's body runs once for each microbatch. State that it leaves behind, outside of the run, makes the
-next microbatch depend on how many of them the rank computes, and so on the layout: a counter of the
-script, parameters that the body changes, a cache. Before the microbatches of an audited batch each rank
-makes an extra pass: it runs the body on a microbatch of the next rank, or on one of its own. Gradients of
-the extra pass are thrown away, and optimizers do not step. Both passes have equal losses, gradients and
-settings of optimizers, or the body keeps state, or a processor computes wrongly. There is no tolerance.
+The loop's body runs once for each microbatch. If the body keeps state outside of the run, such as a counter
+or a cache, or changes parameters itself, a microbatch's result depends on how many microbatches the rank
+computed before, and so on the layout. Before the microbatches of an audited batch each rank makes an extra
+pass: it runs the body on a microbatch of the next rank, or on one of its own. Gradients of the extra pass
+are thrown away, and optimizers do not step. If losses, gradients or optimizer settings of the two passes
+differ, the body keeps state, or a processor computes wrongly. There is no tolerance.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ class Audit:
         """Choose the batches to audit in a loop that begins at `start`, in `run.epochs` call `phase`.
 
         Returns a function: for a batch's number in the loop, it returns the replica whose microbatch this
-        rank computes twice, or `None` without an audit. Audited are every step that is due, and in a run's
-        first loops the first batch. In a loop that has run no backward pass yet it is the second batch,
-        since a script may take the first one alone, by `next`. `steps`: steps before batch `start.batch`.
+        rank computes twice, or `None` without an audit. Audited are all steps for which `is_due` is true,
+        and one batch of each of the run's first loops: the first batch or, if the loop has run no backward
+        pass yet, the second, since a script may take the first one alone, by `next`. `steps`: steps before
+        batch `start.batch`.
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
@@ -141,7 +142,7 @@ class Audit:
     def takes(self, microbatch: Microbatch) -> bool:
         """Whether to compute an audit's extra microbatch: only if the loop has run a backward pass before.
 
-        All iterations over one global batch get the same answer, since a body may count microbatches.
+        The answer is the same in all iterations over a global batch, since a body may count microbatches.
         """
         if not microbatch.turn:
             self._takes = self._loops[microbatch.loop][0] in self._trained and not self._is_off
@@ -165,8 +166,8 @@ class Audit:
     def _replica(self) -> int:
         """Return the replica that this rank computes again in an audit, to compare results.
 
-        A rank computes one or more replicas. It takes the last one of the next rank; if only it can compute
-        its replicas, the last one of its own.
+        It is the last replica of the next rank or, if no other rank can compute this rank's replicas, this
+        rank's own last replica.
         """
         context = self._context
         if self._is_alone:
@@ -178,7 +179,7 @@ class Audit:
     def _is_alone(self) -> bool:
         """Whether no other rank can compute a microbatch of this rank, to compare the bits.
 
-        That is so on a single rank, if ranks have different models or different parts of a model, and with
+        True on a single rank, if ranks have different models or different parts of a model, and with
         BatchNorm layers that communicate.
         """
         models = self._state.models

@@ -58,7 +58,7 @@ class Record:
             self._gradients[key] = bits(gradient)
 
     def samples_are(self, data: Any) -> None:
-        """Record the collated samples of the microbatch, which explain why two passes differ."""
+        """Record a checksum of a microbatch's collated samples, to tell whether two passes had the same."""
         self.samples = _number(checksum(data))
 
     def step(self, optimizer: int, groups: Sequence[Mapping[str, Any]]) -> None:

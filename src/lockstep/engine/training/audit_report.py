@@ -88,9 +88,9 @@ def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
 
 
 def changed(names: Sequence[str]) -> AuditError:
-    """Return the error for a loop's body that changed the parameters or buffers `names` itself.
+    """Return the error for a loop's body that itself changed the parameters or buffers `names`.
 
-    A step of an optimizer may change parameters; the extra pass of an audit may change no buffers either.
+    Only optimizer steps may change parameters. Buffers are checked only in extra passes of audits.
     """
     return AuditError(
         f"the loop's body changed {_listed(names)} besides by optimizer.step; expected no other changes, "

@@ -21,10 +21,10 @@ _DEPTH = 16
 
 
 class Averages(Listener):
-    """Modules that the run does not train, such as averages of a model's weights (EMA, SWA).
+    """Set of modules that the run does not train, such as averages of a model's weights (EMA, SWA).
 
-    Their buffers are set to those of replica 0, on all ranks. `followed` has an `UntrainedModule` for each,
-    whose methods the run's loop calls before and after each microbatch.
+    On all ranks their buffers are set to those of replica 0. `followed` has an `UntrainedModule` for each
+    module, whose methods the run's loop calls before and after each microbatch.
     """
 
     def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:

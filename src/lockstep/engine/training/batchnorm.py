@@ -1,4 +1,4 @@
-"""`run.sync_batchnorm`: makes BatchNorm layers use the global batch, or raises where they cannot."""
+"""`run.sync_batchnorm`: makes BatchNorm layers use statistics of the global batch; errors if impossible."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def _check_several(replicas: int, ranks: int, *, exact: bool) -> None:
 
 
 def _group(context: Context) -> dist.ProcessGroup | None:
-    """Return a new process group for statistics, since the run's own may be busy summing gradients."""
+    """Return a new process group for BatchNorm statistics; `None` if one rank computes all replicas.
+
+    The run's own group may be busy with the sum of gradients.
+    """
     data = context.groups.data
     if data is None or dist.get_world_size(data) == 1:
         return None

@@ -15,7 +15,7 @@ _Site = tuple[str, tuple[stacks.Frame, ...]]
 
 
 class CallSites:
-    """Raises an error if a line makes a model, optimizer or scheduler anew in each epoch or batch.
+    """Counts calls such as `run.model`; raises an error if a line calls again in a later epoch or batch.
 
     A resumed run skips finished epochs and batches, and would make fewer objects than before.
     """

@@ -225,14 +225,15 @@ class CarriedVariables(PointListener):
     # --- over a crash -----------------------------------------------------------------------------
 
     def saved(self) -> str:
-        """Return fingerprints of the script's variables, to save them with the state, as one text.
+        """Return fingerprints of the script's variables as one text of `SAVED` characters, to be saved.
 
-        It has `SAVED` characters, on all ranks.
+        The text is blank on all ranks except rank 0.
         """
         if self._rank or self._loop.closed:
             return " " * SAVED
         now = self.observe(sys._getframe(1), _BUDGET_SAVED, changed=True)
-        self._tell(self._inside(now))
+        if self._loop.is_in_loop:  # between loops, `run.save` may stand at any line of an epoch
+            self._tell(self._inside(now))
         return packed(now.texts(SAVED // 2))
 
     def arrived(self) -> None:
@@ -364,7 +365,7 @@ class _OwnObjects:
         return self._ids.union(map(id, values))
 
     def hooks(self) -> dict[str, Any]:
-        """Return the hooks of `register_step_post_hook` by name: script variables may be only in them."""
+        """Return the hooks of `register_step_post_hook` by name; they may hold script variables."""
         return {
             f"hook {number} of {type(one).__name__}": hook
             for one in self._state.optimizers

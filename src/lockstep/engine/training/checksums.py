@@ -29,7 +29,7 @@ class Checksums:
     Attributes:
         whole: checksums, by name, of the tensors and numbers that every rank has completely.
         cut: checksums, by name, of this rank's shards of the tensors that are sharded over ranks.
-        part: which shards these are, such as `0/2`; equal on ranks that have the same shards.
+        part: which shards `cut` has, such as `0/2`, shard 0 of 2; equal on ranks with the same shards.
     """
 
     whole: dict[str, str]

@@ -1,7 +1,7 @@
 """Collective check: in every collective call of a run, ranks first compare which call each of them makes.
 
-The comparison costs one small message per call. No message is sent in backward passes: the watchdog
-compares these, and calls that take too long, by the function `mismatch`.
+The comparison costs one small message per call. Backward passes send no message: the watchdog compares
+backward passes, and calls that take too long, with the function `mismatch`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODELS_HINT = (
 
 
 class CollectiveCheck:
-    """At each collective call of a run, compares with the other ranks which call each of them makes."""
+    """Checks at each collective call of a run that all ranks make the same call; else raises an error."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class WaitingRank:
 
     @staticmethod
     def of_call(rank: int, text: bytes) -> WaitingRank:
-        """Return the record in a message: the call's name, a line feed, and the line of the script."""
+        """Return the record of `rank` in a message: name of its call, line feed, line of the script."""
         kind, _, place = text.decode(errors="ignore").partition("\n")
         return WaitingRank(rank=rank, looks=0, place=place, recent=(Call(0, kind, ()),))
 
@@ -146,11 +146,11 @@ class WaitingRank:
 
 
 def mismatch(own: WaitingRank, other: WaitingRank) -> MismatchError | None:
-    """Return an error if two ranks wait in different collective calls; `None` if they may wait on.
+    """Return an error if two ranks wait in different collective calls; `None` if they may continue to wait.
 
     Each rank numbers its calls. Let n be the lower of the numbers of the two current calls. If the calls
-    number n of the two ranks differ, neither rank can continue. If they are equal, the rank with the higher
-    number waits for a third rank.
+    number n of the two ranks differ, neither rank can continue. If these calls are equal, the rank with the
+    higher number waits for a third rank.
     """
     number = min(own.now.number, other.now.number)
     mine, theirs = own.at(number), other.at(number)

@@ -43,7 +43,11 @@ class Columns:
         column[replica] = value if there is None else there + value
 
     def complete(self) -> dict[str, list[Addend | None]]:
-        """Gather the sums of all ranks' replicas, a collective call; raise `StepError` if shapes differ."""
+        """Return each name's list of sums, one per replica, from all ranks; a collective call.
+
+        Raises:
+            StepError: if values of one name have different shapes.
+        """
         merged: dict[str, list[Addend | None]] = {}
         for columns in of_all(self._columns, self._group):
             for name, column in columns.items():
@@ -55,7 +59,7 @@ class Columns:
         return merged
 
     def totals(self) -> dict[str, Any]:
-        """Return each sum over all replicas, added in the order of one fixed tree; a collective call."""
+        """Return, by name, totals over all replicas, added in the order of one tree; a collective call."""
         return {
             name: total([0 if v is None else v for v in column], operator.add)
             for name, column in self.complete().items()

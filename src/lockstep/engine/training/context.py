@@ -155,7 +155,7 @@ class Context:
         return self.groups.everyone
 
     def exactness(self, *of_models: str) -> str:
-        """Return the least exact class of strategy, exchange, servers, and models (`of_models`)."""
+        """Return the run's exactness class: the worst of strategy, exchange, servers and `of_models`."""
         asked = self.settings
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
         of_sums = exactness_of(self.exchange, self.dims.forest)

@@ -85,7 +85,7 @@ def _digest_of(path: str, value: Any) -> bytes:
 
 
 def _part(key: Any) -> str:
-    """Return the text of a mapping's key in a path such as `optimizer.state.0`; no two keys share one."""
+    """Return the text, unique for each key, of a mapping's key in a path such as `optimizer.state.0`."""
     if not isinstance(key, str):
         return f"({_digest_of('', key).hex()})"
     is_plain = key and not key.startswith(_QUOTES) and not any(c in key for c in _SEPARATORS)

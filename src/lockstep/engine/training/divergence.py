@@ -56,7 +56,7 @@ class SameData:
         """Compare checksums `own` of this rank's data in a loader with rank 0's; rank 0 does not wait.
 
         Raises:
-            DivergenceError: if they differ, or if samples differ when they are fetched again.
+            DivergenceError: if checksums differ, or if samples differ when they are fetched again.
             PeerError: if the key-value store is gone.
         """
         if self.exact and self.audits and own.get("again") != own.get("samples"):
@@ -152,7 +152,7 @@ def check_states(
     `steps`, the number of updates, and `models`, the class names of the run's models, are for the message.
 
     Raises:
-        DivergenceError: if the states of two ranks differ that should be equal.
+        DivergenceError: if parts of the state that should be equal differ between two ranks.
     """
     texts = [told.decode() for told in gather_texts(own.brief().encode(), _ROOM, group)]
     whole, cut = [t.split(" ", 1)[0] for t in texts], [t.split(" ", 1)[1] for t in texts]
@@ -175,7 +175,7 @@ def check_states(
 
 
 def _shown(name: str, models: list[str]) -> str:
-    """Return a tensor's name in the state in a readable form: of `models.0.fc.bias`, `fc.bias (Net)`.
+    """Return a readable form of a state tensor's name: for `models.0.fc.bias` it is `fc.bias (Net)`.
 
     `models`: class names of the run's models.
     """

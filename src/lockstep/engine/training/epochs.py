@@ -10,7 +10,7 @@ from lockstep.engine.training.loop import Loop
 
 
 def epochs_left(loop: Loop, count: int, epoch_ends: Callable[[int], None]) -> Iterator[int]:
-    """Yield the epochs that are still to be run of one call of `run.epochs` with `count` epochs.
+    """Yield the epochs that a call of `run.epochs`, with `count` epochs, still has to run.
 
     `epoch_ends` is called with an epoch's number at its end, but not for epochs that a resumed run repeats.
     """

@@ -64,9 +64,9 @@ class Faults(PointListener):
         return faults if faults.kill or faults.term or faults.flip else None
 
     def damage(self, module: nn.Module) -> None:
-        """Register a hook that, from step `flip` on, flips a bit in the output of the module's first layer.
+        """Register a hook that flips a bit in a layer's output, from step `flip` on.
 
-        Only linear and 2-d convolution layers count.
+        The layer is the first linear or 2-d convolution layer of `module`; without one, do nothing.
         """
         products = (part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d))
         first = next(products, None)
@@ -103,7 +103,7 @@ class Faults(PointListener):
 
 
 def _parse(word: str, text: str) -> tuple[str, int, int]:
-    """Return kind, rank and step of a fault; rank -1, the last one, if `word` names none."""
+    """Return kind, rank and step of a fault; rank -1, the last rank, if `word` names no rank."""
     kind, _, step = word.partition("@")
     name, _, rank = kind.partition(":")
     is_of_rank = name == "flip" and rank.isdecimal()

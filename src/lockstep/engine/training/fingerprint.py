@@ -29,7 +29,7 @@ def describe(settings: Settings, *, replicas: int, threads: int, device: str) ->
 
 
 def reproduced(settings: Settings, *, replicas: int, threads: int) -> dict[str, Any]:
-    """Return, as JSON values, the settings with which another run computes the same on any layout."""
+    """Return, as JSON values, the settings that another run needs to compute the same on any layout."""
     names = ["seed", "precision", "exact", "hash_every"]
     names += [one.name for one in TABLE.values() if one.changes_result and one.name != "exchange"]
     values = {name: getattr(settings, name) for name in names} | {

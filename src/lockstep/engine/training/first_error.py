@@ -7,7 +7,7 @@ from lockstep.errors import LockstepError, StepError
 
 
 class FirstError:
-    """The first error of a run, in a loop or a call that all ranks make; every later call raises it again.
+    """Holds the first error of a run; later loops, and calls that all ranks make, raise it again.
 
     The run cannot continue, since other ranks may not have the error.
     """

@@ -54,9 +54,9 @@ class GeneratorKeys:
         return self._key
 
     def of_step(self, purpose: str, step: int, *numbers: int) -> int:
-        """Return the key for random numbers that are drawn in a step and must be equal on all ranks."""
+        """Return the key (seed) for random numbers drawn in step number `step`, the same on all ranks."""
         return keys.derive(self._seed, purpose, step, *numbers)
 
     def _after(self, microbatch: Microbatch) -> int:
-        """Return the key for code that follows an iteration over a global batch ended by `microbatch`."""
+        """Return the key for code after an iteration over a global batch; `microbatch` was its last one."""
         return keys.derive(self._seed, keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)

@@ -1,6 +1,6 @@
 """`Heartbeat`: counts signs of progress and logs collective calls of this rank, for launcher and watchdog.
 
-To count one costs less than a microsecond, and a step has a handful of them.
+To count a sign of progress costs less than a microsecond, and a step has a handful of signs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Heartbeat(Listener):
     def collective(self, kind: str) -> Iterator[None]:
         """Return a context whose body makes the collective call `kind`.
 
-        If that happens inside of another call, such as a backward pass with layers that all-reduce, the
+        If this call is inside of another call, such as a backward pass with layers that all-reduce, the
         outer call is recorded as entered again after the body.
         """
         around = self.recent[-1] if self.waits else None

@@ -1,4 +1,4 @@
-"""Liveness of variables: which of them a running frame reads before it assigns them, from its source.
+"""Liveness of variables: which variables a running frame reads before it assigns them, from its source.
 
 A loop *carries* a variable if an iteration reads the value that an earlier iteration has assigned. After a
 restart such a value is lost: the script does not compute it again, and states that the run saves do not
@@ -155,7 +155,7 @@ class _Reads:
         self.watched = NONE  # items of the loop, which it assigns before its body
 
     def evaluate(self, nodes: Iterable[ast.AST], assigned: Names, line: int) -> Names:
-        """Collect the names that the expressions `nodes` read; return `assigned` plus those they assign."""
+        """Collect names that the expressions `nodes` read; return `assigned` and the names they assign."""
         loads, stores = _names(nodes)
         self.found = dict.fromkeys(loads - assigned, line) | self.found
         self.items |= dict.fromkeys(loads & self.watched, line)
@@ -193,9 +193,9 @@ class _Reads:
 def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool) -> None:
     """Collect in `reads` the variables that the script reads from its current position on.
 
-    `way`: this position, as `way_of` returns it. `question`: `next` begins with the next iteration of the
-    innermost loop, `around` with that of the loop around it, `after` with the code behind the innermost
-    loop. `at_for`: whether a `for` is taking its next item.
+    `way`: the current position, as `way_of` returns it. `question`: where reading begins: `next`, with the
+    next iteration of the innermost loop; `around`, with that of the loop around it; `after`, behind the
+    innermost loop. `at_for`: whether a `for` is taking its next item.
     """
     stands, assigned = list(way), NONE
     here: Any = stands[-1].now
@@ -228,7 +228,7 @@ def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool)
 
 
 class _Flow(NamedTuple):
-    """Variables that a statement reads, and those it assigns or changes, from the values that it reads."""
+    """Variables that a statement reads, and those that it assigns or changes from the values it reads."""
 
     reads: Names
     writes: Names
@@ -239,9 +239,9 @@ class _Flow(NamedTuple):
 
 @functools.cache
 def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
-    """Return the variables that only `for` statements assign, as `epoch`, and those that matter.
+    """Return the variables that only `for` statements assign, and those that affect more than output.
 
-    A restarted script assigns the former again. The latter have values with effects besides output.
+    A restarted script assigns variables of the first kind again, such as `epoch`.
     """
     flows = list(_flows(scope(code).body, NONE, returns))
     items = NONE.union(*(one.writes for one in flows if one.is_item))

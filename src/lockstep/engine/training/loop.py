@@ -28,7 +28,7 @@ from lockstep.state.checkpoint.position import LoopEvent
 
 
 class Loop:
-    """The state machine behind `for epoch in run.epochs(…): for batch in loader: …`.
+    """Records where a script is in its epochs, loops, microbatches and steps; calls listeners there.
 
     Attributes:
         epoch: number of the current epoch.
@@ -131,7 +131,7 @@ class Loop:
             listener.arrived()
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begin an epoch; call listeners, except in a resumed run before its saved position."""
+        """Record that an epoch begins; call listeners, but not while a resumed run repeats the script."""
         self.epoch = epoch
         self.progress.epoch_begins(epoch)
         self.arrive()
@@ -141,7 +141,7 @@ class Loop:
 
     @property
     def iterations(self) -> dict[Any, int]:
-        """Position of the script: number of the epoch, and of the current batch in each loop around it."""
+        """Numbers of the current epoch, and of the current batch in each open loop, by the loop's key."""
         numbers: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
         if self.progress.is_in_epoch:
             numbers["phase", self.phases] = self.epoch
@@ -200,7 +200,7 @@ class Loop:
         """Raise `StepError` if the collective call `call` is made in a microbatch, with several replicas.
 
         A rank that computes several replicas would make the call more often than others. Outside of
-        microbatches, complete the buffers, and if `of_models`, average models trained by local SGD.
+        microbatches, broadcast replica 0's buffers and, if `of_models`, average models of local SGD.
         """
         self.first_error.check()
         if self._active and self._replicas > 1:
@@ -255,7 +255,7 @@ class Loop:
         self._has_averaged |= model.is_synchronized
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over loader number `loader`; return its epoch and number, and its first batch.
+        """Record that a loop over loader `loader` begins; return its epoch, number and first batch.
 
         Raises:
             StepError: inside a microbatch, with several replicas.
@@ -277,7 +277,7 @@ class Loop:
         return start
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
-        """Begin a global batch; if the script gets it as an object (`shown`), seed random generators."""
+        """Record that a global batch begins; if the script gets it as an object (`shown`), set seeds."""
         loop: LoopEvent = start.loop
         if shown:
             self.generators.start(keys.BETWEEN, *loop.key, step, -1)
@@ -321,7 +321,7 @@ class Loop:
         return None if self.audit is None else self.audit.record
 
     def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:
-        """Begin a microbatch, before its `data` is yielded to the loop's body."""
+        """Record that a microbatch begins, before its `data` is yielded to the loop's body."""
         self.first_error.check()
         self._active.append(microbatch)
         if len(self._active) == 1:  # else this is an evaluation inside of a microbatch
@@ -334,7 +334,7 @@ class Loop:
         self.generators.microbatch_begins(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch; `left` says whether the script ended its body by `break` or an exception."""
+        """Record that a microbatch ends; `left`: whether by the script's `break` or an exception."""
         if self.closed:
             return  # an exception ended the run, and the generator of the loop is deleted only now
         if not left:
@@ -349,9 +349,9 @@ class Loop:
             self._count_update(microbatch)
 
     def batch_ends(self, start: Start) -> bool:
-        """End a global batch; return whether its loop is over.
+        """Record that a global batch ends; return whether its loop is over.
 
-        That is so if a resumed run repeats only the last batch of a loop that ended before the restart.
+        True if a resumed run repeats only the last batch of a loop that ended before the restart.
         """
         loop: LoopEvent = start.loop
         passed = self.generators.passed
@@ -382,7 +382,7 @@ class Loop:
             call(progress.steps, microbatch)
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        """End a loop over a loader after global batch `step`; `early` says whether by `break`."""
+        """Record that a loop over a loader ends after global batch `step`; `early`: whether by `break`."""
         if self.closed:
             return
         ended: LoopEvent = start.loop

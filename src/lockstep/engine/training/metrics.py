@@ -7,6 +7,7 @@ finished, are saved with the run, so that a resumed run does not compute them ag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -23,14 +24,14 @@ from lockstep.engine.training.loop import Loop
 from lockstep.errors import StepError
 from lockstep.state.checkpoint.position import MetricEvent
 
-Value = torch.Tensor | float | int | bool
+Value = torch.Tensor | np.ndarray[Any, Any] | float | int | bool
 #: The value of a metric on one microbatch; for `run.mean` also a pair of a value and its weight.
 Item = Value | tuple[Value, Value]
 Number = float | int
 
 
 class _Partial(Protocol):
-    """Interface of a metric under way, such as `run.mean`: it has added up the microbatches so far."""
+    """Interface of a metric, such as `run.mean`, that is being computed: `add` is called per microbatch."""
 
     def add(self, item: Any, microbatch: Microbatch) -> None:
         """Add the script's value `item` for a microbatch to the metric."""
@@ -340,8 +341,10 @@ def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
 def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
     """Return the sum of a value over the microbatch's samples; 0 if the microbatch has no samples.
 
-    A plain number is taken for that sum or, with `mean`, for the mean, which is multiplied by their number.
+    A plain number is this sum or, with `mean`, the mean, which is multiplied by the number of samples.
     """
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         _check_rows(value, microbatch)
         value = value[: microbatch.size].detach()
@@ -365,10 +368,10 @@ def _zero(value: Value) -> Number:
 
 
 def _number(value: Value) -> Number:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
+    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) != 1:
         raise StepError(
-            f"run.mean was given a value of shape {tuple(value.shape)} with a weight; expected the mean "
-            "over what it weighs, a single number"
+            f"a metric of shape {tuple(value.shape)} with a weight; expected the mean over what it "
+            "weighs, a single number"
         )
     number = value.item() if hasattr(value, "item") else value  # a tensor or a NumPy scalar
     return int(number) if isinstance(number, bool) else number

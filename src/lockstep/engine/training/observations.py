@@ -1,4 +1,4 @@
-"""Observations: fingerprints of the script's variables at one time, and their differences to another time.
+"""Observations: fingerprints of the script's variables at one time, and differences between two times.
 
 A fingerprint is a short text that differs where two values differ.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a variable of the script is.
+    """Identifies a variable of the script: its file, function, the function's call (`frame`), and name.
 
     `frame`: 0 for a global variable, else a number that identifies the call of the variable's function.
     """
@@ -38,8 +38,8 @@ class Value:
         version: number that changes when a tensor is changed in place or an iterator is read, where the
             text may stay equal.
         kind: `module`; `random` for a generator of random numbers; `data` for a number of a dataset;
-            `count` for a counting iterator; `attribute` for one that a `state_dict()` leaves out; `object`
-            where the fingerprint is only the name of a class; `value` for all other values.
+            `count` for a counting iterator; `attribute` for a module's attribute that a `state_dict()`
+            leaves out; `object` where the fingerprint is only the name of a class; `value` for all others.
     """
 
     text: str

@@ -90,7 +90,7 @@ class _Gate:
             model.optimized |= self.ids
 
     def check(self) -> None:
-        """Raise `StepError` if this call of `step()` would have another effect on more or fewer ranks."""
+        """Raise `StepError` if the effect of this call of `step()` would depend on the number of ranks."""
         microbatch, asked = self._loop.microbatch, self._asked
         if (record := self._loop.record) is not None:
             record.step(self._index, self._optimizer.param_groups)
@@ -194,7 +194,7 @@ def gate_optimizer(
     index: int,
     scaler: Scaler | None = None,
 ) -> OptimizerT:
-    """Make `optimizer.step()` act once per global batch, on its last microbatch; return the optimizer.
+    """Make `optimizer.step()` act once per global batch, in the last microbatch; return the optimizer.
 
     With a scaler, a step whose gradients are not finite is counted but changes no parameter.
 
@@ -252,7 +252,7 @@ def _check_state(optimizer: Optimizer, index: int) -> None:
 
 
 def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
-    """Raise an error if an optimizer has several models, one of which must have an optimizer for itself."""
+    """Raise an error if an optimizer has several models, one of which needs an optimizer of its own."""
     mixed = all(model.mixes for model in own)
     alone = [model for model in own if (model.is_split and not mixed) or model.steps_locally]
     if alone and len(own) > 1:

@@ -41,7 +41,7 @@ class ParallelDims:
 
     @staticmethod
     def of(mesh: Mesh, rank: int, replicas: int) -> ParallelDims:
-        """Return the position of `rank` in `mesh`; raise `UsageError` if some ranks had no replica."""
+        """Return the position of `rank` in `mesh`; raise `UsageError` if a rank would have no replica."""
         row, column = mesh.place(rank)
         own = block(replicas, mesh.data, row)
         return ParallelDims(mesh, row, column, replicas, own, Forest.of(replicas, mesh.data, row))
@@ -54,7 +54,7 @@ class ParallelDims:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Process groups of this rank: that of all ranks, and that of ranks with the same part of a model."""
+    """Process groups of this rank: of all ranks, and of the ranks with the same part of a model."""
 
     everyone: dist.ProcessGroup | None  # all ranks; `None` for a rank without a group
     data: dist.ProcessGroup | None  # the ranks in this rank's column

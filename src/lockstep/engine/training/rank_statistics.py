@@ -58,7 +58,7 @@ class RankStatistics(Listener):
         self._begun: _Begun | None = None
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Record fingerprints of the script's variables before an outermost loop other than a metric's."""
+        """Record fingerprints of the script's variables before an outermost loop outside of metrics."""
         loop = self._loop
         is_outermost = loop.microbatch is None and not loop.progress.open_metrics
         if not self._looks or not is_outermost or loop.is_replaying:
@@ -114,13 +114,13 @@ class RankStatistics(Listener):
 
 
 def _read(frame: FrameType, *, returns: bool) -> liveness.Uses:
-    """Return the variables that a frame reads from here on, counting those that it only prints."""
+    """Return the variables that a frame reads from here on, including variables that it only prints."""
     uses = {**liveness.carried(frame), **liveness.read_after(frame, returns=returns)}
     return {one: use._replace(matters=True, is_item=False) for one, use in uses.items()}
 
 
 def _of_loop(frame: FrameType | None) -> FrameType | None:
-    """Return the script's frame that runs the loop; `None` if a library does, as torch's `update_bn`."""
+    """Return the script's frame that runs the loop; `None` for a loop in a library, such as `update_bn`."""
     while frame is not None:
         file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
         if stacks.is_users(file):

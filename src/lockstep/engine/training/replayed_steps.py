@@ -1,4 +1,4 @@
-"""`ReplayedSteps`: in a replay, records samples, stops in the debugger, and ends the run after a step."""
+"""`ReplayedSteps`, in a run of `lockstep replay`: records samples, starts the debugger, ends the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Request:
 
 
 class ReplayedSteps(PointListener):
-    """Records samples and modules' outputs, stops in the debugger, and ends the run after the last step.
+    """Listener for `lockstep replay`: records samples, stops in the debugger, ends the run after a step.
 
     `save` requests a checkpoint after the current batch.
     """

@@ -211,7 +211,7 @@ class Session:
             record.say(line)
 
     def title_lines(self) -> list[str]:
-        """Return the line that tells class, layout and directory, and a note if `replicas` is not set."""
+        """Return the title line (exactness, ranks, directory), and a note if `replicas` is not set."""
         context, record = self.context, self.context.record
         name, replicas = context.settings.name, context.replicas
         title = fingerprint.title(name, self.models.exactness, replicas, context.world.size)

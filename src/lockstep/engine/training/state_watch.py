@@ -95,7 +95,7 @@ class StateWatch:
 
 
 def texts(state: State) -> dict[str, str]:
-    """Return, by name, a text of the state of each object passed to `run.register` that is no module."""
+    """Return, by name, a text of the state of each object of `run.register` that is not a module."""
     found = {}
     for name, one in state.registered.items():
         if not isinstance(one, nn.Module):

@@ -84,7 +84,7 @@ def _is_in(node: ast.stmt, place: tuple[int, int]) -> bool:
 def parts(node: Any) -> tuple[Block, list[Block], Block]:
     """Return a compound statement's lists of statements: the first, alternatives (one runs), the last.
 
-    Of a `try` they are its body, the handlers and `else`, and `finally`; an `if` has only alternatives.
+    For a `try` these are its body, `else` and the handlers, and `finally`; an `if` has only alternatives.
     """
     if isinstance(node, ast.If):
         return (), [node.body, node.orelse], ()
@@ -105,7 +105,7 @@ def blocks(node: ast.AST) -> list[Block]:
 
 
 def heads(statement: ast.stmt) -> list[ast.AST]:
-    """Return a statement's parts that are no inner statements, such as the test of an `if`."""
+    """Return a statement's parts that are not inner statements, such as the test of an `if`."""
     if isinstance(statement, SCOPES) or not blocks(statement):
         return [statement]
     children = [*ast.iter_child_nodes(statement)]

@@ -1,4 +1,4 @@
-"""`StepHashes`: hashes of gradients and parameters after steps, for the step record."""
+"""`StepHashes`: hashes of each step's gradients and parameters, which `lockstep replay` compares."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SPLIT = 64
 
 
 class StepHashes(PointListener):
-    """Hashes the gradients before, and the parameters and buffers after every `every`-th step.
+    """Hashes gradients before, and parameters and buffers after every `every`-th step.
 
     Args:
         every: number of steps; `None` for the smallest one that costs less than 1 % of the measured time.
@@ -59,7 +59,7 @@ class StepHashes(PointListener):
 
     @staticmethod
     def of(context: Context, loop: Loop, state: State) -> StepHashes | None:
-        """Return the object that adds each step's hash to the step record; `None` if a run keeps none."""
+        """Return the listener that adds hashes to the run's step record; `None` if the run keeps none."""
         steps, every = context.record.steps, context.settings.hash_every
         if steps is None:
             return None
@@ -100,7 +100,7 @@ class StepHashes(PointListener):
         return not any(model.steps_locally for model in self._state.models)
 
     def _interval(self, step: float) -> int:
-        """Return the number of steps of `step` seconds between two hashes: a power of two.
+        """Return the number of steps between two hashes, a power of two; `step`: seconds of a step.
 
         With powers of two, two runs of unequal speed hash many of the same steps, which can be compared.
         """
@@ -124,7 +124,7 @@ def cost(parameters: Sequence[torch.Tensor]) -> float:
 
 
 def hash64(tensors: Mapping[str, torch.Tensor]) -> Callable[[], bytes]:
-    """Return a function that returns a hash of 8 bytes of names, types, shapes and bits of tensors.
+    """Return a function that returns an 8-byte hash of the names, types, shapes and bits of `tensors`.
 
     Devices compute the hash asynchronously; the returned function waits for them. Tensors that are sharded
     over ranks are gathered, by a collective call.

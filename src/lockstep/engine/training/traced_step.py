@@ -18,7 +18,7 @@ from lockstep.engine.training.step_hashes import hash64
 
 
 class TracedStep:
-    """Writes a line of JSON for each parameter and buffer before the step, and for each module call."""
+    """Writes hashes as lines of JSON: for each parameter and buffer before a step, and each module call."""
 
     def __init__(self, path: Path, models: Sequence[WrappedModel]) -> None:
         self._file = path.open("w", encoding="utf-8")

@@ -80,7 +80,7 @@ def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def functions(value: Any) -> list[types.FunctionType]:
-    """Return `value` if it is a function in the user's files; otherwise methods of it in these files."""
+    """Return the functions of the user's files in `value`: the function itself, or methods of its class."""
     kind = value if type(value) is type else type(value)
     own = [value] if type(value) is types.FunctionType else []
     if type(value) is not types.FunctionType and is_of_script(kind):

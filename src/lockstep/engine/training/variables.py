@@ -303,7 +303,7 @@ class _Walk:
         return None
 
     def _element(self, value: Any, depth: int) -> str:
-        """Return a fingerprint of a container's element; of a script's object, from its attributes."""
+        """Return an element's fingerprint; that of an object of the script lists its attributes."""
         text = self._safe_text(value, depth)
         if text is None and depth > 0 and is_of_script(type(value)):
             own = [f"{name}={self._element(one, depth - 1)}" for name, one in attributes(value)]
@@ -329,14 +329,17 @@ def _random(generator: Any) -> str:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether a value may give something else in each pass; a file that is only written gives nothing."""
+    """Whether a value may give something else in a second pass, as an iterator or an open file does.
+
+    `False` for generators, and for files that cannot be read.
+    """
     if issubclass(type(value), io.IOBase) and (value.closed or not value.readable()):
         return False
     return hasattr(type(value), "__next__") and type(value) is not types.GeneratorType
 
 
 def _is_time(value: float) -> bool:
-    """Whether a number looks like a reading of this process's clocks, which a restart need not restore."""
+    """Whether a number looks like a reading of `time.time` or `time.monotonic` in this process."""
     age = time.monotonic() - _BEGUN
     return any(now() - age <= value <= now() for now in (time.time, time.monotonic))
 

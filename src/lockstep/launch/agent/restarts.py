@@ -104,7 +104,8 @@ class RankProgress:
         if not number:
             return ""
         run = run_of(tag)
-        return f", from the newest snapshot{f' of run {run + 1} in the script' if run else ''}"
+        of_run = f" of run {run + 1} in the script" if run else ""
+        return f", from the newest snapshot or checkpoint{of_run}"
 
     def variables(self, index: int, ranks: int) -> dict[str, str]:
         """Return variables through which the `index`-th of `ranks` local ranks finds the memory."""

@@ -69,7 +69,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """Size and SHA-256 of a file."""
+    """Recorded size and SHA-256 of a checkpoint's file."""
 
     bytes: int
     sha256: str
@@ -131,7 +131,7 @@ class Manifest:
             raise DamagedError(f"{MANIFEST} is no manifest: {error}") from error
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return one line for each field, such as script or seed, in which the recorded run differs."""
+        """Return a line for each field, such as seed, in which the checkpoint's run is not `identity`."""
         now = json.loads(json.dumps(identity))
         names = [*now, *(name for name in self.identity if name not in now)]
         return [
@@ -245,13 +245,13 @@ class Found:
 
 
 def place(directory: Path, key: Key) -> Path:
-    """Return the path of the checkpoint of a step and number (`key`) in `directory`."""
+    """Return the path in `directory` of the checkpoint with a `key`, its step and number."""
     step, number = key
     return directory / (f"step-{step:08d}.{number}" if number else f"step-{step:08d}")
 
 
 def key_of(path: Path) -> Key | None:
-    """Return the step and number in the name of a checkpoint's path; `None` for any other name."""
+    """Return step and number from a checkpoint's path; `None` if the name is not that of a checkpoint."""
     match = _PATTERN.fullmatch(path.name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
@@ -276,7 +276,7 @@ def paths(directory: Path) -> dict[Key, Path]:
 
 
 def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
-    """Return the checkpoint at `path` after comparing its files with the sizes and checksums recorded.
+    """Verify sizes and checksums of the files of the checkpoint at `path`, and return the checkpoint.
 
     Raises:
         RunDirectoryError: if the checkpoint is of a run with another `identity` (script, seed and so on).
@@ -298,7 +298,7 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
 
 
 def remove(path: Path) -> None:
-    """Rename a checkpoint, then remove it: so a kill leaves no incomplete checkpoint under its name."""
+    """Remove a checkpoint; first rename it, so that a kill leaves no incomplete one under its name."""
     aside = path.with_name(f"{REMOVED}{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
@@ -312,7 +312,7 @@ class Catalog:
     Args:
         directory: contains one directory per checkpoint.
         identity: script, arguments, seed and so on of the run, as JSON values; a checkpoint of another run
-            is an error. With `None`, each checkpoint is taken.
+            is an error. With `None`, checkpoints of any run are accepted.
         warn: called with a message for each checkpoint that is skipped.
         parent: name of a checkpoint of another run, with whose state this run begins.
     """
@@ -357,7 +357,7 @@ class Catalog:
         return None
 
     def newest_text(self) -> str | None:
-        """Return the newest readable manifest's text (the state without tensors); no checksum is verified.
+        """Return the newest readable manifest's `text`, the state without tensors; files are not verified.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -388,7 +388,7 @@ class Catalog:
 
         Anchors are the first checkpoints of each `anchors` steps, or of twice as many steps, four times as
         many and so on, until they have at most `limit` bytes. Checkpoints of newer formats stay, and the
-        last one that an audit confirms. Damaged ones are not among the `keep`; older ones are removed.
+        last one that an audit confirms. Damaged ones do not count; those before `newest` are removed.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -437,7 +437,7 @@ class Catalog:
 def _anchors(good: Mapping[Key, Manifest], every: int, limit: float) -> set[Key]:
     """Return the keys of the checkpoints to keep as anchors: the first one in each `every` steps.
 
-    If these have more than `limit` bytes, `every` is doubled until they have not.
+    If these checkpoints have more than `limit` bytes together, `every` is doubled until they fit.
     """
     while True:
         first: dict[int, Key] = {}

@@ -1,9 +1,9 @@
-"""Write and read PyTorch's distributed checkpoints (DCP) with its planners, but without its collectives.
+"""Write and read PyTorch's distributed checkpoints (DCP) with DCP's planners, but without its collectives.
 
 Each rank computes beforehand which parts it writes, and reports in a file which parts it has written. So
 background threads write a checkpoint while the main threads, which own the process group, train.
 
-Importing DCP takes a second: this module imports it where it is first used, in such a thread.
+Importing DCP takes a second: this module imports it at its first use, usually in a background thread.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Return the dtype that a manifest names.
+    """Return the `torch.dtype` of a tensor that a checkpoint's manifest describes.
 
     Raises:
         DamagedError: if this torch has no such type.
@@ -89,7 +89,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def bytes_of(spec: TensorSpec) -> int:
-    """Return the size of a tensor's elements in bytes.
+    """Return the number of bytes of all elements of a tensor.
 
     Raises:
         DamagedError: if this torch has no such type.
@@ -102,8 +102,8 @@ def share_out(
 ) -> list[dict[str, Box]]:
     """Divide the tensors of a checkpoint among its writers; return the share of each writer.
 
-    The shares are the same on every rank. Each rank writes its own part of a tensor that is sharded over
-    ranks (then writer `k` is rank `k`), as `cuts` says. Other tensors are assigned one by one, the largest
+    The shares are the same on every rank. Each rank writes its own part of the tensors in `cuts`, which are
+    sharded over ranks (then writer `k` is rank `k`). Other tensors are assigned one by one, the largest
     first, to the writer with the fewest bytes so far. Names are in the order of `specs`.
     """
     cuts = cuts or {}
@@ -136,7 +136,7 @@ def write_part(
     """Write the file of writer number `part`: its share of the tensors, which are on the CPU.
 
     Returns:
-        The results that `finish` needs, as JSON.
+        DCP's write results, as JSON values, for `finish`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -157,7 +157,7 @@ def finish(
     specs: Mapping[str, TensorSpec],
     results: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write `.metadata` after all writers have written; `results` are the return values of `write_part`.
+    """Write DCP's file `.metadata` after all writers have written; `results` are those of `write_part`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -192,7 +192,7 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
 
 @contextlib.contextmanager
 def _readable(directory: Path) -> Iterator[None]:
-    """Turn an error raised inside this context into one that names the checkpoint in `directory`."""
+    """Context manager: turn any error inside it into one that names the checkpoint in `directory`."""
     try:
         yield
     except MemoryError:
@@ -307,7 +307,7 @@ def _writing() -> tuple[Any, Any]:
             return StorageMeta()
 
     class Planner(DefaultSavePlanner):
-        """DCP save planner that returns the tensors and parts to write by their names."""
+        """DCP save planner that looks up tensors and parts to write in a mapping by name."""
 
         def __init__(self, parts: Mapping[str, Tensor]) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -359,7 +359,7 @@ def _reading() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only objects of the classes that describe a checkpoint; any other class is an error."""
+    """Unpickles DCP's `.metadata`; a class or function that this file does not need is an error."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -108,7 +108,7 @@ def _chosen(there: dict[Key, Path], path: Path) -> Found:
 
 
 def _names(chosen: Found, model: int | None) -> dict[str, str]:
-    """Return the names of a model's tensors in its own `state_dict`, by their names in the checkpoint."""
+    """Return a dictionary from the names of a model's tensors in the checkpoint to `state_dict` names."""
     models: dict[int, dict[str, str]] = {}
     for name in chosen.manifest.tensors:
         if match := _MODEL.fullmatch(name):

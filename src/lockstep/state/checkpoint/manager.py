@@ -106,8 +106,8 @@ class CheckpointManager:
     ) -> None:
         """Copy the state after `step`, and write it to disk in the background while training continues.
 
-        All ranks call it with the same state. It waits for an earlier checkpoint that is still being
-        written. The state that was saved last is not saved again; only its rating `best` is updated.
+        All ranks call this method with the same state. It waits for an earlier checkpoint that is still
+        being written. The state that was saved last is not saved again; only its rating `best` is updated.
 
         Args:
             step: updates that the run has done.
@@ -167,7 +167,7 @@ class CheckpointManager:
             shutil.rmtree(self._drafts.path, ignore_errors=True)
 
     def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
-        """Return the tensors, or boxes of tensors, that this rank writes; the first call finds all writers.
+        """Return the boxes of tensors that this rank writes; the first call makes the draft directory.
 
         `cuts` says how tensors are sharded over ranks.
         """
@@ -189,14 +189,14 @@ class CheckpointManager:
 
     @property
     def _writes_parts(self) -> bool:
-        """Whether all ranks can open the checkpoint directory, so that each writes its parts of tensors."""
+        """Whether each rank writes its parts of sharded tensors: all ranks see the checkpoint directory."""
         assert self._drafts is not None
         return len(self._drafts.writers) == self._channel.size
 
     def _copy_own(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, TensorSpec], dict[str, Tensor]]:
-        """Copy this rank's share to host memory; return dtypes and shapes of all tensors, and copies."""
+        """Copy this rank's share to host memory; return the specs of all tensors, and the copies."""
         specs, cuts = _described(tensors)
         own = self._own_share(specs, cuts)
         pinned = {name for name in own if accelerator.holds(tensors[name])}
@@ -238,7 +238,7 @@ class CheckpointManager:
 
 
 class Background:
-    """A thread that runs jobs in order; a job's error is raised in the thread that calls `wait`.
+    """A background thread that runs jobs in order; `wait` raises the first error of a job.
 
     The thread starts with the first job, and ends with `close` or with the process.
     """
@@ -278,7 +278,7 @@ class Background:
             self._changed.wait_for(lambda: self._open == 0, seconds)
 
     def close(self, seconds: float) -> bool:
-        """Let the thread end after the queued jobs; return whether it has ended within `seconds`."""
+        """End the thread after the queued jobs; return whether it has ended within `seconds`."""
         if self._thread is None:
             return True
         self._jobs.put(None)
@@ -302,13 +302,13 @@ class Background:
 
 
 class Buffers:
-    """Host memory that every checkpoint reuses: allocating new pages costs far more than filling them."""
+    """Buffers in host memory for copies of tensors, one per name, which every checkpoint uses again."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self, specs: Mapping[str, TensorSpec], pinned: Collection[str] = ()) -> None:
-        """Allocate memory for `specs` and touch every page; memory for names in `pinned` is pinned."""
+        """Allocate a buffer for each tensor in `specs` and touch its pages; pin the buffers in `pinned`."""
         for name in [name for name in self._kept if name not in specs]:
             del self._kept[name]
         for name, spec in specs.items():
@@ -335,7 +335,7 @@ class Buffers:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
-    """Return the dtypes and shapes of tensors, and how DTensors among them are sharded over ranks."""
+    """Return the specs (dtypes, shapes) of all tensors, and the cuts of those sharded over ranks."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
     return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}

@@ -40,7 +40,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is sharded over ranks along one dimension: in the chunks of `torch.chunk`."""
+    """How a tensor is sharded along a dimension into `count` parts, one per rank, as by `torch.chunk`."""
 
     dimension: int
     count: int  # number of parts; rank `k` of the run holds part `k`
@@ -57,7 +57,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a checkpoint or snapshot; its parts are read one by one, when a rank needs them."""
+    """A tensor in a checkpoint or snapshot, read on demand: whole, or only the part in a box."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Stored:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Stored:
-        """Return `tensor`, which is in memory, as a saved tensor: each part is copied when it is read."""
+        """Return a `Stored` that reads from `tensor`, in memory; each part is copied when it is read."""
         return Stored(tensor.shape, tensor.dtype, lambda box: box.of(tensor).clone())
 
     def read(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ def cut_of(value: torch.Tensor) -> Cut | None:
 
 
 def whole(value: Any) -> Any:
-    """Gather a DTensor from all ranks, which all call this; return any other value unchanged."""
+    """Return a DTensor's whole tensor, gathered from all ranks (collective); other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()

@@ -1,9 +1,9 @@
 """Position of a run in its epochs, loops and steps, in numbers from which any layout can resume.
 
-A position is a list of the loops, metrics, epochs and saves that the script reaches, in order, when it
-starts again from its top. This module calls them events; they are not the lines of `events/`. Of an event
-that is over little is stored: of a phase (a call of `run.epochs`) its last epoch, of a loop its last batch,
-of a metric its value. The last event may be open: the run is inside it.
+A position is a list of events, in the order in which the script reaches them: loops over loaders, metrics,
+epochs and saves. (The lines of `events/` are something else.) For an event that is over, little is stored:
+for a phase (a call of `run.epochs`) its last epoch, for a loop its last batch, for a metric its value. The
+last event may be open: the run is inside it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class LoopEvent:
-    """How far a loop over a loader, in which the script updates parameters, has come."""
+    """Progress of one training loop over a loader: batches and optimizer steps that are done, and so on."""
 
     loader: int  # number of the loader in the script
     stretch: int
@@ -60,7 +60,7 @@ class LoopEvent:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The loader, the stretch (an epoch, or the time between two), and the loop in it, as numbers."""
+        """Numbers that identify the loop: loader, stretch (of each epoch or time between), loop in it."""
         return (self.loader, self.stretch, self.round)
 
 
@@ -78,7 +78,7 @@ class MetricEvent:
 
 @dataclass(slots=True, kw_only=True)
 class PhaseEvent:
-    """How far one call of `run.epochs` (a phase) has come."""
+    """Progress of one call of `run.epochs` (a phase): the last epoch that began, and whether it is over."""
 
     epoch: int | None = None  # the last epoch that began; `None` before the first
     begin: Counters = Counters()  # when that epoch began
@@ -133,7 +133,7 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A point of a run with complete state: between two batches, between two epochs, or at a `run.save`."""
+    """A run's place in its script, where its state is complete: between batches or epochs, or at a save."""
 
     points: int = 0  # number of such points before this one
     counters: Counters = Counters()

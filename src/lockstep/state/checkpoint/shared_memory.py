@@ -71,7 +71,7 @@ class Descriptors:
     def find(environ: Mapping[str, str]) -> Descriptors | None:
         """Return the file descriptors that `environ` names.
 
-        Returns `None` if it names none, or if these descriptors are open for other files.
+        Returns `None` if it names none, or if the named descriptors are not those of the shared memory.
         """
         try:
             page, losses, first, second = map(int, environ[VARIABLE].split(","))
@@ -83,11 +83,11 @@ class Descriptors:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All file descriptors, in the order in which the workers' environment variable lists them."""
+        """All file descriptors, in the order of the environment variable `LOCKSTEP_MEMORY`."""
         return (self.page, self.losses, *self.buffers)
 
     def variable(self) -> str:
-        """Return the descriptors as text, for the environment variable by which a worker finds them."""
+        """Return the descriptors as text, for the workers' environment variable `LOCKSTEP_MEMORY`."""
         return ",".join(map(str, self.all))
 
     def keep_through_exec(self) -> None:
@@ -116,7 +116,7 @@ class _Word:
 
 
 class Slot:
-    """One rank's progress in the memory that the ranks share; the rank writes it, the launcher reads it.
+    """One rank's progress (step, collective call, …) in shared memory, which the launcher reads.
 
     Counts only grow until ranks are restarted. Ranks that are in the same collective call have equal
     counts, except `beat`, which also counts progress outside of collective calls.
@@ -144,14 +144,14 @@ class StatusPage:
         self._words = memoryview(self._memory).cast("Q")
 
     def slot(self, index: int) -> Slot:
-        """Return the progress of the `index`-th rank of this launcher."""
+        """Return the `Slot` with the progress of the launcher's rank number `index`, from 0."""
         return Slot(self._words, index)
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The last two planned snapshots, each as a pair: the step after which it is due, and its number.
 
-        The first rank sets both numbers, the other ranks read them. Two snapshots are kept, since another
+        The launcher's first rank sets both pairs, the other ranks read them. Two are kept, since another
         rank may read the step of a snapshot after the first rank has taken it and has planned the next one.
         """
         words = self._words
@@ -178,7 +178,7 @@ class StatusPage:
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """The step after which all ranks carry out a request, chosen by the first rank, and the request."""
+        """The step after which all ranks act on a request, as the first rank chose, and its number."""
         return self._words[2], self._words[3]
 
     @agreed.setter
@@ -188,7 +188,7 @@ class StatusPage:
         self._words[2] = step
 
     def begin_run(self) -> None:
-        """Clear the requests and planned snapshots of an earlier run of the same processes."""
+        """Clear the requests and planned snapshots that an earlier run of these processes has left."""
         for word in range(_SLOT_WORDS):
             self._words[word] = 0
 
@@ -222,7 +222,7 @@ class LossRing:
         return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
 
     def add(self, key: int, bits: int) -> None:
-        """Write a loss, as the bits of a float64 number, and its `key` over the oldest loss."""
+        """Add a loss (bits of a float64 number) with its `key`; it overwrites the oldest loss."""
         words, first = self._words, self._first
         place = first + 1 + 2 * (words[first] % _LOSSES)
         words[place] = 0
@@ -243,9 +243,9 @@ class LossRing:
 
     @staticmethod
     def read_all(words: memoryview, ranks: int) -> dict[int, int]:
-        """Return the losses of a launcher's ranks, except those that differ between two ranks.
+        """Return the losses of a launcher's `ranks` ranks, except losses that differ between two ranks.
 
-        The keys are those of `key`: backward pass and replica. The values are the bits of float64 numbers.
+        Keys are those of the method `key`; values are the bits of float64 numbers.
         """
         found: dict[int, int] = {}
         unclear = set()
@@ -271,8 +271,8 @@ class Buffer:
     """One of the two memories for snapshots: while one is written, the other has the previous snapshot.
 
     Each rank of a launcher writes a part of the elements and then its mark, which is the snapshot's number.
-    A buffer is complete if all marks are equal. Numbers grow from snapshot to snapshot; snapshots with even
-    numbers go to the first buffer, those with odd numbers to the second.
+    The snapshot is complete if all marks are equal. Numbers grow from snapshot to snapshot; even numbers go
+    to the first buffer, odd numbers to the second.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -282,14 +282,14 @@ class Buffer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Map the memory anew if another process has made it larger."""
+        """Map the buffer's memory again if another process has made it larger."""
         size = os.fstat(self._descriptor).st_size
         if size and (self._memory is None or len(self._memory) < size):
             self._memory = mmap.mmap(self._descriptor, size)
             self._words = memoryview(self._memory).cast("Q")
 
     def reserve(self, text: int, data: int) -> None:
-        """Make room for `text` bytes of text and `data` bytes of tensor elements.
+        """Make the buffer large enough for `text` bytes of text and `data` bytes of tensor elements.
 
         The memory only grows, so that every rank may call this method.
         """
@@ -321,7 +321,7 @@ class Buffer:
 
     @property
     def tag(self) -> bytes:
-        """The 32 bytes that identify the run whose snapshot this is, as returned by `tag_of`."""
+        """The tag (32 bytes, from `tag_of`) that identifies the run whose snapshot is in the buffer."""
         return bytes(self.memory[_TAG])
 
     @property
@@ -362,7 +362,7 @@ class Buffer:
         self._words[_MAGIC_WORD] = 0
 
     def commit(self, part: int, number: int) -> None:
-        """Mark the part of rank `part` of this launcher as complete, in snapshot `number`."""
+        """Mark the part of rank `part` of this launcher as written completely, for snapshot `number`."""
         assert self._words is not None
         self._words[_MARKS + part] = number
 
@@ -393,6 +393,6 @@ def next_number(buffers: Sequence[Buffer]) -> int:
 
 
 def progress(descriptors: Descriptors) -> tuple[bytes, int]:
-    """Return the run's tag and the number of the newest complete snapshot; `b""` and 0 without one."""
+    """Return run tag and number of the newest complete snapshot, or `b""` and 0 if there is none."""
     buffer = newest([Buffer(descriptor) for descriptor in descriptors.buffers])
     return (b"", 0) if buffer is None else (buffer.tag, buffer.number)

@@ -1,8 +1,8 @@
 """Snapshots: copies of the run's state in shared memory that outlives the workers.
 
 Each rank of a launcher copies a share of the whole tensors, and its own part of tensors that are sharded
-over ranks. The memory has two buffers: a buffer that a rank did not finish, since it was killed, does not
-count, and the other buffer still has the previous snapshot.
+over ranks. The memory has two buffers, which are written in turn: if a rank is killed while it writes one,
+the other buffer still has the previous snapshot.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the layout that stores `tensors` one after the other."""
+        """Return the offsets at which `tensors` are stored one after the other, aligned to 64 bytes."""
         extents, offset = {}, 0
         for name, tensor in tensors.items():
             extents[name] = _Extent(offset, tensor.dtype, tensor.shape)
@@ -102,11 +102,11 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this launcher's snapshot has all tensors completely: a run can resume from it alone."""
+        """Whether the snapshot has all parts of all tensors, and none is in another launcher's memory."""
         return not self.cuts
 
     def stored(self) -> dict[str, Stored]:
-        """Return the tensors of the snapshot; a part is copied when it is read."""
+        """Return the snapshot's tensors by name, as `Stored`: a part is copied when it is read."""
         return {
             name: Stored(tensor.shape, tensor.dtype, partial(self._fetch, name))
             for name, tensor in self.tensors.items()
@@ -176,7 +176,7 @@ class Snapshots:
         return Snapshot(head["text"], tensors, range(first, stop), size, head["cuts"])
 
     def forget_after(self, step: int) -> None:
-        """Discard snapshots of this run after step number `step`; each rank calls it before the resume."""
+        """Discard this run's snapshots of steps after `step`; each rank calls this before it resumes."""
         for buffer in self._buffers:
             if buffer.number > 0 and buffer.tag == self._tag:
                 text = json.loads(json.loads(buffer.text)["text"])
@@ -190,9 +190,9 @@ class Snapshots:
         return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.buffers)
 
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-        """Return how many bytes snapshots of `tensors` need in addition, and how many are free.
+        """Return how many more bytes snapshots of `tensors` need, and how many bytes are free.
 
-        Returns `None` if the free memory suffices.
+        Returns `None` if at most half of the free memory is needed.
         """
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.buffers)
         layout = Layout.of(tensors)
@@ -205,7 +205,7 @@ class Snapshots:
         return None if wanted <= free // 2 else (wanted, free)
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> threading.Thread | None:
-        """Allocate memory for `tensors` in a thread; return the thread, `None` if the memory exists."""
+        """Allocate memory for snapshots of `tensors`, in a thread; return it, or `None` if it is done."""
         layout = Layout.of(tensors)
         # Twice the text: it becomes longer as the numbers in it grow.
         sizes = (2 * len(self._head(text, layout, tensors)), layout.size)
@@ -233,7 +233,7 @@ class Snapshots:
         return json.dumps(head).encode()
 
     def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Cut]:
-        """Return how tensors are sharded over ranks, for those of which other launchers have parts."""
+        """Return how tensors are cut, if they are sharded over ranks of several launchers."""
         if len(self._ranks) == self._size:
             return {}
         return {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor))}

@@ -1,4 +1,4 @@
-"""Choose the interval of snapshots: as short as their cost in training time allows."""
+"""Choose how often snapshots are taken: so often that they cost at most 1 % of the training time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WARM = 2
 
 
 class SnapshotSchedule:
-    """Decides after which steps snapshots are taken, and takes them; `taken` counts them.
+    """Decides after which steps snapshots are taken, and takes them.
 
     The first rank of a launcher measures the cost of a snapshot, and writes the next snapshot's step to
     memory that all ranks share. After a step all ranks read the same value, since no rank completes a step
-    without the first rank. At an epoch's end, without a step, other ranks might read an old value. So there
-    is at most one snapshot for each step.
+    without the first rank. At the end of an epoch, where no step precedes, another rank might read an old
+    value. So there is at most one snapshot for each step.
 
     Args:
         leads: whether this is the first rank of its launcher.
@@ -97,9 +97,9 @@ class SnapshotSchedule:
     def take(
         self, number: int, text: str, tensors: Mapping[str, torch.Tensor], began: float
     ) -> None:
-        """Take the snapshot that is due; all ranks of the launcher call this after the same step.
+        """Take snapshot `number`, which is due; all the launcher's ranks call this after the same step.
 
-        `began` is when the work on it began, by `time.monotonic`: gathering the state takes time, too.
+        `began` is the `time.monotonic` at which the state began to be gathered, which counts as cost.
         """
         self._snapshots.write(number, text, tensors)
         now = time.monotonic()

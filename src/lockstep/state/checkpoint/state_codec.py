@@ -79,7 +79,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state that `flatten` has turned into `text`; `tensor` returns a tensor by its name."""
+    """Return the state that `flatten` turned into `text`; `tensor(name)` returns the tensor of a name."""
     return {name: decode(value, tensor) for name, value in json.loads(text).items()}
 
 
@@ -181,7 +181,7 @@ def _refused(path: str, what: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the object that `encode` has turned into `value`; `tensor` returns a tensor by its name."""
+    """Return the object that `encode` turned into `value`; `tensor(name)` returns the tensor of a name."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -202,7 +202,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 def _with_options(tensor: Any, options: Mapping[str, Any]) -> Any:
-    """Return a tensor with its recorded strides and `requires_grad`; any other value is unchanged."""
+    """Return `tensor` with the strides, `requires_grad` and `Parameter` class that `options` records."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     if "stride" in options:

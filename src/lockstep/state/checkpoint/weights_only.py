@@ -1,4 +1,4 @@
-"""Read and write a model's `state_dict` as a plain file, as any PyTorch program does."""
+"""Read and write a model's `state_dict` as a plain file of torch or safetensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LISTED = 5
 
 
 def check_suffix(path: Path) -> None:
-    """Raise an error for an unknown suffix of a weights file, or for safetensors if that is not installed.
+    """Raise an error if `path` has no suffix of weights files, or needs safetensors, which is missing.
 
     Raises:
         UsageError: naming the allowed suffixes, or the missing package.
@@ -48,7 +48,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     or `model`. Only tensors and plain values are unpickled.
 
     Raises:
-        UsageError: if the suffix is another.
+        UsageError: if the suffix is not that of a weights file.
         CheckpointError: if the file cannot be read, or contains no weights.
     """
     check_suffix(path)
@@ -63,12 +63,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) -> None:
     """Write a `state_dict` to a file, atomically.
 
-    If tensors are sharded over ranks, all ranks call this function and gather one tensor after the other.
-    Only a rank with `here` keeps the gathered tensors and writes the file. A safetensors file contains
-    tensors alone; a file of torch has all values of the `state_dict`.
+    If tensors are sharded over ranks, all ranks call this function, and gather one tensor after the other.
+    Only the rank that passes `here=True` keeps the gathered tensors and writes the file. A safetensors file
+    contains tensors alone; a file of torch has all values of the `state_dict`.
 
     Raises:
-        UsageError: if the suffix is another.
+        UsageError: if the suffix is not that of a weights file.
         CheckpointError: if the file cannot be written.
     """
     check_suffix(path)

@@ -2,7 +2,7 @@
 
 each writer: its tensors ──> __K_0.distcp, part-K.json ─┐
 main rank:   all parts there ──> .metadata, manifest.json ──> rename
-the others:  wait until the main rank is done
+other ranks: wait until the main rank is done
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class StoreChannel:
         return [json.loads(store.get(key)) for key in keys]
 
     def fail(self, work: str, error: CheckpointError) -> None:
-        """Report that `work` failed on this rank, for the other ranks to raise; the first report counts."""
+        """Report to all ranks that `work` failed on this rank; only the first report about it counts."""
         if self._store is not None and not self._store.check([f"{work}/failed"]):
             numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
             report = [self.rank, error.message, error.hint, *numbers[:1]]
             self._store.set(f"{work}/failed", json.dumps(report))
 
     def failure(self, work: str) -> CheckpointError | None:
-        """Return the error of the rank that has failed, or `None` if no rank has failed."""
+        """Return the error of the first rank at which `work` failed, or `None` if no rank has failed."""
         if self._store is None or not self._store.check([f"{work}/failed"]):
             return None
         rank, reason, hint, *numbers = json.loads(self._store.get(f"{work}/failed"))
@@ -103,7 +103,7 @@ class StoreChannel:
         return error
 
     def check(self, work: str) -> None:
-        """Raise an error if a rank has failed.
+        """Raise an error if a rank has reported that `work` failed.
 
         Raises:
             CheckpointError: naming the rank and its error.
@@ -120,7 +120,7 @@ class StoreChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDirectory:
-    """The directory in which the ranks of a launch write checkpoints; complete ones are moved out."""
+    """The directory in which a launch writes drafts: checkpoints, which move out when complete."""
 
     directory: Path  # of the checkpoints
     path: Path  # below `directory`, with another name in each launch
@@ -128,9 +128,10 @@ class DraftDirectory:
 
     @staticmethod
     def open(directory: Path, channel: StoreChannel, attempt: int) -> DraftDirectory:
-        """Make a directory below `directory` for unfinished checkpoints, the same on all ranks; collective.
+        """Make a directory in `directory` for unfinished checkpoints of all ranks (collective).
 
-        Unfinished checkpoints of other launches are removed. `attempt` counts the calls in this launch.
+        Unfinished checkpoints of ended launches are removed. `attempt` is the number of this call in the
+        launch, equal on all ranks.
 
         Raises:
             CheckpointError: if the main rank cannot write the directory, or a rank does not answer.
@@ -160,11 +161,11 @@ class DraftDirectory:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint, together with the writers of the other ranks.
+    """Writes one checkpoint to disk, together with the `CheckpointWriter` of each other rank.
 
     Args:
         serial: number of the checkpoint in this launch, from 1.
-        contents: its manifest, without files.
+        contents: the manifest, still without files.
         shares: the parts of tensors that each writer writes.
         tensors: this rank's parts, on the CPU; they do not change while they are written.
     """
@@ -195,7 +196,7 @@ class CheckpointWriter:
         return {key: path for key, path in there.items() if key[0] == self._contents.step}
 
     def run(self) -> bool:
-        """Write the checkpoint; return whether it is on disk: `False` if the run has stopped the writing.
+        """Write the checkpoint; return whether it is on disk: `False` if `StoreChannel.stop` was called.
 
         Raises:
             CheckpointError: if any rank cannot write the checkpoint.
@@ -284,9 +285,9 @@ class CheckpointWriter:
         sync_directory(self._drafts.directory)
 
     def _rename(self) -> None:
-        """Give the draft (the new checkpoint's directory) a name as the newest checkpoint of its step.
+        """Rename the draft directory to a checkpoint's name, as the newest checkpoint of its step.
 
-        If a checkpoint of the same state exists, it gets the name instead, and the draft is not needed.
+        If a checkpoint of the same state exists, that one is renamed instead, and the draft is not used.
         """
         there = self._of_step()
         texts = {key: self._text_at(path) for key, path in there.items()}
@@ -300,11 +301,10 @@ class CheckpointWriter:
             catalog.note_best(self.path, self._contents.best)
 
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
-        """Return step and number for the name of this checkpoint, which make it the newest of its step.
+        """Return step and number for this checkpoint's name, such that it is the newest of its step.
 
-        `there` are the step's checkpoints on disk, and `texts` their states without tensors.
-        A step may have several checkpoints with different states, since weights may change without an
-        update.
+        `there` are the step's checkpoints on disk, and `texts` their states without tensors. There may be
+        several with different states, since weights may change without an update.
         """
         if not there:
             return self._contents.step, 0
@@ -354,8 +354,8 @@ def _machine() -> str:
 def _is_abandoned(drafts: Path, since: float) -> bool:
     """Return whether the launch that has made the directory `drafts` no longer writes to it.
 
-    A launch on this host has ended, or it would hold the lock of the run directory. One on another host
-    counts as ended if nothing has been written to `drafts` since the time `since`.
+    A launch on this host has ended, since otherwise it would hold the lock of the run directory. A launch
+    on another host counts as ended if nothing was written to `drafts` since the time `since`.
     """
     if drafts.name.startswith((f"{catalog.DRAFT}{_machine()}-", catalog.REMOVED)):
         return True
@@ -367,7 +367,7 @@ def _is_abandoned(drafts: Path, since: float) -> bool:
 
 
 def explained(error: BaseException) -> CheckpointError:
-    """Return a CheckpointError with the reason and a hint for any error of a write."""
+    """Turn an error raised while writing a checkpoint into a `CheckpointError` with reason and hint."""
     if isinstance(error, CheckpointError):
         return error
     cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
@@ -382,14 +382,14 @@ def explained(error: BaseException) -> CheckpointError:
 
 
 def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
-    """Return the error for a checkpoint that could not be written."""
+    """Return the error for the checkpoint at `path`, which could not be written for the given reason."""
     return CheckpointError(
         f"the checkpoint {path} cannot be written: {reason.message}", hint=reason.hint
     )
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """Bring a file of the checkpoint to the disk with `fsync`; return its size and checksum."""
+    """Flush a checkpoint's file to disk with `fsync`; return its size and SHA-256 as a dictionary."""
     path.chmod(catalog.FILE_MODE)
     sync_file(path)  # DCP of torch 2.15 does not call `fsync`
     return asdict(FileSpec.of(path))

@@ -1,8 +1,8 @@
 """Atomic writes: after a kill or a power loss a file has its old contents or its new ones, never a mix.
 
-A file is written under another name in the same directory, brought to the disk with `fsync`, and renamed.
-Then the directory is brought to the disk, since the new name is a change of the directory. Without these
-calls of `fsync` a file system may keep the name and lose the contents.
+A file is written under a temporary name in the same directory, flushed to disk with `fsync`, and renamed.
+Then the directory is flushed, too, since it contains the new name. Without these calls of `fsync`, a file
+system may keep the name and lose the contents at a power loss.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: bool = True) -> None:
     """Write a file atomically: a reader sees the old contents or the new ones, never a part of them.
 
-    With `sync` the file survives a power loss; a message to another process needs no `sync`. `mode` is the
-    file's mode before the process's umask applies. Text is written as UTF-8.
+    With `sync` the file survives a power loss; without, only a kill of this process. `mode` is the file's
+    mode before the process's umask applies. Text is written as UTF-8.
 
     Raises:
         OSError: if the file cannot be written.
@@ -34,7 +34,10 @@ def atomic_write(path: Path, content: str | bytes, mode: int = 0o666, *, sync: b
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """Yield a temporary file to write; when the context ends, rename it to `path`, as `atomic_write` does.
+    """Context manager: yield a temporary file to write, and rename it to `path` when the context ends.
+
+    If the context raises an error, the temporary file is removed, and `path` is left unchanged. `mode` and
+    `sync` are those of `atomic_write`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -59,7 +62,7 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[B
 
 
 def sync_file(path: Path) -> None:
-    """Bring the contents of a file to the disk with `fsync`; another process may have written them.
+    """Flush the contents of a file to disk with `fsync`, also contents that another process has written.
 
     Raises:
         OSError: if `fsync` fails.
@@ -69,7 +72,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names of a directory's files to the disk with `fsync`, where the file system supports that.
+    """Flush a directory's entries (names of files) to disk with `fsync`, if the file system supports that.
 
     Raises:
         OSError: if `fsync` fails.

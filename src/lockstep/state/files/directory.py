@@ -1,4 +1,4 @@
-"""The run directory of a launch: choose, make and check the directories of records and logs."""
+"""Choose, make and check a launch's run directory and its directory for logs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def create(
 ) -> Path:
     """Make and return the run directory of a launch, with `logs/` in it, and check that it can be written.
 
-    `run_dir` may exist already. Without `run_dir` the directory is `base/NAME/TIME`, or `base/NAME/STAMP`
-    where another launcher of the same launch has chosen `stamp`.
+    `run_dir` may exist already. Without `run_dir` the directory is `base/NAME/TIME`, with the present time.
+    On further nodes of a launch it is `base/NAME/STAMP`; `stamp` is the name that node 0 has chosen.
 
     Raises:
         UsageError: if a file has the directory's path.
@@ -89,12 +89,12 @@ def short(path: Path) -> Path:
 
 
 def owner_only(path: str, flags: int) -> int:
-    """Open a file that other users of the machine cannot read; to be passed to `open` as its `opener`."""
+    """Open a file with mode 0600, which other users cannot read; for the argument `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
 
 def _make_new(parent: Path) -> Path:
-    """Make a directory below `parent` named after the present time, with a number if that name is taken."""
+    """Make and return a directory in `parent`, named by the present time, plus a number if it exists."""
     parent = parent.absolute()
     make_directory(parent)
     stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -1,7 +1,7 @@
-"""Lock of a run directory: one launch uses a directory at a time, and the lock ends with its process.
+"""Lock of a run directory, so that only one launch uses it at a time; the lock ends with the launch.
 
-Rank 0 locks the file. While ranks are restarted no process has it locked. So the file also names the
-launcher, and as long as that process lives, no other launch on its host takes the lock.
+Rank 0 locks the file `.lock` with `flock`. While ranks restart, no process holds the `flock`. So the file
+also names the launcher: as long as the launcher's process lives, no other launch on its host gets the lock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Owner:
 
     @staticmethod
     def of(environment: str, environ: Mapping[str, str], launch: str | None) -> Owner:
-        """Return the owner of a lock that this rank takes: the launcher that can restart it, or this rank.
+        """Return the owner of a lock that this rank takes: its launcher if that restarts it, else itself.
 
         `environment` is the name of the launcher, such as `torchrun`; `launch` is the name of the launch.
         """
@@ -61,7 +61,7 @@ class Owner:
 
     @property
     def lives(self) -> bool:
-        """Whether the owner's process exists; `False` for a process of another host."""
+        """Whether the owner's process exists on this host; always `False` for a process of another host."""
         return self.machine == host.identity() and self.born > 0 and _born(self.pid) == self.born
 
     def is_launch_of(self, other: Owner) -> bool:
@@ -95,7 +95,7 @@ class DirectoryLock:
             raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
-        """Take the lock unless this launch has it already; return the name of another owner that has it."""
+        """Take the lock if it is free; return a text that names the owner if another launch has it."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             is_free = _lock(file)
@@ -120,7 +120,7 @@ class DirectoryLock:
                 os.close(file)
 
     def release(self, *, ends: bool) -> None:
-        """Release the lock; if the run does not end, its launcher stays the owner, to restart the run."""
+        """Release the lock; unless the run `ends`, its launcher stays the owner and may restart ranks."""
         if self._file is None:
             return
         if ends or self._owner.pid == os.getpid():
@@ -137,10 +137,10 @@ class DirectoryLock:
 
 
 def nodes_apart(store: dist.Store, directory: Path, world: World) -> str:
-    """Return, on the main rank, a warning that names the nodes that do not share its `directory`.
+    """Return a warning that names the nodes which do not share the main rank's `directory`, or `""`.
 
-    The nodes compare the contents of the lock file, which no other directory has. The result is empty on
-    other ranks, and if all nodes share the directory.
+    The first rank of each node compares its lock file with the main rank's; other directories have other
+    contents. Only the main rank gets the warning: the result is `""` on all other ranks.
     """
     if world.is_main:
         store.set("lock", _text(directory))
@@ -168,7 +168,7 @@ def _text(directory: Path) -> str:
 
 
 def leave(directory: Path) -> None:
-    """Remove the lock that this launcher's process owns in `directory`: other launches can then use it."""
+    """Remove the lock file in `directory` if this process owns it, so that other launches can lock it."""
     with contextlib.suppress(OSError):
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -180,9 +180,10 @@ def leave(directory: Path) -> None:
 
 
 def in_use(directory: Path, own: Owner | None = None) -> bool | None:
-    """Return whether another launch than `own` uses a directory; `None` if this host cannot find out.
+    """Return whether a launch different from that of `own` uses `directory`; `None` if unknown.
 
-    This takes the lock for a moment; a launch that fails to take the lock at that moment tries again.
+    `None` is for an owner on another host, or an unreadable lock file. The check takes the lock for a
+    moment; a launch that fails to take the lock at that moment tries again.
     """
     try:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -205,9 +206,10 @@ def in_use(directory: Path, own: Owner | None = None) -> bool | None:
 
 
 def status(recorded: str, used: bool | None) -> str:
-    """Return the status of a run: the recorded one, or `dead` if `running` is recorded without a process.
+    """Return the present status of a run, from the one in `run.json` (`recorded`).
 
-    `used` is the result of `in_use` for the run's directory.
+    `used` is the result of `in_use` for the run's directory. A run recorded as `running` is `dead` if no
+    launch uses the directory; a run recorded as `failed` is `running` if a launch does.
     """
     if recorded == "failed" and used:
         return "running"
@@ -218,7 +220,7 @@ _locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close the inherited locks in a forked process, which may outlive its parent."""
+    """Close inherited lock files in a forked process, so that it does not keep its parent's locks."""
     for lock in list(_locks):
         lock.close()
 

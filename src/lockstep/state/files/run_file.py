@@ -54,7 +54,7 @@ _COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the result of a run depends on and is recorded: script, arguments, seed, versions and so on."""
+    """Recorded properties that the result of a run depends on: script, arguments, seed, versions etc."""
 
     name: str
     script: str  # file name
@@ -89,7 +89,7 @@ def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
 def script_and_arguments() -> tuple[str, list[str]]:
     """Return the running script's file name and the user's arguments, without torchrun's local rank.
 
-    A worker of Ray has no script of the user, and its arguments differ from worker to worker.
+    In a worker of Ray, which has no script of the user, return `"ray"` and no arguments.
     """
     if ray.is_worker(os.environ):
         return "ray", []
@@ -131,9 +131,9 @@ def read(directory: Path) -> dict[str, Any] | None:
 def _check_kinds(
     path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
 ) -> None:
-    """Raise an error if a field of `content` has none of the `expected` types, or an integer below `least`.
+    """Raise `RunDirectoryError` if a field of `content` has a wrong type, or a number below `least`.
 
-    `path` is the file with these fields, for the message.
+    `expected` maps names of fields to their allowed types. `path` is the file that the message names.
     """
     for name in expected.keys() & content.keys():
         value, kinds = content[name], expected[name]
@@ -170,7 +170,7 @@ def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
 
 
 def link(directory: Path, later: Path) -> None:
-    """Record in `run.json` of a run that its script has begun a later run, in the directory `later`.
+    """Write `later`, the directory of the script's next run, into the `run.json` in `directory`.
 
     Raises:
         RunDirectoryError: if the record is damaged, or cannot be written.
@@ -181,7 +181,7 @@ def link(directory: Path, later: Path) -> None:
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """Return fields of the existing `run.json` to keep when it is overwritten: links to other runs."""
+    """Return the fields of `run.json` to keep when it is overwritten: links to the next and parent run."""
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
         recorded = read(directory) or {}
@@ -189,7 +189,7 @@ def kept(directory: Path) -> dict[str, Any]:
 
 
 def forget(directory: Path) -> None:
-    """Remove `run.json`.
+    """Remove `run.json` from a run directory, if it exists.
 
     Raises:
         RunDirectoryError: if the file cannot be removed.
@@ -203,7 +203,7 @@ def forget(directory: Path) -> None:
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:
     """Return whether the script of this run has begun a later run that has not finished.
 
-    `recorded` is the `run.json` in `directory`; it names the directory of the next run.
+    `recorded` is the contents of `run.json` in `directory`; its field `next` names the next directory.
     """
     seen: set[Path] = set()
     while later := recorded.get("next"):
@@ -220,9 +220,9 @@ def continues(directory: Path, recorded: dict[str, Any]) -> bool:
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
     """Raise an error if this run cannot use `directory`, since its `run.json` is that of another run.
 
-    A finished run is an error, too, unless its script has an unfinished later run, or this launch has
-    recorded the run before a restart (`restarted`). So are checkpoints without a `run.json`. With `fresh`
-    any run may be overwritten.
+    It is also an error if the run in `directory` is finished, unless its script has an unfinished later
+    run, or this launch recorded the run before a restart (`restarted`). Checkpoints without a `run.json`
+    are an error, too. With `fresh` any run may be overwritten.
 
     Raises:
         RunDirectoryError: naming each difference.

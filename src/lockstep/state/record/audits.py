@@ -13,12 +13,12 @@ _SECONDS = 1.0
 
 @dataclass(slots=True)
 class Audits:
-    """What a run's audits have found so far; the same on all ranks.
+    """What a run's audits, which compute a microbatch twice, have found so far; equal on all ranks.
 
     Attributes:
         count: number of audits that found no difference.
-        confirmed: step up to which states count as right: that of the last audit without a difference, or
-            of the state from which the run has resumed, if that is earlier; `None` before the run begins.
+        confirmed: last step whose state counts as right: the last audit without a difference, or the state
+            from which the run has resumed, if it is earlier; `None` before the run begins.
         unconfirmed: whether an audit has found a difference, so that later states must not be resumed.
         found: the audits that found a difference, with the rank that computed wrongly, if it is known.
     """
@@ -31,7 +31,7 @@ class Audits:
 
     @staticmethod
     def of(recorded: Mapping[str, Any]) -> Audits:
-        """Return the audits that `as_json` has recorded; new ones if nothing is recorded."""
+        """Return the `Audits` that `as_json` turned into `recorded`; new `Audits` if it is empty."""
         names = ("count", "confirmed", "unconfirmed", "found")
         return Audits(**{name: recorded[name] for name in names if name in recorded})
 
@@ -42,12 +42,12 @@ class Audits:
         return content
 
     def begin(self, step: int) -> None:
-        """Note that the run begins, or resumes, with the state after step number `step`."""
+        """Set `confirmed` when the run begins, or resumes, with the state after step number `step`."""
         self.confirmed = step if self.confirmed is None else min(self.confirmed, step)
         self.unconfirmed = False
 
     def agrees(self, step: int) -> bool:
-        """Note an audit of step `step` that found no difference; return whether to write `run.json`."""
+        """Record an audit of step `step` without a difference; return whether to write `run.json` now."""
         self.count, self.confirmed = self.count + 1, step
         now = time.monotonic()
         if now - self._written < _SECONDS:
@@ -56,7 +56,7 @@ class Audits:
         return True
 
     def differs(self, step: int, **who: Any) -> dict[str, Any]:
-        """Note an audit of step `step` that found a difference; return the record of it.
+        """Record an audit of step `step` that found a difference; return its entry in `found`.
 
         `who`: number, host and device of the rank that computed wrongly; nothing if it is not known.
         """

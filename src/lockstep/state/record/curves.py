@@ -1,4 +1,4 @@
-"""Turn logged values into curves, one value per step; of a step computed twice the later value counts."""
+"""Turn logged values into curves, one value per step: the later one if a step was computed twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Generation:
 
 
 def split_generations(events: Iterable[Event]) -> list[Generation]:
-    """Return the events of one rank, divided at the (re)starts of the rank."""
+    """Divide the events of one rank at its (re)starts; return one `Generation` per (re)start."""
     found: list[Generation] = []
     for event in events:
         if event["kind"] == "start" or not found:
@@ -32,8 +32,8 @@ def split_generations(events: Iterable[Event]) -> list[Generation]:
 def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
     """Return the events of each rank, without events of steps that were computed again after a restart.
 
-    A restart resumes after some step. All earlier events of later steps are superseded, also those of ranks
-    that do not exist after the restart. So the restarts of the lowest rank decide for all ranks.
+    If a run restarts after step k, events of steps above k from before the restart are left out, also of
+    ranks that no longer exist. So the restarts of the lowest rank decide for all ranks.
     """
     of_rank = {rank: split_generations(events) for rank, events in ranks.items()}
     generations = of_rank[min(of_rank)] if of_rank else []
@@ -54,9 +54,10 @@ def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[E
 
 
 def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
-    """Return the index in `generations`, the lowest rank's (re)starts, that matches `own` of another rank.
+    """Return the index of the (re)start in `generations` that is most likely the same as `own`.
 
-    Matching (re)starts have the same step; their times differ a little, as the clocks of machines do.
+    `generations` are the lowest rank's (re)starts, `own` is one of another rank. Chosen is the (re)start at
+    the same step with the nearest time: clocks of machines differ a little.
     """
 
     def distance(k: int) -> tuple[bool, float]:
@@ -66,10 +67,10 @@ def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
 
 
 def curves(ranks: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, float]]:
-    """Return each logged number by step: the mean over replicas, weighted by their samples.
+    """Return, by the name of a logged number, its value at each step: the weighted mean over replicas.
 
-    Of steps that were computed again the last values count. Values logged outside of a loop are those of
-    the lowest rank.
+    `ranks` are the events of each rank. If a step was computed again, its last values count. Values logged
+    outside of a loop over a loader are those of the lowest rank.
     """
     means: defaultdict[str, defaultdict[int, Mean]] = defaultdict(lambda: defaultdict(Mean))
     main = min(ranks, default=0)

@@ -107,7 +107,7 @@ def _message(error: BaseException) -> str:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether `error` only follows from the failure of another rank."""
+    """Return whether the failure of another rank has caused `error`, such as a closed connection."""
     if isinstance(error, PeerError):
         return True
     from_torch = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
@@ -115,13 +115,13 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def blames_peer(text: str) -> bool:
-    """Return whether `text` is torch's message for a connection that the other process has closed."""
+    """Return whether `text` looks like torch's message about a connection to a process that failed."""
     lowered = text.lower()
     return any(phrase in lowered for phrase in _PEER_PHRASES)
 
 
 def write(report: Report, path: Path) -> None:
-    """Write `report` to `path` atomically; if that fails, only the log has the traceback."""
+    """Write `report` to `path` as JSON, atomically; ignore an `OSError`: the log has the traceback, too."""
     with contextlib.suppress(OSError):
         atomic_write(path, json.dumps(asdict(report)), sync=False)
 

@@ -47,7 +47,7 @@ class Events:
             self.flush()
 
     def put(self, **fields: Any) -> None:
-        """Record an event from any thread; the main thread writes it with its own next event."""
+        """Record an event from any thread; the main thread writes it to the file later."""
         self._pending.append((time.time(), fields))
 
     def flush(self) -> None:
@@ -118,7 +118,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def append(directory: Path, name: str, /, **fields: Any) -> None:
-    """Write one event to `events/NAME.jsonl` of the run directory at once: for launchers, with few events.
+    """Append one event to `events/NAME.jsonl` in the run directory, without a buffer; launchers use this.
 
     Raises:
         RunDirectoryError: if the event cannot be written.

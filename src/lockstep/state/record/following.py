@@ -17,7 +17,7 @@ from lockstep.state.record.reading import Event, LineReader, Mean, values_of
 
 @dataclass(slots=True)
 class _File:
-    """A file with the events of one rank, and the logged values in it that wait for other ranks."""
+    """One rank's event file, and its logged values of steps that other ranks have not completed."""
 
     rank: int
     reader: LineReader
@@ -56,8 +56,8 @@ class Follower:
     """Follows the event files of all ranks; `read` returns the values of `run.log` in each completed step.
 
     A step is complete when all ranks have recorded it. Steps that are computed again after a restart are
-    returned again. `resumed` is the step after which this (re)start continues; the argument `state` is the
-    position in the files, as the method `state` returned it before the restart.
+    returned again. `resumed` is the step after which this (re)start continues; the argument `state` is what
+    the method `state` returned before the restart.
     """
 
     def __init__(self, directory: Path, ranks: int, resumed: int, state: dict[str, Any]) -> None:
@@ -104,5 +104,5 @@ class Follower:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return the offsets at which reading continues after a restart, behind all returned values."""
+        """Return, as JSON values, the offset in each file at which reading continues after a restart."""
         return {"offsets": {str(file.rank): file.kept for file in self._files.values()}}

@@ -2,9 +2,9 @@
 
 About once a second loggers get the values of the steps that all ranks have completed, and are flushed. Then
 `progress.json` records the last step, and the offsets in `events/` at which the next one begins; after a
-restart forwarding continues there. A kill in the moment between the flush and the writing of that file
-repeats the values of that second. A logger that does not write when it is flushed (Weights & Biases waits
-15 s) loses values at a kill.
+restart forwarding continues there. After a kill between the flush and the writing of `progress.json`, the
+values of about a second are forwarded twice. A logger that does not write when it is flushed loses values
+at a kill.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Forwarding:
             self._close_all(*self._end)
 
     def _forward(self, *, ended: bool) -> None:
-        """Pass new values to the loggers; if values cannot be read or recorded, no logger gets any more."""
+        """Pass new values to the loggers; if values or `progress.json` cause an error, drop all loggers."""
         try:
             found = self._follower.read(ended=ended)
             self._warn_of_unseen(bool(found))
@@ -140,7 +140,7 @@ class Forwarding:
         return new
 
     def _each(self, call: Callable[[Backend], None]) -> None:
-        """Call each logger; a logger that raises an error gets no more calls."""
+        """Call `call` with each logger; drop a logger that raises an error."""
         for logger in tuple(self._open):
             try:
                 call(logger[1])
@@ -191,7 +191,7 @@ class Forwarding:
         return ", ".join(name for name, _ in self._open)
 
     def _close_all(self, ended: bool, failed: bool) -> None:
-        """Close all loggers at the same time, so that none waits for another one's network."""
+        """Forward the remaining values, then close each logger in a thread, so that none delays another."""
         self._forward(ended=ended)
 
         def close(logger: tuple[str, Backend]) -> None:
@@ -212,5 +212,5 @@ class Forwarding:
 
 
 def are_closing() -> bool:
-    """Return whether a logger of this process has been abandoned, since it did not close in time."""
+    """Return whether a logger is still closing, since `Forwarding.close` has stopped waiting for it."""
     return any(thread.name == _NAME for thread in threading.enumerate())

@@ -33,7 +33,7 @@ class Logger(Protocol):
 
 
 class Backend(abc.ABC):
-    """Base class of loggers: opened once per (re)start of a run, and closed at its end."""
+    """Base class of loggers; one is made at each (re)start of a run, and closed when the ranks end."""
 
     @abc.abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -47,7 +47,7 @@ class Backend(abc.ABC):
 
 
 def check(loggers: Sequence[Any], _: str = "") -> None:
-    """Raise an error for an object that is no logger, or for a logger whose package is missing.
+    """Raise an error if an entry of `loggers` is not a logger, or if its package is not installed.
 
     Raises:
         UsageError: naming the object, or the package that is not installed.
@@ -91,7 +91,7 @@ def make(
 
 
 class TensorBoard(Backend):
-    """Writes TensorBoard event files; hides older values of steps from `first` on, now computed again."""
+    """Writes TensorBoard event files; hides values of steps from `first` on that an earlier start wrote."""
 
     def __init__(self, directory: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -175,7 +175,7 @@ class MLflow(Backend):
         return run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Collect metrics for `flush`: a request for each step could take longer than the step."""
+        """Collect the values, which `flush` sends: a request per step could take longer than a step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -204,7 +204,7 @@ class _Own(Backend):
 
 
 def _once(place: Path, make: Callable[[], str]) -> str:
-    """Return the text of a file; if the file does not exist, write the text that `make` returns."""
+    """Return the text of the file `place`; if it does not exist, first write the result of `make` to it."""
     with contextlib.suppress(FileNotFoundError):
         return place.read_text(encoding="utf-8")
     text = make()

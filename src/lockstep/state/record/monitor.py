@@ -20,7 +20,7 @@ Take = Callable[[dict[str, Any]], None]
 
 
 class Monitor:
-    """Samples this process once a second, in a background thread, and passes each sample to `take`."""
+    """Samples CPU, memory and GPU use once a second, in a thread, and passes each sample to `take`."""
 
     def __init__(self, device: torch.device, take: Take) -> None:
         self._device, self._take = device, take
@@ -56,7 +56,7 @@ class Monitor:
 
 
 def _utilisation(device: torch.device) -> Callable[[], float | None]:
-    """Return a function that reads the GPU's utilisation from NVML, 0 to 1; `None` if unavailable."""
+    """Return a function that returns the GPU's utilisation from NVML, 0 to 1, or `None` if unknown."""
     nvml = cuda.nvml() if cuda.holds(device) else None
     if nvml is None:
         return lambda: None

@@ -37,7 +37,7 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._began
 
     def over(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield `items`, and add up the seconds until each item is available."""
+        """Yield the items of an iterator, and add the time spent waiting for each to `seconds`."""
         began = time.perf_counter()
         for item in items:
             self.seconds += time.perf_counter() - began
@@ -47,7 +47,7 @@ class Stopwatch:
 
 
 class Pace:
-    """Measures the times of steps, in windows of about a second.
+    """Measures the times of steps, summed up in windows: series of steps that take about a second in all.
 
     The first step of a process is a window by itself, since warm-up makes it slow. The stopwatch `data`
     runs while the script waits for a loader; `exchange` runs while a backward pass on the CPU waits for
@@ -61,19 +61,19 @@ class Pace:
         self.begin()
 
     def exchanging(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return the context manager around the exchange of gradients in a backward pass."""
+        """Return a context manager that times the exchange of gradients; on a GPU it does nothing."""
         # On a GPU the host continues: how long it waits is no measure of the exchange.
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Begin a window (about a second of steps) now; the time since the last one counts for no step."""
+        """Begin a window (about a second of steps) now; the time since the last step counts for no step."""
         self._times: list[float] = []
         self._samples = 0
         self._last = self._since = time.perf_counter()
         self._waited = self.data.seconds, self.exchange.seconds
 
     def step(self, samples: int) -> bool:
-        """Record a step over `samples` samples of all ranks; return whether the window (1 s) is over."""
+        """Record a step that took `samples` samples on all ranks; return whether the window is over."""
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
@@ -84,7 +84,7 @@ class Pace:
         return True
 
     def window(self) -> dict[str, Any] | None:
-        """Return number and times of the steps in this window, `None` without steps; begin a new window."""
+        """Return number and times of this window's steps, `None` without steps; begin a new window."""
         times, data, before = self._times, *self._waited
         if not times:
             return None

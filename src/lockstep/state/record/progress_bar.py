@@ -81,7 +81,7 @@ class ProgressBar:
 
 
 def _title(epoch: int, epochs: int) -> str:
-    """Return the title of an epoch; outside of `run.epochs` without the number of epochs."""
+    """Return a title such as `epoch 1/10`; `epoch 1` if `epochs` is 0, as outside of `run.epochs`."""
     return f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 

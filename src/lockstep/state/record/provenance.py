@@ -50,7 +50,7 @@ class Commit(threading.Thread):
 def provenance(
     settings: Mapping[str, Any], device: torch.device, number: int, commit: Commit
 ) -> dict[str, Any]:
-    """Return the provenance of run number `number` of the running script, as JSON values."""
+    """Return command, settings, commit, checksums and machine of the script's `number`-th run, as JSON."""
     commit.join()
     return {
         "command": command(number),
@@ -68,7 +68,7 @@ def provenance(
 def command(number: int) -> dict[str, Any]:
     """Return the running script's path or module, arguments and working directory, as JSON values.
 
-    Workers of Ray have no script.
+    In a worker of Ray the script is `None`.
 
     `number`: index of the run among the runs of this process.
     """
@@ -86,7 +86,7 @@ def command(number: int) -> dict[str, Any]:
 
 
 def user_files() -> list[str]:
-    """Return the paths of the imported source files that are the user's."""
+    """Return the paths of imported Python files that belong neither to Lockstep nor to a library."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     own = sorted(file for file in files if isinstance(file, str) and stacks.is_users(file))
     return [file for file in own if file.endswith(".py") and Path(file).is_file()][:_FILES]

@@ -66,7 +66,7 @@ class LineReader:
     most: int | None = None
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines added since the previous call; `offset` is always that of the yielded line.
+        """Yield the lines added since the previous call; `offset` is the position of the line yielded last.
 
         Raises:
             OSError: if the file cannot be read.
@@ -102,7 +102,7 @@ class LineReader:
 
 
 def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
-    """Return the events of each `rank` or each `launcher` of a run, by number.
+    """Return the events of all ranks or all launchers, by number; `kind` is `rank` or `launcher`.
 
     Raises:
         RunDirectoryError: if the events cannot be read.
@@ -114,7 +114,7 @@ def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
 
 
 def _parse(line: bytes) -> Event | None:
-    """Return the event of a line; `None` if the line is incomplete, as its writer was killed.
+    """Return the event in a line of JSON; `None` if it is incomplete, since its writer was killed.
 
     Raises:
         TypeError: if the line is JSON, but not an event.
@@ -172,7 +172,7 @@ class Mean:
     weight: float = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        """Add a value."""
+        """Add a value to the mean, unless its weight is 0."""
         if weight:
             self.total += value * weight
             self.weight += weight

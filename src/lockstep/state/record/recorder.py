@@ -47,7 +47,7 @@ _LOADERS = 64
 
 
 class TrainingProgress(Protocol):
-    """What the recorder reads of the training loop's state: its epoch, step, microbatch and so on."""
+    """Protocol: the attributes of the training loop's state that the recorder reads."""
 
     epoch: int
     epochs: int
@@ -58,11 +58,11 @@ class TrainingProgress(Protocol):
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The microbatch that is being computed, if any."""
+        """The microbatch that is being computed; `None` between microbatches."""
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed run repeats what ran before its checkpoint: calls return recorded results."""
+        """Whether a resumed run repeats the script up to its checkpoint: calls return saved results."""
 
 
 class Recorder:
@@ -201,7 +201,7 @@ class Recorder:
         self._progress, self._digests = progress, digests
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
-        """Record a new loader; warn if its data is not what the run recorded for it before a restart."""
+        """Record a new loader; warn if its data differs from what the run recorded before a restart."""
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
@@ -226,7 +226,7 @@ class Recorder:
             self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Write the previous microbatch to the trace, if no backward pass has followed it."""
+        """Write the loader's previous microbatch to the trace if it had no backward pass."""
         if self._trace is not None:
             self._trace_seen(self._trace, microbatch.loader)
             self._without_loss[microbatch.loader] = microbatch
@@ -264,7 +264,7 @@ class Recorder:
             self._window_ends(step)
 
     def _window_ends(self, step: int) -> None:
-        """Record the times of the steps since the last such record."""
+        """Record an event `pace` with the times of the steps since the previous event `pace`."""
         window, progress, newest = self.pace.window(), self._progress, self._stepped
         if window is not None and newest is not None:
             epochs = {"epoch": progress.epoch, "epochs": progress.epochs}
@@ -272,7 +272,7 @@ class Recorder:
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Write a loop's end to the trace; of a training loop, record the speed and close the bar."""
+        """Write a loop's end to the trace; if the loop trains, record its speed and close its bar."""
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)
@@ -285,7 +285,7 @@ class Recorder:
             self._bar.epoch_ends(*self._shown_epoch(epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return epoch and number of epochs for the bar; outside of `run.epochs` that number is 0."""
+        """Return the epoch and number of epochs that the bar shows: 0 outside of `run.epochs`."""
         progress = self._progress
         return (progress.epoch, progress.epochs) if progress.epochs else (epoch, 0)
 
@@ -295,7 +295,7 @@ class Recorder:
         self._events.flush()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record logged values with the current step."""
+        """Record logged values with the current epoch, step and replica; show them in the bar."""
         kept, progress = copied(values), self._progress
         # Inside a microbatch its step is not done yet.
         where: dict[str, Any] = {"epoch": progress.epoch, "step": progress.steps, "replica": None}
@@ -311,9 +311,9 @@ class Recorder:
             self._write("running")
 
     def audit_differs(self, step: int, **who: Any) -> None:
-        """Record an audit that found a difference; `who` as in `Audits.differs`.
+        """Record an audit that found a difference, on the main rank, and write the event at once.
 
-        The main rank writes it at once, before the launcher ends all ranks.
+        `who`: number, host and device of the rank that computed wrongly; nothing if it is not known.
         """
         found = self.audits.differs(step, **who)
         if self._world.is_main:
@@ -322,7 +322,7 @@ class Recorder:
             self._write("running")
 
     def traffic(self, model: int, moved: Mapping[str, int]) -> None:
-        """Record how many bytes this rank has sent and received for a model, if they are counted."""
+        """Record `moved`, the bytes this rank sent and received for a model; nothing if it is empty."""
         if moved:
             self._events.add(kind="traffic", model=model, **moved)
 
@@ -358,9 +358,9 @@ class Recorder:
             self._bar.print(text)
 
     def script_ends(self) -> None:
-        """Write the final digests to the trace, and what is pending to disk: rank 0 reads events next.
+        """Write the final digests to the trace, and all pending events to disk, when the script ends.
 
-        No rank writes later: once the run of rank 0 has ended, the script may remove the directory.
+        All ranks do so before the run of rank 0 ends: after its end, the script may remove the directory.
         """
         self.flush()
         if self._trace is not None:
@@ -369,7 +369,7 @@ class Recorder:
     def finish(
         self, digest: str, seconds: float, used: Mapping[str, int], settings: Sequence[str] | None
     ) -> None:
-        """Record the end of the run and each rank's memory, and print one line.
+        """Record the end of the run and this rank's memory; on the main rank, print one line.
 
         `used` is the memory of this rank; `settings` are models and optimizers as text, `None` for a result
         that is not exact. A warning names an earlier run with the same settings and a different digest.

@@ -24,7 +24,7 @@ _RUNS = 50
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
-    """Return two hashes as text: of a run's identity with the user's source files, and of its settings.
+    """Return two hashes joined by a dot: of a run's identity and source files, and of its `settings`.
 
     The identity is script, arguments, seed and versions; settings are those of models, optimizers and data.
     """
@@ -68,7 +68,7 @@ def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> 
 def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return a warning about a loader whose data has changed since an earlier start of the run.
 
-    `recorded` and `now` describe the data then and now, by the name of a property.
+    `recorded` and `now` map names of the data's properties to their values then and now.
     """
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))

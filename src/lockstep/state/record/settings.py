@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings:
-    """The settings of a run's records."""
+    """Settings of a run's records: its directory, trace, loggers, progress display, hashes and so on."""
 
     name: str
     run_dir: Path | None  # `None` for a new directory

@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the frame's code is the user's."""
+        """Whether the frame's source file is the user's: neither Lockstep's nor a library's."""
         return is_users(self.file)
 
 
@@ -64,9 +64,9 @@ def beside(error_file: Path) -> Path:
 
 
 def offer(environ: Mapping[str, str]) -> None:
-    """Register a signal handler that writes the stacks of all threads of this process.
+    """Make `SIGNAL` write the Python stacks of all threads of this process to a file.
 
-    If `environ` names no usable file for the stacks, no handler is registered, and the run goes on.
+    The file lies next to the error file that `environ` names. Without a usable file, do nothing.
     """
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
@@ -80,7 +80,7 @@ def offer(environ: Mapping[str, str]) -> None:
 
 
 def main_thread(text: str) -> list[Frame]:
-    """Return the main thread's frames from the text that a process has written, innermost first."""
+    """Parse stacks that `faulthandler` has written; return the main thread's frames, innermost first."""
     # The interpreter lists its threads from the youngest to the oldest.
     starts = [match.start() for match in _THREAD.finditer(text)]
     block = text[starts[-1] :] if starts else ""
@@ -88,7 +88,7 @@ def main_thread(text: str) -> list[Frame]:
 
 
 def of(frame: FrameType | None) -> list[Frame]:
-    """Return the stack of `frame`, innermost first."""
+    """Return the stack of an interpreter's `frame` as `Frame` objects, innermost first."""
     frames = []
     while frame is not None:
         code = frame.f_code

@@ -38,7 +38,7 @@ Value = torch.Tensor | Callable[[], bytes]
 
 
 class Key(NamedTuple):
-    """Identifies an entry: step, index of its kind in `KINDS`, replica, number of the backward pass."""
+    """Identifies an entry of a step record: step, index in `KINDS`, replica, number of backward pass."""
 
     step: int
     kind: int
@@ -47,14 +47,14 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The bytes of a loss or of a hash, and for a loss the checksum of the microbatch's sample ids."""
+    """A recorded loss or hash, as bytes; for a loss also the checksum of the microbatch's sample ids."""
 
     value: bytes
     samples: int = 0
 
 
 class StepRecord:
-    """Writes the entries of one rank since one (re)start.
+    """Writes the step record (losses and hashes as bytes) of one rank, from one (re)start on.
 
     Raises:
         RunDirectoryError: if the files cannot be written.
@@ -70,7 +70,7 @@ class StepRecord:
     def add(
         self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
     ) -> None:
-        """Record a loss or a hash of a step; its bytes are read from the device when the entry is written.
+        """Record a loss or a hash of a step; it is read from the device later, when it is written.
 
         `kind` is an index in `KINDS`; `samples` is the checksum of a microbatch's sample ids.
         """
@@ -113,7 +113,7 @@ class StepRecord:
 
 
 def _bytes(values: list[Value]) -> list[bytes]:
-    """Return the bytes of losses and hashes; losses of one type are read from their device at once."""
+    """Return the bytes of losses and hashes; losses of one type are copied from their device together."""
     found = [b"" if isinstance(value, torch.Tensor) else value() for value in values]
     losses = {n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor)}
     for kind in {(loss.device, loss.dtype) for loss in losses.values()}:
@@ -128,7 +128,7 @@ def _bytes(values: list[Value]) -> list[bytes]:
 
 
 def paths(directory: Path) -> list[Path]:
-    """Return the files of a directory of step records, the oldest start first."""
+    """Return the paths of the step record files in `directory`, those of the oldest start first."""
     found = {}
     for path in directory.glob("rank-*.bin"):
         if name := _NAME.fullmatch(path.name):
@@ -138,7 +138,7 @@ def paths(directory: Path) -> list[Path]:
 
 
 def read(run_directory: Path, last: int | None = None) -> dict[Key, Entry]:
-    """Return the entries of a run, up to step `last`; a step that was computed again has its latest values.
+    """Return a run's step record up to step `last`; a step computed again has its latest values.
 
     Raises:
         RunDirectoryError: if a file cannot be read.

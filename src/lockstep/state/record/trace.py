@@ -20,7 +20,7 @@ from lockstep.engine.data.microbatch import Microbatch
 
 
 class Trace:
-    """Writes the trace of one rank since one (re)start to a file in `directory`.
+    """Writes the trace of one rank, from one (re)start on, to a file in `directory`.
 
     `run` is the number of the run in its script, from 0; later runs write to subdirectories.
     """
@@ -88,5 +88,5 @@ def _samples(microbatch: Microbatch) -> list[int]:
 
 
 def loss_bits(loss: torch.Tensor) -> str:
-    """Return the bytes of a loss in hexadecimal digits."""
+    """Return the bytes of a loss, a tensor of one element, in hexadecimal digits."""
     return loss.detach().reshape(1).cpu().view(torch.uint8).numpy().tobytes().hex()

@@ -1,7 +1,7 @@
 """`TrainJobStatus`: sends step, epoch, time left and logged values of a run to Kubeflow Trainer.
 
 Trainer (2.2 and later, with the feature gate `TrainJobStatus`) sets three variables in the pods of a
-TrainJob, and shows what the server gets as the TrainJob's `status.trainerStatus`.
+TrainJob: URL, certificate and token of a server. It shows what is sent there as `status.trainerStatus`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _EVERY, _TIMEOUT = 5.0, 5.0
 
 
 def has_server(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a pod of a Kubeflow TrainJob whose controller accepts progress over HTTP.
+    """Return whether `environ` names a Kubeflow server that accepts the progress of a TrainJob over HTTPS.
 
-    The controller tells its pods the address by environment variables.
+    Kubeflow's controller sets these variables in the pods of a TrainJob.
     """
     return {_URL, _CERTIFICATE, _TOKEN} <= environ.keys()
 
 
 class TrainJobStatus(Backend):
-    """Sends the newest values and the progress, every five seconds at most; a lost message is not repeated.
+    """Logger that sends the newest values and the progress to Kubeflow, every five seconds at most.
 
     Args:
         events: file with the events of the main rank, which has the pace of the run.
@@ -54,7 +54,7 @@ class TrainJobStatus(Backend):
         self._values |= {**values, "step": step}
 
     def flush(self) -> None:
-        """Send a message, if it is time."""
+        """Send a message, if the previous one was sent at least five seconds before."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY
             self._send({})
@@ -81,7 +81,7 @@ class TrainJobStatus(Backend):
 
 
 def _progress(pace: Mapping[str, Any]) -> dict[str, int]:
-    """Return percentage and seconds left of a run whose number of epochs and of batches is known."""
+    """Return the percentage done and the seconds left; nothing if epochs or batches are not counted."""
     epochs, batches = pace.get("epochs"), pace.get("batches")
     if not epochs or not batches:
         return {}

@@ -20,7 +20,7 @@ BASE = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A run that has not finished, has a checkpoint, and whose directory is not in use."""
+    """An unfinished run that can be resumed: it has a checkpoint, and no launch uses its directory."""
 
     directory: Path
     step: int  # of the newest checkpoint
@@ -64,7 +64,7 @@ def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run
 
 
 def contradicting(resume: str, fresh: str) -> UsageError:
-    """Return the error for a command that asks to resume a run and also to begin anew."""
+    """Return the error for a command with both flags, `resume` and `fresh`, which contradict each other."""
     return UsageError(
         f"{resume} and {fresh} contradict each other; expected one of them",
         hint=f"{resume} continues an unfinished run, {fresh} begins anew",
@@ -72,7 +72,7 @@ def contradicting(resume: str, fresh: str) -> UsageError:
 
 
 def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
-    """Return a message for a command that begins a new run: the newest run of `found` could be resumed."""
+    """Return a message that the newest run of `found` could be resumed, when a new run begins instead."""
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""
     return (
@@ -82,7 +82,7 @@ def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
 
 
 def is_same(identity: Mapping[str, Any], meant: Mapping[str, Any]) -> bool:
-    """Return whether a run's recorded script, arguments, seed and so on are those of `meant`, if given."""
+    """Return whether `identity` equals `meant` in each field of `meant` that is not `None`."""
     return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 

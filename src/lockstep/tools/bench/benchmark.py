@@ -27,7 +27,7 @@ from lockstep.world.host import processor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """The options of a benchmark; `run` measures the script."""
+    """Options of a benchmark of a script; `run` launches the script and returns the results."""
 
     command: RunCommand
     combinations: Sequence[Combination]
@@ -53,7 +53,7 @@ class Benchmark:
         }
 
     def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
-        """Launch the script on all layouts to measure; return the content of the results file."""
+        """Launch the script on each of `combinations`; return the content of the results file."""
         machine = describe_machine()
         ranks = [one.ranks for one in self.combinations]
         work = Runner(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
@@ -74,7 +74,7 @@ class Benchmark:
         return content
 
     def compare(self, content: dict[str, Any]) -> UsageError | None:
-        """Add a comparison with earlier results, if the user named some; return an error if it fails."""
+        """Add to `content` a comparison with results that the user named; return the error if it fails."""
         if self.other is None:
             return None
         try:

@@ -68,7 +68,7 @@ def _table(columns: Sequence[table.Column], rows: Sequence[Row], caption: str) -
 
 
 def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
-    """Group rows with the field `value` into the lines of a chart, one for each strategy and exchange."""
+    """Group rows with the field `value` by strategy and exchange; return each group's rows by its name."""
     known = sorted((row for row in rows if row.get(value)), key=lambda row: row["ranks"])
     groups = dict.fromkeys(group(row) for row in known if row["ranks"] > 1)
     return {
@@ -104,10 +104,15 @@ def _speedups(rows: Sequence[Row], comparison: Mapping[str, Any] | None) -> Char
 
 
 def _ends(row: Row) -> tuple[float, float]:
-    """Return how far the speed-ups of the slowest and the fastest launch are from the median."""
-    name = "samples_per_second" if row.get("samples_per_second") else "wall_seconds"
-    low, high = (row["speedup"] * end / row[name] for end in row[f"{name}_range"])
-    return row["speedup"] - low, high - row["speedup"]
+    """Return how far a row's error bar reaches below and above its speed-up, by the spread of launches."""
+    speedup = row["speedup"]
+    if row.get("samples_per_second"):
+        ends = [
+            speedup * end / row["samples_per_second"] for end in row["samples_per_second_range"]
+        ]
+    else:  # the shortest launch has the highest speed-up
+        ends = [speedup * row["wall_seconds"] / end for end in row["wall_seconds_range"]]
+    return speedup - min(ends), max(ends) - speedup
 
 
 def _steps(rows: Sequence[Row]) -> Chart:

@@ -69,7 +69,7 @@ def check_gpus(combinations: Sequence[Combination], gpus: Sequence[Gpu]) -> None
 def combine(
     ranks: Sequence[int], strategies: Sequence[str | None], exchanges: Sequence[str | None]
 ) -> list[Combination]:
-    """Return all combinations, each once; on one rank the exchange makes no difference."""
+    """Return each combination of ranks, strategy and exchange once; on one rank the exchange is `None`."""
     found = [
         Combination(count, strategy, exchange if count > 1 else None)
         for strategy in strategies

@@ -1,4 +1,4 @@
-"""Compare two results of benchmarks: raise an error if they cannot be compared, else compute ratios."""
+"""Compare results of two benchmarks: ratios of speed, or an error if the results do not compare."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, R
 
 
 def _same_layout(mine: Row, theirs: Row) -> bool:
-    """Return whether two rows have the same layout; on one rank a strategy need not be named."""
+    """Whether two rows have the same ranks, strategy and exchange.
+
+    `theirs` may lack the exchange, and on one rank the strategy.
+    """
     if mine["ranks"] != theirs["ranks"]:
         return False
     if mine["ranks"] == 1 and theirs.get("strategy") is None:
@@ -191,7 +194,7 @@ def _notes(
 
 
 def _circumstances(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return the machine, versions and options of a result, which may differ between results."""
+    """Return the processor, cores, device, versions and options with which results were measured."""
     machine = content["machine"]
     versions = machine.get("versions") or {}
     return {

@@ -19,7 +19,7 @@ _KIND = "arithmetic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Gradients and computing time of a step, from which `content` predicts its time on layouts."""
+    """Gradient size and computing time of a step, given by the user; `content` predicts step times."""
 
     gradients: float  # bytes of all gradients
     compute: float  # seconds of a step without the exchange, on any number of ranks
@@ -48,7 +48,7 @@ class Given:
                 )
 
     def content(self) -> dict[str, Any]:
-        """Return the content of the results file."""
+        """Return the content of a results file with the predicted step time on each layout of `wanted`."""
         way = Way.HOSTS if self.on_cpu else Way.FLAT
         cost = Cost("tree", self.gradients, buckets_of(self.gradients), way)
         batches = Batches(1, per_rank=True, replicas=None)

@@ -93,7 +93,7 @@ class Runner:
 
 @dataclass(slots=True)
 class Launches:
-    """All launches of a benchmark on several combinations.
+    """Launches a script several times on each combination of ranks, strategy and exchange; keeps results.
 
     The directory of a run is removed after its records have been read, unless `keep`.
     """

@@ -1,4 +1,4 @@
-"""Compute measurements of one run from its recorded events."""
+"""Compute speed, memory and other measurements of one run from the events that its ranks recorded."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _all(recorded: Recorded, kind: str) -> list[Event]:
 
 
 def _first_step(recorded: Recorded, generation: int, since: float) -> float | None:
-    """Return the seconds from `since` to the end of the main rank's first step after a (re)start."""
+    """Return the seconds from `since` until rank 0 ends its first step in a generation; 0 is the first."""
     found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
@@ -140,7 +140,7 @@ def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
 
 
 def _samples(recorded: Recorded) -> list[Event]:
-    """Return the events with the use of CPU, memory and GPU, after the first step of each (re)start."""
+    """Return recorded samples of CPU, memory and GPU use, without those of each generation's first step."""
     return [
         event
         for events in recorded.ranks.values()

@@ -50,7 +50,7 @@ class Projection:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The content of the field `model` of the results file."""
+        """Parameters, errors and assumptions of the models, for the field `model` of the results file."""
         return {
             "formula": _FORMULA,
             "parameters": self.parameters,
@@ -61,7 +61,7 @@ class Projection:
 
 
 def project(rows: Sequence[Row], wanted: Sequence[Layout], link: Link) -> Projection:
-    """Project the step time of each strategy and exchange to other layouts."""
+    """Predict the step time on the layouts `wanted`, for each strategy and exchange of measured rows."""
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
@@ -111,7 +111,7 @@ def _project_group(
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
-    """Return the cost of summing gradients over ranks in a step, as measured in the row of the most ranks.
+    """Return the cost of a step's sums of gradients over ranks, as measured in the row with the most ranks.
 
     `usable` are measured rows of one strategy and exchange. Returns `None` if there are none, or if the
     bytes are not known.
@@ -145,7 +145,7 @@ def _refusal(
     batches: Batches | None,
     cost: Cost | None,
 ) -> str | None:
-    """Return the reason why no model can be fitted; `None` if one can."""
+    """Return why no model of the step time can be fitted; `None` if one can."""
     checks = [
         (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
         (not usable, "no steps were measured"),
@@ -167,7 +167,7 @@ def _no_speed(used: Sequence[Point], wanted: Sequence[Layout], link: Link) -> st
 
 
 def _residual(model: Model, point: Point) -> Row:
-    """Return the measured step time of a layout, the one that the model predicts, and the error."""
+    """Return a row with a layout's measured step time, the model's prediction and its relative error."""
     predicted = model.step(point.layout)
     return {
         "ranks": point.ranks,
@@ -232,7 +232,7 @@ _BESIDE = {
 def _assumptions(
     model: Model, cost: Cost, link: Link, used: Sequence[Point], wanted: Sequence[Layout]
 ) -> list[str]:
-    """Return the assumptions of the model in words."""
+    """Return, in words, what a projection assumes: of samples per step, of the fit and of the network."""
     counted = ", ".join(_named(one.layout) for one in used)
     batches = model.batches
     lines = [
@@ -251,7 +251,7 @@ def _assumptions(
 
 
 def _named(layout: Layout) -> str:
-    """Return a layout as `--project` has it: the number of ranks, or hosts x ranks of each."""
+    """Return a layout in the syntax of `--project`: `8` on one host, `4x8` for 4 hosts of 8 ranks each."""
     return str(layout.ranks) if layout.hosts == 1 else f"{layout.hosts}x{layout.per_host}"
 
 

@@ -51,7 +51,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Sums of gradients over ranks, such as all-reduces, in one step: algorithm, number, total bytes."""
+    """The all-reduces, or sums like them, of gradients in one step: algorithm, number and total bytes."""
 
     exchange: str
     volume: float  # bytes of all that is summed in a step
@@ -116,9 +116,9 @@ Part = Callable[[Point], float]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bandwidths and latencies, as given by the user; `None`: fitted to the measurements.
+    """Bandwidths and latencies given by the user; those that are `None` are fitted to measurements.
 
-    The first two are of the link of each host to the others, the last two of a rank within its host.
+    `bandwidth` and `latency` are those between hosts, the other two those between ranks of one host.
     """
 
     bandwidth: float | None = None  # bytes per second
@@ -129,7 +129,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The number of samples of a step and of each rank, for any number of ranks."""
+    """The batch size of a run on any number of ranks: constant in total, or constant per rank."""
 
     total: float  # samples of a step: of all ranks, or of each rank if `per_rank`
     per_rank: bool  # whether the batch grows with the number of ranks
@@ -137,7 +137,7 @@ class Batches:
 
     @staticmethod
     def of(points: Sequence[Point]) -> Batches | None:
-        """Return the batch size, in total or per rank, that all points have; `None` if both differ."""
+        """Return the batch size common to all points, in total or else per rank; `None` without one."""
         fixed = {point.replicas for point in points if point.replicas != point.ranks}
         replicas = fixed.pop() if len(fixed) == 1 else None
         for per_rank in (False, True):
@@ -147,11 +147,11 @@ class Batches:
         return None
 
     def samples(self, ranks: int) -> float:
-        """Return the number of samples of a step, of all ranks."""
+        """Return the number of samples per step, over all ranks."""
         return self.total * (ranks if self.per_rank else 1)
 
     def of_run(self, ranks: int) -> int:
-        """Return the number of replicas of a run: at least one on each rank."""
+        """Return the number of replicas of a run on this number of ranks: at least one on each rank."""
         return ranks if self.replicas is None else max(self.replicas, ranks)
 
     def largest(self, ranks: int) -> float:
@@ -164,7 +164,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Seconds per step, sample, message and byte, for predictions: fitted, or given by the user."""
+    """Parameters of the model of the step time: seconds per step, sample, message and byte."""
 
     overhead_seconds: float = 0.0  # of a step with any number of samples
     compute_seconds_per_sample: float = 0.0  # of a rank's own samples

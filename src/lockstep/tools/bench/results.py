@@ -56,7 +56,7 @@ def row(
 def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
     """Return the fields of a row that come from the records of the launched runs.
 
-    Without records, as of a script without Lockstep, that is only `measured_by`.
+    For a script without `lockstep.Run`, which records nothing, the only field is `measured_by`.
     """
     runs = [trial.measured for trial in trials if trial.measured is not None]
     if not runs:
@@ -101,7 +101,7 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
-    """Add speed-up and efficiency to each row, against the row with the fewest ranks and the same exchange.
+    """Add speed-up and efficiency to each row, against its strategy and exchange's row with fewest ranks.
 
     A row of one rank serves all exchanges as the baseline, since one rank exchanges nothing.
     """
@@ -118,7 +118,7 @@ def add_speedups(rows: Sequence[Row]) -> None:
 
 
 def rate(one: Mapping[str, Any]) -> Any:
-    """Return samples per second, or runs per second if steps are not known; `None` if neither is."""
+    """Return a row's samples per second, or its launches per second if steps are not known, or `None`."""
     if one.get("samples_per_second") is not None:
         return one["samples_per_second"]
     return 1 / one["wall_seconds"] if one.get("wall_seconds") else None
@@ -149,7 +149,7 @@ def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
 
 
 def _spread(name: str, values: Sequence[float]) -> Row:
-    """Return the median of `values`, and their range."""
+    """Return two fields of a row: `name` with the median of `values`, and `name_range` with their range."""
     return {
         name: rounded(statistics.median(values)),
         f"{name}_range": [rounded(min(values)), rounded(max(values))],

@@ -76,7 +76,7 @@ def _print(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
 def cells(
     columns: Sequence[Column], rows: Sequence[Row]
 ) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the titles and the cells of a table with the layout and `columns`, without empty columns."""
+    """Return titles and cells of a table: the layout's columns, then `columns`; empty ones are left out."""
     texts = [
         (title, [_text(row, name, form) for row in rows])
         for title, name, form in (*_LAYOUT, *columns)
@@ -217,7 +217,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def parameters(row: Row) -> str:
-    """Return, as one line of text, what was fitted to predict step times: latency, bandwidth and so on."""
+    """Return one line with the parameters of a step-time model: overhead, latency, bandwidth and others."""
     given = dict.fromkeys(row["given"], " (given)")
 
     def speed(level: str) -> str:

@@ -14,7 +14,7 @@ from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rules run, by codes (`LS201`) or beginnings of codes (`LS2`) in `select` and `ignore`.
+    """Selection of rules by codes (`LS201`) or beginnings of codes (`LS2`) in `select` and `ignore`.
 
     A rule that is off by default runs only if `select` has its whole code or `ALL`; without `select` all
     other rules run. Error messages name `origin` as the source of the codes.

@@ -1,4 +1,4 @@
-"""Make edits of a script with LibCST; apart from `fix.py`, so that only editing imports LibCST."""
+"""Apply edits to a script with LibCST; a module of its own, so that only editing imports LibCST."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
     """Return the source of a module after all edits.
 
     Raises:
-        UsageError: if LibCST cannot parse what Python can.
+        UsageError: if LibCST cannot parse the module, although Python can.
     """
     try:
         tree = MetadataWrapper(cst.parse_module(module.text), unsafe_skip_copy=True)
@@ -44,7 +44,7 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
 
 
 class Editor(cst.CSTTransformer):
-    """Applies edits to a LibCST tree; it finds expressions by begin and end, statements by their begin."""
+    """LibCST transformer that applies edits; finds expressions by start and end, statements by start."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -66,7 +66,7 @@ class Editor(cst.CSTTransformer):
         return start.line, start.column
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Move the comments of a deleted statement to the next statement."""
+        """If the statement before `node` was deleted, keep its comments: they move above `node`."""
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._left:
             apart = bool(node.leading_lines) and node.leading_lines[0].comment is None
             if not apart or any(line.comment for line in self._left):
@@ -75,7 +75,7 @@ class Editor(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
-        """Return the node that results from all edits of a syntax node."""
+        """Return `updated_node` after all edits of `original_node`."""
         match original_node, updated_node:
             case cst.BaseExpression(), _:
                 place = self.get_metadata(PositionProvider, original_node)
@@ -172,7 +172,7 @@ class Editor(cst.CSTTransformer):
 
 
 def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
-    """Return the expression that an edit makes of `node`."""
+    """Return the expression that results from applying an edit to `node`."""
     made = cst.parse_expression(edit.code or "()")
     match edit.kind, node:
         case "argument", cst.Call():
@@ -221,7 +221,7 @@ def _with_argument(call: cst.Call, edit: Edit) -> cst.Call:
 
 
 def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
-    """Return a statement after an edit that replaces one statement by one statement."""
+    """Apply an edit to a statement; return the single statement that results."""
     match edit.kind, statement:
         case "comment", _:
             line = cst.EmptyLine(comment=cst.Comment(edit.code))
@@ -247,7 +247,7 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
-    """Return the loop in `code`, with the body of `loop` divided among its inner loops.
+    """Return the loop in `code`, whose inner loops get the parts of the body of `loop`.
 
     A marker, a string statement with the text `PART`, separates two parts of the body.
     """
@@ -300,7 +300,7 @@ def _empty_lines(
 
 
 def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
-    """Return the comment at the end of a statement's line (or its header's) as a line of its own."""
+    """Return a statement's end-of-line comment as a line of its own; empty if none, or for a linter."""
     block = getattr(statement, "body", None)
     behind = block.header if isinstance(block, cst.IndentedBlock) else None
     if isinstance(statement, cst.SimpleStatementLine):
@@ -312,7 +312,7 @@ def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
 
 
 def _spliced(node: cst.If) -> list[cst.BaseStatement]:
-    """Return the body of an `if` to replace the `if`; lines above the `if` move to the first statement."""
+    """Return the statements in the body of an `if`; lines above the `if` move to the first statement."""
     block = node.body
     if isinstance(block, cst.SimpleStatementSuite):
         made = cst.SimpleStatementLine(block.body, trailing_whitespace=block.trailing_whitespace)

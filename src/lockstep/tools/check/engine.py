@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """Findings of all files, sorted by position; notes on files that no rule could judge; edits by file."""
+    """Result of a check: findings by position, notes on files without a training loop, edits by file."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files that paths name; of a directory, all scripts and notebooks below it.
+    """Return the files at `paths`; for a directory, all Python scripts and notebooks below it.
 
     Raises:
         UsageError: if a path does not exist, or a directory has no script.
@@ -74,7 +74,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Context manager: disable garbage collection, which would only take time: syntax trees stay in use."""
+    """Context manager that disables Python's garbage collection to save time: syntax trees stay in use."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -86,7 +86,7 @@ def _without_collections() -> Iterator[None]:
 
 @_without_collections()
 def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
-    """Check files returned by `files`; `flags` select the rules.
+    """Run the rules that `flags` select over files; return findings, notes and edits.
 
     Raises:
         UsageError: if a file cannot be read, or a pyproject.toml is wrong.
@@ -158,7 +158,7 @@ def _ignored(module: Module, hit: Hit, code: str) -> bool:
 
 
 def _in_one_process(module: Module, hit: Hit) -> bool:
-    """Whether a rule's hit is in a `unittest.TestCase`: its code runs in one process."""
+    """Whether a hit is in a `unittest.TestCase`, whose code runs in a single process."""
     owner = module.enclosing_class(hit.node)
     return owner is not None and "TestCase" in [last_name(base) for base in owner.bases]
 

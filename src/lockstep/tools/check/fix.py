@@ -1,4 +1,4 @@
-"""Edits of a script that keep its comments and formatting; `editor.py` makes them."""
+"""`Edit`: a change of a script that keeps comments and formatting; `editor.py` applies edits."""
 
 from __future__ import annotations
 

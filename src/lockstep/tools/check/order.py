@@ -65,15 +65,15 @@ def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
 
 
 def launcher_only(script: Script, call: ast.Call) -> bool:
-    """Whether only the launcher makes a call: at the top of a notebook, or of a file with `mp.spawn`."""
+    """Whether only the parent process makes a call: top level of a notebook or of an `mp.spawn` script."""
     top = isinstance(script.module.scope(call), ast.Module)
     return top and (bool(script.module.cells) or "mp.spawn" in script.called)
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield `node`, and the direct and indirect calls of the function that contains `node`.
+    """Yield (scope, expression) pairs of `node` and of the direct and indirect calls of its function.
 
-    Each is the second element of a pair, whose first is the function (or module) around it.
+    The scope is the function or module that contains the expression.
     """
     scope = script.module.scope(node)
     yield scope, node

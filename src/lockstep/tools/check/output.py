@@ -12,7 +12,7 @@ from lockstep.version import __version__
 
 
 def text(outcome: Outcome) -> str:
-    """Return one line for each finding and note, and a last line with their number."""
+    """Return one line for each finding and note, and a last line with the number of findings."""
     lines = [line(finding) for finding in outcome.findings]
     lines += [f"note: {note}" for note in outcome.notes]
     count = len(outcome.findings)
@@ -101,7 +101,7 @@ def github(outcome: Outcome) -> str:
 
 
 def _escaped(value: object, letters: str = "") -> str:
-    """Return a text with those characters escaped that a GitHub Actions `::error` line cannot contain."""
+    """Escape `value` for a GitHub Actions `::error` line: percent signs, line ends, and `letters`."""
     escapes = {ord(letter): f"%{ord(letter):02X}" for letter in f"%\r\n{letters}"}
     return str(value).translate(escapes)
 
@@ -112,7 +112,7 @@ def _level(finding: Finding) -> str:
 
 
 def _in_cell(finding: Finding) -> str:
-    """Return the message, preceded by the cell number in a notebook."""
+    """Return a finding's message; in a notebook, preceded by the number of the cell."""
     return finding.message if finding.cell is None else f"cell {finding.cell}: {finding.message}"
 
 

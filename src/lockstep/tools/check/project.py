@@ -28,7 +28,7 @@ Value = tuple[Module, ast.expr]
 
 @dataclass(frozen=True)
 class Site:
-    """A call of a function of the project: the arguments by position, from the first after `self`."""
+    """A call of a function of the project: its arguments by position (without `self`) and by keyword."""
 
     call: ast.Call
     positional: tuple[ast.expr | None, ...]
@@ -55,7 +55,7 @@ class Project:
 
     @cached_property
     def programs(self) -> dict[Module, list[Module]]:
-        """For each module, the modules of all programs that contain it: scripts and their imports."""
+        """By module, the modules of all programs that contain it; a program is a file and its imports."""
         reached = {start: self._reach(start) for start in self.modules.values()}
         programs = {}
         for module in reached:
@@ -101,7 +101,7 @@ class Project:
         return other.free_functions.get(wanted) or other.classes.get(wanted)
 
     def _class(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
-        """Return the class of the project whose instance an expression is."""
+        """Return the project's class of which an expression's value is an instance; `None` if unknown."""
         values: list[ast.expr | Part] = [node] if isinstance(node, ast.Call) else []
         if isinstance(node, ast.Name):
             values = module.bound.get((module.scope(node), node.id), [])
@@ -205,7 +205,7 @@ class Project:
         return found
 
     def elements(self, module: Module, part: Part) -> list[Value]:
-        """Return the expressions from which `model` in `model, data = make()`, say, may get its value."""
+        """Return the possible values of an unpacked name, such as `model` in `model, data = make()`."""
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []

@@ -20,7 +20,7 @@ SYNTAX, UNKNOWN = "LS001", "LS002"
 
 @dataclass(frozen=True)
 class Hit:
-    """A node that a rule has found; `message` and `harm` are set where they differ from the rule's own."""
+    """A syntax node that a rule reports; `message` and `harm` are set if they differ from the rule's."""
 
     node: ast.expr | ast.stmt
     message: str | None = None
@@ -33,7 +33,7 @@ Finder = Callable[[Script], Iterator[Hit]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule; its section in the manual is written from its texts.
+    """A rule of `lockstep check`: texts for messages and the manual, and the function that finds hits.
 
     Attributes:
         code: its first digit is its family's number.

@@ -235,7 +235,7 @@ class Script:
         return any(self.is_rank(side) or self._from_rank(side) for side in sides)
 
     def _from_rank(self, node: ast.expr) -> bool:
-        """Whether a value comes from a rank by another name, such as `self.gpu_id` assigned from `rank`."""
+        """Whether a variable is assigned from the rank, such as `self.gpu_id` from `rank`."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return False
         values = self.project.sources(self.module, node)
@@ -376,7 +376,7 @@ class Script:
 
 
 def _asks_for_ranks(side: ast.expr, operator: ast.cmpop) -> bool:
-    """Whether a comparison of a rank only tests if there are ranks at all: `is None`, `!= -1`, `>= 0`."""
+    """Whether comparing a rank with `side` only tests for a distributed run: `is None`, `!= -1`, `>= 0`."""
     if isinstance(side, ast.UnaryOp):
         return True
     zero = isinstance(operator, ast.GtE | ast.Lt)

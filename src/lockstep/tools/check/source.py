@@ -193,7 +193,7 @@ class Module:
     # Names -----------------------------------------------------------------------------------------
 
     def name(self, node: ast.AST) -> str:
-        """Return the qualified name of an expression, in its short form; empty for other expressions."""
+        """Return the qualified name of a name or attribute, abbreviated where usual (`DDP`); else empty."""
         text = dotted(node)
         first, dot, rest = text.partition(".")
         if first not in self.imports:
@@ -293,7 +293,7 @@ class Module:
         ]
 
     def is_dataset(self, node: ast.AST) -> bool:
-        """Whether a node is in a subclass of a dataset."""
+        """Whether a node is in a class that has a base class with `Dataset` in its name."""
         owner = self.enclosing_class(node)
         return owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
 

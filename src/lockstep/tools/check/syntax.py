@@ -46,7 +46,7 @@ def start(node: ast.expr | ast.stmt) -> tuple[int, int]:
 
 
 def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
-    """Return the statements before a statement in the same block."""
+    """Return the statements that precede the statement `child` in the same block of `parent`."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:

@@ -38,7 +38,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class _Import:
-    """One imported name: its `from … import …` statement, its alias in it, and the adapter's module."""
+    """An imported name: its import statement, its alias there, and the adapter module that replaces it."""
 
     statement: ast.ImportFrom
     alias: ast.alias
@@ -128,7 +128,7 @@ def _imports(module: Module) -> list[_Import]:
 
 
 def _replaced(text: str, found: list[_Import]) -> str:
-    """Return `text` with the names taken out of their statements, and imported from the adapters."""
+    """Return `text` with the names in `found` imported from adapter modules instead."""
     lines = text.split("\n")
     for one in sorted(found, key=lambda one: -one.statement.lineno):
         first, last = one.statement.lineno - 1, one.statement.end_lineno or one.statement.lineno

@@ -52,7 +52,7 @@ def convert(draft: Draft) -> None:
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements assign a variable whichever branches run; loops count as run at least once."""
+    """Whether `statements` assign the variable `name` on every path; loops count as run at least once."""
     for statement in statements:
         match statement:
             case ast.If(body=body, orelse=orelse):

@@ -57,7 +57,7 @@ def _others(draft: Draft, loop: Loop) -> None:
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the expressions, such as `DataLoader(…)`, that make what a loop iterates over; skip `tqdm`."""
+    """Return the expressions, such as `DataLoader(…)`, that make a loop's iterable; `tqdm` is skipped."""
     found: list[ast.expr] = []
     for origin in origins(script, node):
         match origin:

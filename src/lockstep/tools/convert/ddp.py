@@ -172,7 +172,7 @@ def seeds(draft: Draft, scope: RunScope) -> None:
 def _known_before(
     script: Script, scope: RunScope, statement: ast.stmt, seed: ast.expr
 ) -> ast.expr | None:
-    """Return the seed as an expression that is known before the run is made; `None` if there is none."""
+    """Return an expression for the seed that can be evaluated before the run is made, or `None`."""
     bound = stored(*scope.block[scope.start : scope.block.index(statement)])
     values = [_without_rank(script, source) for source in script.sources(seed)]
     for value in [seed, *(values if len(values) == 1 else [])]:

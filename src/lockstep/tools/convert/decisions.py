@@ -73,7 +73,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
 
 
 def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
-    """Whether methods of an object, such as a list or an early stopper, are passed values from training."""
+    """Whether methods of an object, such as a list or an early stopper, get values from training."""
     script, module, owner = draft.script, draft.module, root(name)
     if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
         return False

@@ -64,7 +64,7 @@ class Draft:
         return parent if isinstance(parent, ast.Expr) else None
 
     def operand(self, node: ast.expr) -> str:
-        """Return the source of an expression, in parentheses if an operator beside it could split it."""
+        """Return an expression's source, in parentheses where an operator beside it might need them."""
         text = self.module.source(node)
         plain = ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript
         return text if isinstance(node, plain) else f"({text})"
@@ -79,7 +79,7 @@ class Draft:
         return statement
 
     def tests(self, node: ast.AST, within: ast.AST | None = None) -> list[ast.expr]:
-        """Return the conditions of the `if` statements around a node; with `within`, of those inside it."""
+        """Return the conditions of the `if` statements around a node, or of only those inside `within`."""
         above = itertools.takewhile(lambda one: one is not within, self.module.above(node))
         return [one.test for one in above if isinstance(one, ast.If)]
 
@@ -92,7 +92,7 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
     """Return the expressions in the script's file from which a variable may have its value when it is read.
 
     Follows assignments, arguments of calls and return values of functions back to the first expression.
-    For an expression that is no variable, returns the expression itself.
+    If `node` is not a variable, returns `node` itself.
     """
     if depth == 0 or not isinstance(node, Variable):
         return [node]

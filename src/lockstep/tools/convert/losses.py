@@ -37,7 +37,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
-    """Return the part of a loss that is no mean over samples, and the question to the user; else `None`."""
+    """Return the part of a loss that is not a mean over samples, and the question about it; else `None`."""
     match node:
         case ast.Call() if any(counts_otherwise(draft.script, node)):
             return node, questions.WEIGHT

@@ -1,4 +1,4 @@
-"""Edit scripts so that models, optimizers and schedulers pass through `run.model` and the like."""
+"""Edit scripts: pass models, optimizers, schedulers to `run.model`, `run.optimizer`, `run.scheduler`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEVICES = ("device_ids", "output_device", "dim")
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: wrap the script's models, optimizers and schedulers by `run.model` and the like."""
+    """Edit the draft: pass models, optimizers and schedulers to the run; remove wrappers such as DDP."""
     script = draft.script
     made = [call for call in draft.module.calls if _OPTIMIZER.match(script.name(call.func))]
     schedulers = [call for call in draft.module.calls if _SCHEDULER.search(script.name(call.func))]

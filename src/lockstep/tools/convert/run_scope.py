@@ -16,7 +16,7 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 @dataclass
 class RunScope:
-    """The place where the run is made: a function or file, a block in it, and an index in that block."""
+    """Where a script makes the `lockstep.Run`: a function or file, a block in it, an index in the block."""
 
     scope: Scope
     block: list[ast.stmt]
@@ -24,9 +24,9 @@ class RunScope:
 
 
 def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
-    """Return where to make the run: the innermost function that executes all nodes in `needing`.
+    """Return where to make the `lockstep.Run`: the innermost function that executes all of `needing`.
 
-    It contains them, or calls functions that contain them. They are the syntax nodes that use the run.
+    The function contains the nodes, or calls functions that do. `needing` are the nodes that use the run.
     """
     script, module = draft.script, draft.module
     loops = script.epoch_loops or script.step_loops
@@ -76,7 +76,7 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
 
 
 def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """Return the innermost block, not in a loop, with all statements `entries`, and the first's index."""
+    """Return the innermost block, not in a loop, that has all `entries`; and the index of the first one."""
     assert not isinstance(scope, ast.Lambda)
     block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
     while True:
@@ -104,7 +104,7 @@ def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
 
 
 class _RunArgument:
-    """Edits functions so that they take the run as first argument, and classes so that they keep it."""
+    """Collects edits that pass the run to functions as first argument, and make classes keep the run."""
 
     def __init__(self, draft: Draft, scope: RunScope, name: str) -> None:
         self.draft, self.scope, self.name = draft, scope.scope, name

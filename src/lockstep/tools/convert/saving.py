@@ -61,7 +61,7 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 def _writes(draft: Draft, call: ast.Call) -> bool:
     """Whether a call writes a file: `open` judged by its mode, other functions by their names.
 
-    A call of another function than `open` does not count in a statement that has a question already.
+    Functions other than `open` do not count in a statement that has a question already.
     """
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":

@@ -95,7 +95,7 @@ def convert(path: Path) -> Converted:
 
 
 def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
-    """Add findings of `lockstep check` in the converted script as questions to the user."""
+    """Run `lockstep check` on the converted `text`; add its findings as questions; return both."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
@@ -116,7 +116,7 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
 
 
 def _blocks(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
-    """Return the differences between the lines of two texts, ignoring indentation."""
+    """Return difflib's opcodes for the lines of two texts, compared without indentation."""
     old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [(kind, a, b, c, d) for kind, a, b, c, d in blocks]

@@ -24,7 +24,7 @@ UNIT, LARGEST, RATE = 16, 2, 2.0**-10
 
 
 def exact_digest(device: str = "cpu") -> str:
-    """Return the digest of all outputs and gradients of ten exact steps on a device."""
+    """Train ten steps without rounding errors; return the digest of all their outputs and gradients."""
     first, second = (nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(SIZES))
     model = nn.Sequential(first, nn.ReLU(), second).to(device)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def _numbers(count: int, start: int) -> torch.Tensor:
 
 
 def ordinary_digest(device: str = "cpu") -> str:
-    """Return the digest of the model after ten ordinary steps on a device."""
+    """Return the digest of a small model after ten ordinary training steps with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -56,7 +56,7 @@ class NodeReports:
         return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:
-        """Return the beginning of a report's line about a node; empty if there is only one node."""
+        """Return the prefix of report lines about a node, `LABEL: `; empty if there is only one node."""
         return "" if self.alone else f"{label}: "
 
 

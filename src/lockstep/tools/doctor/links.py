@@ -116,7 +116,7 @@ def _connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Accept connections until one sends this node's secret token first; return that one."""
+    """Accept connections until one sends this node's secret token first; return that connection."""
     deadline = time.monotonic() + 2 * _PATIENCE
     while time.monotonic() < deadline:
         line, _ = listener.accept()

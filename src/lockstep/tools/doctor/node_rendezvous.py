@@ -1,4 +1,4 @@
-"""Join the examined nodes in the way in which launchers join, and all-gather values between them."""
+"""Join the examined nodes as launchers join a launch, and all-gather values between them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class NodeGroup:
 
 
 def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> NodeGroup:
-    """Join the rendezvous with the other nodes.
+    """Join the rendezvous with the other nodes; return the group of all nodes.
 
     Raises:
         WorldError: if a node does not join; all nodes that have joined get the same error.

@@ -52,7 +52,7 @@ def _look(asked: Options) -> Facts:
 
 
 def _locks(directory: Path) -> str:
-    """Return a problem with file locks in a directory; empty if a second lock is refused."""
+    """Try file locks in a directory; return the problem in words, empty if a second lock is refused."""
     with (directory / "lock").open("w") as first, (directory / "lock").open("w") as second:
         try:
             _takes(first.fileno())
@@ -75,7 +75,7 @@ def _takes(file: int) -> bool:
 
 
 def _renames(directory: Path) -> str:
-    """Return a problem with renaming files and directories in a directory; empty if there is none."""
+    """Try renames in a directory; return the problem in words, empty if there is none."""
     old, new = directory / "old", directory / "new"
     old.write_text("1")
     new.write_text("2")

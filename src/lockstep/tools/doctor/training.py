@@ -39,7 +39,7 @@ def _look(_: Options) -> Facts:
 
 @check("training", look=_look, seconds=20)
 def training(seen: NodeReports) -> Iterator[Finding]:
-    """Find devices that compute wrong bits, or other bits than devices of the same kind."""
+    """Find devices whose bits are wrong, or differ from those of devices of the same kind."""
     from lockstep.tools.doctor.arithmetic import EXACT
 
     known = {

@@ -37,7 +37,7 @@ class Checked:
 
 
 def attest(run: RecordedRun, key: Path | None) -> dict[str, Any]:
-    """Return the attestation of a run, signed if `key` is the path of an SSH key.
+    """Return the attestation of a run, hashes of its records; signed if `key` is an SSH key's path.
 
     Raises:
         UsageError: if the run has not ended or has no step record.

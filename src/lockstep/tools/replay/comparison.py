@@ -19,7 +19,7 @@ _FORMATS = {4: "<f", 8: "<d"}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison of a replay with the records of the run that it computed again."""
+    """A comparison of a replay's results with the records of the original run."""
 
     run: RecordedRun
     asked: Asked
@@ -57,14 +57,14 @@ class Comparison:
         return self.difference is None and self.compared > 0
 
     def notes(self) -> list[str]:
-        """Return what differs between the run and its replay and may change bits, one line each."""
+        """Return a line for each change since the run, of versions, environment, data or sources."""
         content, now = self.run.content, self.replayed.content
         changed = changed_files(content.get("provenance", {}).get("sources", {}))
         notes = [f"{file} has changed since the run" for file in changed]
         return unlike(content, now, ("recorded", "now")) + notes
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
+        """Return the comparison in JSON's types, for `lockstep replay --json`."""
         asked, difference = self.asked, self.difference
         return {
             "same": self.same,

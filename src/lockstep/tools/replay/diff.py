@@ -1,4 +1,4 @@
-"""Compare two runs: what they recorded, and by a replay where the first bits that differ come from."""
+"""Compare two recorded runs, and replay both to find the step and module where bits first differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Diff:
 
 
 def diff(directories: Sequence[Path], scratch: Path) -> Diff:
-    """Compare two runs, and replay the first step that differs of both in the directory `scratch`.
+    """Compare two runs; replay the first step that differs, of both runs, in the directory `scratch`.
 
     Raises:
         UsageError: if a directory has no run, or nothing that both have can be compared.

@@ -63,7 +63,7 @@ class RecordedRun:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What the run's result depends on, as recorded."""
+        """The recorded values that the run's result depends on, such as script, seed and versions."""
         found: Mapping[str, Any] = self.content.get("identity", {})
         return found
 

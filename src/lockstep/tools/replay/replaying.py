@@ -87,7 +87,7 @@ class Replayed:
 
 
 def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
-    """Compute steps of a run again in the scratch directory `directory`.
+    """Compute steps of a recorded run again in the scratch directory `directory`; return the results.
 
     The options in `asked` are not checked; the method `asked.check` does that.
 

@@ -1,4 +1,4 @@
-"""The script of a run as it was: from the recorded commit, if source files have changed since."""
+"""Take the script of a recorded run from the run's git commit, if source files have changed since."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with their values, one below the other."""
+    """A list of names with their values on the page, one below the other."""
 
     values: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; numbers are aligned to the right, `None` is shown as a dash."""
+    """A table of the page; numbers are aligned to the right, `None` is shown as a dash."""
 
     head: Sequence[str]  # names of the columns
     rows: Sequence[Sequence[object]]
@@ -60,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plotly figure, with its title above it."""
+    """A chart of the page: a plotly figure with a title above it."""
 
     figure: Any  # a `plotly.graph_objects.Figure`
     title: str
@@ -201,7 +201,7 @@ def _chart(chart: Chart) -> str:
 
 
 def _figure(figure: Any) -> str:
-    """Return a figure as JSON that cannot end the script element around it."""
+    """Return a figure as JSON to put inside a `<script>` element; every `<` is escaped."""
     content = json.loads(figure.to_json())
     # Plotly's template takes 7 kB in each figure; the page has one for all figures.
     content["layout"].pop("template", None)
@@ -209,7 +209,7 @@ def _figure(figure: Any) -> str:
 
 
 def _escaped(value: Any, key: str = "") -> Any:
-    """Return JSON with all text escaped that plotly would read as markup."""
+    """Return a JSON value in which plotly's markup characters are escaped in all text."""
     if isinstance(value, dict):
         return {name: _escaped(one, name) for name, one in value.items()}
     if isinstance(value, list):

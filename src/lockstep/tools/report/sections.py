@@ -90,7 +90,7 @@ def _facts(run: Shown) -> dict[str, object]:
 
 
 def _own(run: Shown) -> dict[str, object]:
-    """Return the facts of a run on which its result does not depend."""
+    """Return facts of a run beside its identity: status, digest, steps, layout, devices and others."""
     content, generations = run.recorded.run, run.generations
     newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
     # The main rank's error may be a consequence of a failure that the launcher has recorded.
@@ -116,7 +116,7 @@ def _own(run: Shown) -> dict[str, object]:
 
 
 def _parent(content: Mapping[str, Any] | None) -> str | None:
-    """Return, as text, the parent of a branch and the step after which it begins, or `None`."""
+    """Return, as text, the run and step from which a branch began; `None` if the run is not a branch."""
     return None if content is None else f"{content.get('directory')}, step {content.get('step')}"
 
 

@@ -13,7 +13,7 @@ from lockstep.tools.submit.request import JobRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The state of a job."""
+    """The state of a submitted job: its phase in the queue, a description, its restarts and exit code."""
 
     phase: Literal["waiting", "running", "ending", "ended"]
     text: str = ""  # a description, such as `runs on node1`, or how the job ended

@@ -200,7 +200,7 @@ class JobFollower:
                 say(f"hint: {now.hint}")
 
     def _saved(self) -> str:
-        """Return the part of a message that says whether the run was preempted and has saved its state."""
+        """Return `preempted, saved after step N, and ` as part of a message; empty if not preempted."""
         with contextlib.suppress(RunDirectoryError):
             recorded = run_file.read(self._output.parent) or {}
             if recorded.get("status") == "preempted":

@@ -102,7 +102,7 @@ def _object(version: str, kind: str, request: JobRequest, options: PodOptions) -
 
 
 def _command(request: JobRequest, options: PodOptions, run_dir: str, kind: Kind) -> list[str]:
-    """Return the command of each container: no shell is between Kubernetes and the launcher."""
+    """Return the `lockstep run` command of each container, as words that no shell interprets."""
     own = ["lockstep", "run"]
     if request.nodes > 1:
         own += ["--nnodes", f"{options.least}:{request.nodes}"]
@@ -123,7 +123,7 @@ def _ranks(request: JobRequest) -> int | str:
 
 
 def _resources(request: JobRequest, options: PodOptions) -> Manifest:
-    """Return limits, which are also the requests: such a pod is evicted last."""
+    """Return a pod's memory, cores and GPUs; requests equal limits, so that the pod is evicted last."""
     if request.cpus_per_node is None:
         raise UsageError(
             f"-n is {request.ranks}; expected a number: the limits of a pod have a number of cores",
@@ -297,7 +297,7 @@ def _pytorchjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of job.
+    """A kind of Kubernetes job, such as JobSet: how to make its manifests and to find its pods.
 
     Attributes:
         make: returns the manifests of a job.

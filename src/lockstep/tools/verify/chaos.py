@@ -50,7 +50,7 @@ class Kill:
 
 
 def draw(kills: int, seed: int, steps: int) -> list[Kill]:
-    """Return random moments for kills: the first before the first step, the last in the last step."""
+    """Return random moments for kills; of several, one is before the first step, one in the last step."""
     dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
@@ -108,7 +108,7 @@ class Chaos:
 
 
 class _Workers:
-    """The worker processes of a launch; unlike fork servers they write to a pipe or to a log file."""
+    """The worker processes of a launch, told from others by their standard output: a pipe or a log file."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher

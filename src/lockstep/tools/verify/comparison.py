@@ -175,7 +175,7 @@ class VerifyResult:
         return list(dict.fromkeys(text for one in self.outcomes for text in one.warnings))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
+        """Return the result in JSON's types, for `lockstep verify --json`."""
         difference = self.difference
         return {
             "same": self.same,
@@ -228,7 +228,7 @@ def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
 
 
 def _seeds(outcomes: Sequence[Outcome]) -> Difference | None:
-    """Return the difference between the seeds of two layouts, or `None`; a seed explains all others."""
+    """Return the difference between the seeds of two layouts, or `None`; it explains all others."""
     first = outcomes[0]
     for other in outcomes[1:]:
         if None not in (first.seed, other.seed) and first.seed != other.seed:
@@ -251,7 +251,7 @@ def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> 
 
 
 def _coverage(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Coverage:
-    """Return a run's coverage on the first layout on which it is not exact, else on the first one."""
+    """Return a run's coverage on the first layout where it is not exact, else on the first layout."""
     own, complete = coverage(traces[0]), traces[0].complete
     # A layout whose ranks diverged has stopped early, so it lacks samples.
     others = zip(outcomes[1:], traces[1:], strict=True)

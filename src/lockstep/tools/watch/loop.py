@@ -89,7 +89,7 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def unbuffered() -> Iterator[None]:
-    """Read keys at once and without echo in this context, if standard input is a terminal."""
+    """Context manager: keys are read at once and without echo, if standard input is a terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -103,7 +103,7 @@ def unbuffered() -> Iterator[None]:
 
 
 def pressed(key: str, seconds: float) -> bool:
-    """Wait at most `seconds` for `key`; return whether it was pressed."""
+    """Wait at most `seconds` for `key`; return whether it was pressed, or standard input has ended."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

@@ -24,7 +24,7 @@ _ESCAPES = re.compile(
 
 
 class Watcher:
-    """Reads the state of a run from its directory, again and again.
+    """Reads the state of a run from its run directory; each call of `look` reads what is new.
 
     Raises:
         UsageError: if the directory does not exist.
@@ -109,7 +109,7 @@ def plain(line: str) -> str:
 
 
 def newest(base: Path) -> Path:
-    """Return the directory in `base` of the run that began last.
+    """Return the directory in `base` of the run that was started or restarted last.
 
     Raises:
         UsageError: if `base` has no run.

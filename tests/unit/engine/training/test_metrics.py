@@ -212,10 +212,21 @@ def test_means_of_what_has_a_weight_of_its_own(replicas: int) -> None:
     assert not math.isnan(some)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_rows_of_numpy_are_those_of_torch(replicas: int) -> None:
+    metrics, loader = make(replicas)
+    assert metrics.sum(x.numpy() for (x,) in loader) == int(VALUES.sum())
+    assert metrics.mean(x.numpy() / 1.0 for (x,) in loader) == pytest.approx(28.5)
+    with pytest.raises(StepError, match=r"shape \(3,\) for a microbatch"):
+        metrics.sum(np.zeros(3) for _ in loader)
+
+
 def test_a_weight_goes_with_one_number() -> None:
     metrics, loader = make(1)
     with pytest.raises(StepError, match=r"shape \(4,\) with a weight"):
         metrics.mean((x, 4) for (x,) in loader)
+    with pytest.raises(StepError, match=r"shape \(4,\) with a weight"):
+        metrics.mean((x.numpy(), 4) for (x,) in loader)
     metrics, loader = make(1)
     with pytest.raises(StepError, match="a tuple of 3"):
         metrics.mean((x, 4, 5) for (x,) in loader)

@@ -57,7 +57,7 @@ def option(script: Script, node: ast.expr) -> ast.Call | None:
     """,
 )
 def multiplied_batch(script: Script) -> Iterator[Hit]:
-    """Find loaders of one rank's samples whose batch size has the number of ranks as a factor."""
+    """Find per-rank loaders whose `batch_size` is multiplied by the number of ranks."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         for value in script.sources(size) if _of_one_rank(script, call) else ():
@@ -95,7 +95,7 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     """,
 )
 def whole_batch(script: Script) -> Iterator[Hit]:
-    """Find loaders of one rank that use the batch size of all ranks, as its name or help text shows."""
+    """Find per-rank loaders that get the global batch size, as its name or help text shows."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         if size is not None and _of_one_rank(script, call) and _means_all(script, size):
@@ -201,7 +201,7 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def dropped_training(script: Script) -> Iterator[Hit]:
-    """Find samplers and loaders of one rank's training data with `drop_last`."""
+    """Find samplers and per-rank loaders of training data with `drop_last=True`."""
     for name, place in (("DistributedSampler", 5), ("DataLoader", 8)):
         for call in script.calls(name):
             drops = true(argument(call, "drop_last", place)) and not for_evaluation(script, call)

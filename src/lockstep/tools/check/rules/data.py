@@ -146,7 +146,7 @@ def _sorted(script: Script, call: ast.Call) -> bool:
     """,
 )
 def whole_stream(script: Script) -> Iterator[Hit]:
-    """Find iterable datasets that read neither rank nor worker, in scripts of `torch.distributed`."""
+    """Find iterable datasets that do not split their data by rank or DataLoader worker."""
     if not script.plain or script.matches(r"split_dataset_by_node|IterableDatasetShard"):
         return
     splits = r"rank|world|worker|shard|replica|num_parts|start|offset"
@@ -274,7 +274,7 @@ def no_workers(script: Script) -> Iterator[Hit]:
     default=False,
 )
 def no_seed(script: Script) -> Iterator[Hit]:
-    """Find process groups in programs that set no seed."""
+    """Find calls that create a process group, in programs that set no seed."""
     if not script.matches(r"manual_seed|seed_everything|set_seed"):
         for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
             yield Hit(call)

@@ -1,4 +1,4 @@
-"""Rules on branches that ranks do not take alike: collectives, and the end of a loop (family LS4)."""
+"""Rules on branches that only some ranks take: collectives, steps and loop exits in them (family LS4)."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def local_rank_option(script: Script) -> Iterator[Hit]:
 def no_device(script: Script) -> Iterator[Hit]:
     """Find collectives of objects over NCCL in programs that set no device.
 
-    `barrier` is not among them: it uses the device of an earlier collective, or else of the rank's number.
+    `barrier` is not reported: its device is that of an earlier collective, or else follows from the rank.
     """
     if sets_device(script) or not script.plain:
         return

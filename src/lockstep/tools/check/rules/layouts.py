@@ -88,7 +88,7 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
     """,
 )
 def own_generator(script: Script) -> Iterator[Hit]:
-    """Find draws in training steps and in `__getitem__` from a random generator made elsewhere."""
+    """Find random draws in training steps and `__getitem__` from a generator that is made elsewhere."""
     for call in script.module.calls:
         if not _per_sample(script, call) and script.step_loop(call) is None:
             continue

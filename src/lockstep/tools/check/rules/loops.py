@@ -1,4 +1,4 @@
-"""Rules on loops and optimizers of `lockstep.Run` (family LS6); `microbatches.py` has more of them."""
+"""Rules on loops and optimizers of `lockstep.Run` (family LS6); `microbatches.py` has further rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument,
     """,
 )
 def not_registered(script: Script) -> Iterator[Hit]:
-    """Find variables not in `run.state` that are set above the epoch loop, and compared and set in it."""
+    """Find variables outside `run.state` that an epoch loop tests and changes; resuming resets them."""
     for loop in script.module.loops:
         over = script.iterated(loop)
         if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
@@ -168,7 +168,7 @@ def not_given(script: Script) -> Iterator[Hit]:
     """,
 )
 def own_backward(script: Script) -> Iterator[Hit]:
-    """Find backward passes of a loss in loops over a run's loader."""
+    """Find `loss.backward()` in loops over a loader of `lockstep.Run`."""
     for loop in script.step_loops:
         values = script.sources(script.iterated(loop))
         made = [value.func for value in values if isinstance(value, ast.Call)]

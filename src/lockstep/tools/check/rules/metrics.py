@@ -83,7 +83,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
     """,
 )
 def mean_of_means(script: Script) -> Iterator[Hit]:
-    """Find sums of batches' mean losses that an evaluation divides by the number of batches."""
+    """Find evaluations that average the mean losses of batches, as in `total / len(loader)`."""
     if "lockstep" in script.flavours or script.matches(r"drop_last\s*=\s*True"):
         return
     for node in script.module.parents:

@@ -1,4 +1,4 @@
-"""Rules on work meant for once per step that a Lockstep loop does once per microbatch (family LS6)."""
+"""Rules on work that Lockstep loops do once per microbatch instead of once per step (family LS6)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def no_weight(script: Script) -> Iterator[Hit]:
 
 
 def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
-    """Yield the arguments, `ignore_index` or `weight`, because of which a loss is no mean over samples."""
+    """Yield the arguments (`ignore_index`, `weight`) that keep a loss from being a mean over samples."""
     functions = ("torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss")
     modules = script.made_by(call.func, "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")
     for one in [call] if script.name(call.func) in functions else modules:
@@ -116,7 +116,7 @@ def _in_step(script: Script, node: ast.AST) -> bool:
 
 
 def _updates(script: Script, call: ast.Call) -> bool:
-    """Whether a call statement passes a model of the run, or an object made of it, to other code."""
+    """Whether a call statement passes a model of the run, or an object made from one, to other code."""
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
     if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
@@ -157,7 +157,7 @@ def _over_parameters(script: Script, over: ast.expr) -> bool:
 
 
 def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
-    """Whether the counter `name` has any use other than being shown, being returned, or dividing a sum."""
+    """Whether the counter `name` is used for more than output, a return value or a divisor."""
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
     for read in variables(own or module.tree):

@@ -99,7 +99,7 @@ def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
 
 
 def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
-    """Whether importing the module executes a call, also through calls of its function, without a guard."""
+    """Whether importing the module runs a call, directly or through its function, without a main guard."""
     scope = script.module.scope(call)
     for node in script.module.above(call):
         if isinstance(node, Function):

@@ -51,7 +51,7 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
 
 
 def _reads(script: Script, call: ast.Call) -> str:
-    """Return which copy of a tensor to the host a call makes, such as `loss.item()`; empty if none."""
+    """Return the text of a call that copies a tensor to the host, such as `loss.item()`; else empty."""
     match call.func:
         case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
             text = ast.unparse(of)

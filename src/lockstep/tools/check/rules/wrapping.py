@@ -33,7 +33,7 @@ from lockstep.tools.check.syntax import argument, dotted, receiver, true, variab
     """,
 )
 def early_optimizer(script: Script) -> Iterator[Hit]:
-    """Find a model that is moved or sharded after the optimizer of its parameters is made."""
+    """Find calls that move or shard a model after an optimizer of its parameters was made."""
     if script.matches(r"\[['\"]params['\"]\]\s*="):
         return  # the script replaces the optimizer's parameters itself
     for made in script.module.calls:
@@ -104,7 +104,7 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
 
 
 def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
-    """Whether every branch of the code before `model` wraps this model in `wrapper`, such as `DDP`."""
+    """Whether every path to the expression `model` has wrapped the model in `wrapper`, such as `DDP`."""
     wrapped = wrapped_before(script, model, wrapper)
     if wrapped is None:
         return False

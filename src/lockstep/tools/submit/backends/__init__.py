@@ -14,6 +14,6 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Backend:
-    """Return the backend with a name."""
+    """Return the backend that the module `name` defines, such as `slurm`."""
     backend: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
     return backend

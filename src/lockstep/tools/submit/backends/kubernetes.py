@@ -37,7 +37,7 @@ _HEADER = """\
 
 
 class Kubernetes(Backend):
-    """Kubernetes, as Job, JobSet, TrainJob or PyTorchJob."""
+    """Backend that submits jobs to Kubernetes, as Job, JobSet, TrainJob or PyTorchJob."""
 
     title = "Kubernetes"
     program = "kubectl"
@@ -115,7 +115,7 @@ class Kubernetes(Backend):
         return text if chosen else name_of(text)
 
     def default_run_dir(self, request: JobRequest, run: str) -> Path:
-        """Return a directory in the volume: all pods, also those that come later, use the same one."""
+        """Return the default run directory of a job, in the volume that all pods of the job share."""
         del run
         return Path(_options(request).mount) / "runs" / request.name
 
@@ -130,7 +130,7 @@ class Kubernetes(Backend):
         return _HEADER + _yaml(KINDS[options.kind].make(request, options, str(run_dir)))
 
     def submit(self, script: Path) -> Submission:
-        """Apply manifests with kubectl."""
+        """Apply the manifests in the file `script` with `kubectl apply`."""
         try:
             done = _call("apply", "--filename", str(script))
         except NoAnswerError as error:
@@ -262,7 +262,7 @@ def _raise(job: str, stderr: str) -> None:
 
 
 def _words(text: str) -> str:
-    """Return the messages of kubectl in one line, without the client's own log."""
+    """Return the error output of kubectl in one line, without the lines of its log."""
     lines = [line.strip() for line in text.splitlines()]
     return "; ".join(line for line in lines if line and not _LOGGED.match(line))
 

@@ -84,7 +84,7 @@ exit $code
 
 
 class Slurm(Backend):
-    """The job scheduler Slurm."""
+    """Backend that submits jobs to the job scheduler Slurm."""
 
     title = "Slurm"
     program = "sbatch"

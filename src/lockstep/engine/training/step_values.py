@@ -1,0 +1,68 @@
+"""Warning of logged values that are right only after a step, such as a scheduled learning rate.
+
+Loggers get the mean over a step's microbatches. A scheduler steps, and the norm of gradients is known, in
+the last microbatch of each rank: the mean of such a value would depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.engine.training.loop import Loop
+
+
+class StepValues:
+    """Compares what `run.log` gets in a batch's last microbatch with earlier microbatches; warns once.
+
+    Args:
+        loop: position of the run.
+        optimizers: optimizers of the run, whose learning rates are compared with logged values.
+        warn: shows a line to the user.
+    """
+
+    def __init__(
+        self, loop: Loop, optimizers: Sequence[Optimizer], warn: Callable[[str], None]
+    ) -> None:
+        self._loop, self._optimizers, self._warn = loop, optimizers, warn
+        self._earlier: dict[str, float] = {}  # of the current batch, up to its last microbatch
+        self._warned = False
+
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """Warn if values of the last microbatch are ones of the step, and earlier ones were not."""
+        if self._warned or self._loop.microbatch is None:
+            return
+        found = {
+            name: number for name, own in values.items() if (number := _number(own)) is not None
+        }
+        if not self._loop.acts_now():
+            self._earlier |= found
+            return
+        rates = {_number(group["lr"]) for one in self._optimizers for group in one.param_groups}
+        names = [
+            name
+            for name, before in self._earlier.items()
+            if (now := found.get(name)) is not None
+            and not math.isnan(now)
+            and (math.isnan(before) or (before != now and now in rates))
+        ]
+        self._earlier.clear()
+        if names:
+            self._warned = True
+            listed = ", ".join(f"`{name}`" for name in names)
+            self._warn(
+                f"lockstep: warning: run.log got {listed} inside microbatches, where the value of the step "
+                "is known in the last one only: loggers get a mean that depends on the number of ranks; "
+                "hint: for batch in run.batches(loader), and call run.log after the loop over the batch"
+            )
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or a tensor of one element on the CPU, as a float; None for other values."""
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 and value.device.type == "cpu" else None
+    return float(value) if isinstance(value, int | float) else None
