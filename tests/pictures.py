@@ -22,7 +22,7 @@ PICTURE = ROOT / "docs/manual/images/verify.svg"
 BIN = Path(sys.executable).parent
 COMMAND = "lockstep verify examples/digits.py --layouts 1 2 2,kill@99"
 #: As many as can be read on a telephone.
-_COLUMNS = 60
+_COLUMNS = 66
 _SECONDS = 600.0
 #: rich's own form asks a server for its font.
 _FORM = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""Making of a source of microbatches from the arguments of `Run.loader`, with checks of the arguments."""
+"""Check the arguments of `Run.loader`, and make the source of this rank's microbatches from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a loader, as in `Run.loader`; they raise `LoaderError` if they are invalid."""
+    """Settings of a loader, as in `Run.loader`; creating it with invalid ones raises `LoaderError`."""
 
     batch_size: int | None = None
     shuffle: bool = False

@@ -1,4 +1,4 @@
-"""`Description`: a summary of a loader's data, which ranks compare to detect different data.
+"""`Description`: summarizes a loader's data in checksums; ranks compare them to detect differences.
 
 This module fetches no samples, since that may be slow and may change a dataset.
 """
@@ -26,13 +26,13 @@ _INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A dataset and its sampler; the methods describe their state at the time of the call."""
+    """A dataset and its sampler; methods return checksums of their state at the time of the call."""
 
     dataset: Any
     sampler: Any = None  # the script's sampler or batch sampler; `None` for the loader's own order
 
     def parts(self) -> dict[str, str]:
-        """Return the dataset's class and length, and checksums of its indices and values in memory."""
+        """Return the dataset's class, its length, and checksums of some of its indices and values."""
         found: dict[str, list[Any]] = {}
         for name, value in self._walk():
             found.setdefault(name, []).append(value)
@@ -42,7 +42,7 @@ class Description:
         return {"kind": kinds, "length": length, **sums}
 
     def indices(self) -> str | None:
-        """Return a checksum of the indices and weights in torch's Subsets and samplers; `None` if none.
+        """Return a checksum of the indices and weights in torch's Subsets and samplers; `None` without any.
 
         Indices in other classes are left out, since those classes may draw them anew during a loop.
         """

@@ -1,6 +1,6 @@
 """Fetching of a microbatch's samples, with the random generators set to a key for each sample.
 
-This code also runs in DataLoader workers, and does not use the rank.
+This code also runs in DataLoader workers, so that it does not depend on the rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class FetchRequest(NamedTuple):
-    """A microbatch to fetch: the indices of its samples, and the numbers from which random seeds follow."""
+    """A microbatch to fetch: dataset indices of its samples, and `Microbatch.numbers` for random seeds."""
 
     indices: Indices
     numbers: tuple[int, int, int, int, int]
@@ -99,7 +99,7 @@ Fetch = FetchTensors | FetchBatch | FetchSamples
 
 
 def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
-    """Return the fastest fetcher for `dataset` with the same result as `collate` of single samples."""
+    """Return the fastest object that fetches microbatches equal to collated samples of `dataset`."""
     if collate is None or collate is torch_default_collate:
         tensors = _tensors_behind(dataset)
         if tensors is not None:

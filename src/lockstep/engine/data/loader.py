@@ -41,8 +41,8 @@ class GlobalBatch:
     def ahead(self) -> Iterator[Any]:
         """Return an additional iterator over the microbatches, for `run.all_gather`.
 
-        Its iteration and the script's next one draw the same random numbers. An audit, which computes a
-        microbatch twice, takes place only in the script's iteration.
+        This iterator and the script's next iteration draw the same random numbers. An audit, which computes
+        a microbatch twice, takes place only in the script's iteration.
         """
         return self._pass(self._turn, audits=False)
 
@@ -112,7 +112,7 @@ class Loader:
     Attributes:
         number: index of the loader, in the order of `run.loader` calls.
         batch_size: samples per global batch; `None` with a batch sampler.
-        dataset: the dataset, as of a DataLoader.
+        dataset: the dataset that samples are taken from.
         sampler: the script's sampler, or batch sampler; `None` without one.
     """
 

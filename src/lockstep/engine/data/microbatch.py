@@ -32,7 +32,7 @@ class Microbatch(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Numbers of loader, epoch, loop, batch and replica, from which seeds follow on every layout."""
+        """Numbers of loader, epoch, loop, batch and replica, from which random seeds are derived."""
         return self[:5]
 
     @property
@@ -118,7 +118,7 @@ class Observer(Protocol):
     def takes(self, microbatch: Microbatch) -> bool:
         """Return whether the script gets this microbatch.
 
-        It may be one without samples, or the second computation that an audit compares with the first.
+        The script may not get a microbatch without samples, or an audit's second computation of one.
         """
 
     def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:

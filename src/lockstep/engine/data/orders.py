@@ -34,7 +34,7 @@ class DatasetOrder:
         return self.length
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in the epoch's loop number `round_`, from 0; uses constant memory."""
+        """Return the order of samples in loop `round_` (from 0) of an epoch; it takes constant memory."""
         if not self.shuffle:
             return Sequential(self.length)
         return Shuffled(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
@@ -42,9 +42,9 @@ class DatasetOrder:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOrder:
-    """The order in which the script's sampler yields samples, seeded alike on all ranks.
+    """The order in which the script's sampler, seeded alike on all ranks, yields samples.
 
-    It takes 8 bytes of memory per sample.
+    An order takes 8 bytes of memory per sample.
     """
 
     sampler: Any
@@ -59,7 +59,7 @@ class SamplerOrder:
         return len(self.sampler)
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in the epoch's loop number `round_`, from 0, over the data.
+        """Return the order of samples in loop `round_` (from 0) over the data in an epoch.
 
         Raises:
             LoaderError: if the sampler yields a different number of indices than its length.
@@ -79,7 +79,7 @@ OrderSource = DatasetOrder | SamplerOrder
 
 
 def _seed(sampler: Any, key: int) -> None:
-    """Seed the generators of a sampler, and of the sampler inside a batch sampler."""
+    """Seed global random generators, and those of a sampler and of the one inside a batch sampler."""
     set_key(key)
     for part in (sampler, getattr(sampler, "sampler", None)):
         generator = getattr(part, "generator", None)
@@ -121,7 +121,7 @@ class FixedSize:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the global batches of the epoch's loop number `round_`, from 0, over the data."""
+        """Return the global batches of loop `round_` (from 0) over the data in an epoch."""
         order, size = self.orders.order(loader, epoch, round_), self.size
         length = len(order)
         return Drawn(order, lambda step: min(step * size, length))
@@ -129,7 +129,7 @@ class FixedSize:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatches:
-    """Global batches of the script's batch sampler, seeded so that all ranks draw the same batches."""
+    """Global batches from the script's batch sampler; a common seed makes them equal on all ranks."""
 
     sampler: Any
     seed: int
@@ -149,7 +149,7 @@ class SampledBatches:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
-        """Return the global batches of the epoch's loop number `round_`, from 0, over the data.
+        """Return the global batches of loop `round_` (from 0) over the data in an epoch.
 
         Raises:
             LoaderError: if the number of batches is not the sampler's length, or a batch is empty.

@@ -44,7 +44,7 @@ def _restore(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Return a context that restores the states of the global random generators at its end."""
+    """Return a context that, on exit, restores the global random generators' states from its entry."""
     states = _states()
     try:
         yield
@@ -53,10 +53,10 @@ def undisturbed() -> Iterator[None]:
 
 
 class Stream:
-    """A separate random state, which the global generators have while one part of the user's code runs.
+    """A separate state of the global random generators, set only while one part of user code runs.
 
-    An iterable dataset draws random numbers for every item, and the script draws between items; neither
-    changes the random numbers of the other.
+    An iterable dataset draws random numbers for every item, and the script draws between items. With a
+    `Stream` for the dataset, neither changes the random numbers of the other.
     """
 
     def __init__(self, key: int) -> None:
@@ -66,7 +66,7 @@ class Stream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Return a context whose body draws from this stream; at its end the generators are set back."""
+        """Return a context whose body draws from this stream; on exit the generators are set back."""
         with undisturbed():
             _restore(self._states)
             try:
@@ -113,7 +113,7 @@ class Generators:
 
 
 def set_generators(states: States) -> None:
-    """Set the global generators to `states`, which another process sent."""
+    """Set the global generators to `states` from another process; `None` leaves one unchanged."""
     cpu, numpy, python, device = states
     if cpu is not None:
         torch.set_rng_state(_bytes(cpu))

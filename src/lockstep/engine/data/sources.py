@@ -1,4 +1,4 @@
-"""`MapSource`, `StreamSource`: microbatches from map-style datasets and from iterable datasets."""
+"""`MapSource` and `StreamSource`: make microbatches from map-style and from iterable datasets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Audited = Callable[[int], int | None]
 
 
 def no_audit(_batch: int) -> int | None:
-    """Return `None`: without audits no replica of the batch is computed a second time."""
+    """Return `None`, for loops without audits: no replica's microbatch is computed a second time."""
     return None
 
 
@@ -82,7 +82,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class _KeyedStream(IterableDataset[Any]):
-    """Wraps an iterable dataset to seed generators, anew for each loop, in the process that reads it."""
+    """Wraps an iterable dataset; each iteration first seeds the reading process's generators by `key`."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
@@ -104,7 +104,7 @@ class _Requests:
 
 
 class _Fetched(Dataset[Any]):
-    """Dataset for a DataLoader whose items are whole microbatches; an index is a `FetchRequest`."""
+    """Dataset for a DataLoader; its items are whole microbatches, and its indices are `FetchRequest`s."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -117,7 +117,7 @@ class _Fetched(Dataset[Any]):
 
 
 class MapSource:
-    """Source of microbatches from a map-style dataset, whose samples have positions in an epoch's order."""
+    """Source of microbatches from a map-style dataset, in an order of samples drawn for each loop."""
 
     def __init__(
         self,
@@ -186,9 +186,9 @@ class MapSource:
     ) -> Iterator[Any]:
         """Compare samples of the first batch with other ranks; return an iterator of `requests`' data.
 
-        DataLoader workers fetch these samples, too, so that this process does not use the dataset.
-        `drawn`: the loop's global batches. `numbers`: those of loader, epoch, loop and first batch, and -1
-        for a replica; random seeds follow from them. `compare`: compares named checksums with other ranks.
+        If there are DataLoader workers, they fetch these samples, too, so that this process does not use
+        the dataset. `drawn`: the loop's global batches. `numbers`: of loader, epoch, loop and first batch,
+        then -1 for no replica; seeds are derived from them. `compare`: compares named checksums.
         """
         batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
         some = np.unique(batch[[0, len(batch) // 2, -1]])
@@ -231,8 +231,8 @@ def split_batch(
 ) -> list[Microbatch]:
     """Divide the samples `indices` of a global batch over replicas; return this rank's microbatches.
 
-    `numbers`: those of loader, epoch, loop and batch. `audited`: replica whose microbatch is computed once
-    more, to compare its bits, and is returned first; `None` for none.
+    `numbers`: of loader, epoch, loop and batch. `audited`: replica of which an additional microbatch is
+    returned first, to be computed twice in an audit that compares the bits; `None` for no audit.
     """
     microbatches, total = [], len(indices)
     extra = [] if audited is None else [audited]

@@ -1,4 +1,4 @@
-"""`Exchange`: base class of sums of gradients over ranks; `Forest`: the order of their additions."""
+"""`Exchange`: base class of methods that sum gradients over ranks; `Forest`: the order of additions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sum = torch.futures.Future[torch.Tensor]
 
 
 def future_on(device: torch.device) -> Sum:
-    """Return an incomplete future for a sum on `device`."""
+    """Return a new, uncompleted future whose result will be a tensor on `device`."""
     return torch.futures.Future(devices=None if device.type == "cpu" else [device])
 
 
@@ -31,16 +31,16 @@ def done(value: torch.Tensor) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The sums that each rank makes of its replicas' gradients, and how they are added to one sum.
+    """Order in which gradients of all replicas are added: first within each rank, then over ranks.
 
-    The reduction tree fixes the order in which gradients of replicas are added. A rank adds those of its
-    replicas as far as the tree allows: one sum for each maximal node, which is a largest subtree with
+    A binary tree over replicas (reduction tree) fixes the order. A rank adds the gradients of its replicas
+    as far as the tree allows: one partial sum for each maximal node, which is a largest subtree with
     replicas of this rank alone.
 
     Attributes:
         counts: number of maximal nodes of each rank, in rank order.
-        merges: how to add the maximal nodes in the order of the tree. They are pushed on a stack in rank
-            order; after node i, the two topmost entries are replaced by their sum, `merges[i]` times.
+        merges: how to add the sums of the maximal nodes. They are pushed on a stack in rank order; after
+            the i-th push the two topmost entries are replaced by their sum, `merges[i]` times.
         blocks: the replicas of each rank, in rank order.
         replicas: number of replicas of the run.
     """
@@ -58,22 +58,22 @@ class Forest:
 
     @staticmethod
     def over(blocks: Iterable[range], replicas: int, rank: int) -> Forest:
-        """Return rank `rank`'s `Forest` (order of additions) if rank i has the replicas `blocks[i]`."""
+        """Return rank `rank`'s `Forest` (order of additions) if rank i hosts the replicas `blocks[i]`."""
         blocks = tuple(blocks)
         per_rank = [nodes(own, replicas) for own in blocks]
         counts, _ = merges([node for own in per_rank for node in own], replicas)
         return Forest(rank, tuple(map(len, per_rank)), tuple(counts), blocks, replicas)
 
     def within(self, ranks: range) -> Forest:
-        """Return the `Forest` (order of additions) of sums over neighbouring ranks, this one among them."""
+        """Return the `Forest` (order of additions) of sums over `ranks` alone, which include this rank."""
         return Forest.over(
             self.blocks[ranks.start : ranks.stop], self.replicas, self.rank - ranks.start
         )
 
     def between(self, hosts: Sequence[range]) -> Forest:
-        """Return the `Forest` (order of additions) for a sum over hosts that have summed their replicas.
+        """Return the `Forest` (order of additions) in which each host counts as one rank.
 
-        `hosts`: the ranks of each host.
+        `hosts`: the ranks of each host, which has the replicas of all its ranks.
         """
         blocks = [range(self.blocks[h[0]].start, self.blocks[h[-1]].stop) for h in hosts]
         (own,) = (number for number, host in enumerate(hosts) if self.rank in host)
@@ -86,23 +86,23 @@ class Forest:
 
     @property
     def own(self) -> int:
-        """Number of this rank's sums over its replicas, which are then added over ranks."""
+        """Number of partial gradient sums that this rank adds to the sum over all ranks."""
         return self.counts[self.rank]
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add all ranks' tensors `parts` (sums over replicas, in rank order) into new memory; return it."""
+        """Return the total of `parts`, all ranks' partial sums in rank order; leave `parts` unchanged."""
         (root,) = fold(parts, self.merges, torch.add)
         return root
 
     def sum_in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add all ranks' tensors `parts` (sums over replicas, in rank order) into the first; return it."""
+        """Return the total of `parts`, all ranks' partial sums in rank order; it overwrites the first."""
         (root,) = self.fold_in_place(parts)
         return root
 
     def fold_in_place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add `parts`, ranks' sums over replicas, in place as far as the tree allows; return the results.
+        """Add `parts`, partial sums of ranks, in place as far as the tree allows; return the results.
 
-        Several results remain if sums of further ranks lie between them in the order of additions.
+        Several results remain where the order of additions needs a sum of a rank outside this forest.
         """
         return fold(parts, self.merges, torch.Tensor.add_)
 
@@ -145,24 +145,24 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for a bucket's tree nodes (sums over this rank's replicas), one flat tensor each.
+        """Return flat tensors that the caller fills with this rank's partial sums (over its replicas).
 
         Args:
-            bucket: a flat tensor of gradients, with the size, type and device of a node.
-            extra: number of additional elements at the end of each node.
+            bucket: a flat tensor of gradients; each returned tensor has its size, type and device.
+            extra: number of additional elements at the end of each returned tensor.
         """
 
     @abc.abstractmethod
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future.
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
 
         Args:
-            slots: the filled memory that `slots()` returned.
+            slots: the tensors that `slots()` returned, filled.
             last: whether this is the last bucket of a backward pass.
             place: number of the batch; some exchanges compare it between ranks (`compares_batches`).
 
         Raises:
-            PeerError: if another rank has ended, or is in another call.
+            PeerError: if another rank has ended, or is in a different call.
         """
 
     def close(self) -> None:  # noqa: B027 - only some exchanges need it
@@ -171,7 +171,7 @@ class Exchange(abc.ABC):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An exchange, such as PowerSGD, whose sums depend on earlier steps and on the parameters' shapes."""
+    """Interface of exchanges (PowerSGD) whose sums depend on earlier steps and on parameters' shapes."""
 
     name: str
 
@@ -182,4 +182,4 @@ class Stateful(Protocol):
         """Return the state of the exchange for checkpoints, equal on all ranks."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state` returned."""
+        """Load a state that `state()` returned earlier, from a checkpoint."""

@@ -14,7 +14,7 @@ from lockstep.registry import EXCHANGES, resolve
 
 
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
-    """Return the name of the exchange to use: `wanted`, or for `auto` that of the fastest exact one.
+    """Return the name of the exchange to use: `wanted`, or the fastest exact one for `auto`.
 
     Raises:
         UsageError: for an exchange that does not exist, or that does not work with these ranks.

@@ -1,7 +1,7 @@
 """Compressed exchanges: gradients are sent in fewer bits, or as matrices of lower rank.
 
-A rank that hosts several replicas adds their gradients before it sends them. The additional elements of the
-last bucket, such as flags of parameters in use, are sent uncompressed.
+A rank that hosts several replicas adds their gradients before it sends the sum. Additional elements at the
+end of the last bucket, such as flags of parameters in use, are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.engine.exchange.tree import GroupWire, TreeExchange, Wire, Work
 
 
 class CompressedExchange(Exchange):
-    """Base class of exchanges that sum buckets over all ranks approximately."""
+    """Base class of exchanges that compress gradients to send less; their sums are approximate."""
 
     exact = False
 
@@ -35,7 +35,7 @@ class CompressedExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for the sums over this rank's replicas; for a single sum, the bucket itself."""
+        """Return tensors for this rank's partial sums; `[bucket]` for one sum without `extra` elements."""
         self._extra = extra
         if self._own == 1 and not extra:
             return [bucket]
@@ -43,7 +43,7 @@ class CompressedExchange(Exchange):
         return [self._scratch.take(bucket, size) for _ in range(self._own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
         whole, *others = slots
         for node in others:
             whole.add_(node)

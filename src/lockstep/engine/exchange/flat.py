@@ -1,6 +1,6 @@
 """Layout of gradients in a flat tensor, as in a bucket of DistributedDataParallel.
 
-Gradients follow each other. A gradient has the strides of its parameter (such as channels last), or
+Gradients lie one after the other. A gradient has the strides of its parameter (such as channels last), or
 contiguous strides if the parameter has gaps or overlaps in memory. A complex number is two real elements.
 The layout is that of `Reducer::initialize_bucket_views` (torch/csrc/distributed/c10d/reducer.cpp).
 """

@@ -1,11 +1,11 @@
 """`HalvingExchange`: all-reduce by recursive halving and doubling, in the order of the reduction tree.
 
-It sums over 2^k members (ranks of different hosts), if the replicas of each are one subtree, all of equal
-size. In round i a member exchanges half of its elements with the member whose number differs in bit i, and
-adds what it receives: the two members' sums belong to neighbouring subtrees. After k rounds each member has
-the total of one share of the elements, and in k more rounds all members get all shares. So 2 k messages
-replace the 2 (2^k - 1) of `TreeExchange`, with as many bytes (Thakur, Rabenseifner and Gropp 2005,
-"Optimization of collective communication operations in MPICH").
+It sums over 2^k members (ranks of different hosts), if the replicas of each member are one subtree, and all
+subtrees have equal size. In round i a member exchanges half of its elements with the member whose number
+differs in bit i, and adds what it receives: the two members' sums belong to neighbouring subtrees. After k
+rounds each member has the total of one share of the elements, and in k more rounds all members get all
+shares. So 2 k messages replace the 2 (2^k - 1) of `TreeExchange`, with as many bytes (Thakur, Rabenseifner
+and Gropp 2005, "Optimization of collective communication operations in MPICH").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.engine.layout.halving import is_possible
 
 
 class PairWire(Protocol):
-    """Interface of the messages between two of the ranks that sum gradients, numbered from 0."""
+    """Interface for messages between pairs of the ranks that sum gradients, numbered from 0."""
 
     @property
     def sent(self) -> int:
@@ -35,8 +35,8 @@ class PairWire(Protocol):
 class HalvingExchange(Exchange):
     """All-reduce over N ranks in 2 log2(N) rounds, whose additions are those of the reduction tree.
 
-    When the sum of a bucket (flat tensor of gradients) starts, the sums of earlier buckets advance by a
-    round; the last bucket waits for all. So all ranks send messages in the same order.
+    Each call of `start` begins the sum of a bucket (flat tensor of gradients), and advances the sums of
+    earlier buckets by a round; the last call waits for all sums. So all ranks send in the same order.
     """
 
     name = "tree"
@@ -56,7 +56,7 @@ class HalvingExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's sum over its replicas, of a size that can be halved every round."""
+        """Return one tensor for this rank's sum over its replicas, in memory that every round can halve."""
         size = bucket.numel() + extra
         padded = self._padded(size)
         if padded == bucket.numel():
@@ -67,7 +67,7 @@ class HalvingExchange(Exchange):
         return max(1, -(-numel // self._forest.size)) * self._forest.size
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots`, the sum over this rank's replicas, over all ranks; return a future."""
+        """Begin to add `slots`, this rank's single sum, over all ranks; return a future of the total."""
         (slot,) = slots
         future = future_on(slot.device)
         self._open.append(self._rounds(slot, future))

@@ -1,6 +1,6 @@
 """Exchange `tree` over several hosts: gradients are summed within each host first, then between hosts.
 
-In each host ranks sum the gradients of its replicas as far as the reduction tree allows, in shared memory
+The ranks of a host sum gradients of their replicas as far as the reduction tree allows, in shared memory
 (`shared_memory.py`). Each bucket is then cut into shares. Each of a host's first ranks sums one share with
 the ranks of other hosts that have the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H
 hosts, or 2 log2(H) for 8 hosts and more whose replicas are equal subtrees (`halving.py`). The
@@ -75,7 +75,7 @@ class MessageWire:
         return self._begin([part] * size, total.chunk(size))
 
     def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> _Messages:
-        """Begin to send `outgoing` to one of the ranks, by index, and to receive `incoming` from it."""
+        """Begin to send `outgoing` to rank `ranks[other]`, and to receive `incoming` from it."""
         rank = self._ranks[other]
         works = [
             dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG),
@@ -104,7 +104,7 @@ def find_hosts(group: dist.ProcessGroup) -> list[range]:
     """Return the ranks of each host, as ranges of neighbouring ranks; all ranks call this together.
 
     Ranks of different users count as different hosts. If shared memory is refused to any rank of the group,
-    each of its ranks counts as a host.
+    each rank counts as a host of its own.
     """
     numbers = [number for (number,) in gather_numbers([_host_number()], group)]
     if _REFUSED in numbers:
@@ -137,10 +137,10 @@ def _host_number() -> int:
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Return the exchange `tree`: if several hosts have several ranks, each host sums its gradients first.
+    """Return the exchange `tree`, which sums gradients within each host first, then between hosts.
 
-    Otherwise, and on accelerators, it is an all-to-all and an all-gather of the whole process group.
-    For 8 hosts and more whose replicas are equal subtrees it is recursive halving (`halving.py`).
+    On one host, with one rank per host, or on accelerators, all ranks of the process group sum directly.
+    On CPUs, 8 hosts and more whose replicas are equal subtrees use recursive halving (`halving.py`).
     """
     forest, group = context.forest, context.group
     if forest.size > 2 and not any(map(accelerator.holds, context.parameters)):

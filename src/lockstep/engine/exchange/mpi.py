@@ -33,10 +33,10 @@ _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Create the exchange over MPI.
+    """Return an exchange that sums gradients over MPI: a `PairExchange` or a `TreeExchange`.
 
     Raises:
-        WorldError: if MPI is missing, or has other ranks than the run.
+        WorldError: if MPI is missing, or has a different number of processes than the run.
     """
     forest, parameters = context.forest, context.parameters
     everyone = mpi.communicator(forest.rank, forest.size)
@@ -46,11 +46,11 @@ def build(context: ExchangeContext) -> Exchange:
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
-    """Check that this run can sum gradients over MPI: they are in CPU memory, and MPI works.
+    """Raise an error unless gradients can be summed over MPI: they are in CPU memory, and MPI works.
 
     Raises:
         UsageError: if gradients are not in CPU memory.
-        WorldError: if MPI is not installed, or has other ranks than the run.
+        WorldError: if MPI is missing, or has a different number of processes than the run.
     """
     if device != "cpu":
         raise UsageError(
@@ -62,7 +62,7 @@ def check(forest: Forest, *, one_host: bool, device: str) -> None:
 
 @contextlib.contextmanager
 def _mpi_errors() -> Iterator[None]:
-    """Return a context manager that turns MPI's exceptions into errors of Lockstep."""
+    """Return a context manager that turns MPI's exceptions into `PeerError` or `RunError`."""
     try:
         yield
     except mpi.library().Exception as error:
@@ -78,7 +78,7 @@ def _mpi_errors() -> Iterator[None]:
 
 
 class _Operation:
-    """A running MPI collective; keeps a reference to the memory, which MPI reads and writes."""
+    """A running MPI collective; keeps a reference to the tensors that MPI reads and writes."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -128,7 +128,7 @@ class PairExchange(Exchange):
         self._scratch = Scratch()
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for the sum over this rank's replicas: the bucket, unless `extra` is set."""
+        """Return one tensor for this rank's gradients: the bucket, or a longer one if `extra` is set."""
         return [self._scratch.take(bucket, bucket.numel() + extra) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:

@@ -26,20 +26,20 @@ class NativeExchange(Exchange):
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:
-        """Whether there is at most one addition per element, so that its order cannot matter."""
+        """Whether a sum over ranks is at most one addition per element, whose order cannot matter."""
         return forest.counts in ((1,), (1, 1))
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return buffers for sums over this rank's replicas, each by `extra` elements longer than `bucket`.
+        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`.
 
-        Without `extra` the last of them is `bucket` itself.
+        Without `extra` the last of the tensors is `bucket` itself.
         """
         size = bucket.numel() + extra
         others = [bucket.new_empty(size) for _ in range(self._forest.own - 1)]
         return [*others, bucket.new_empty(size) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
         *others, total = slots
         for node in others:
             total.add_(node)

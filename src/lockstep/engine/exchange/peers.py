@@ -1,11 +1,11 @@
-"""Sockets between the ranks of one host: messages about written buckets, detection of ended ranks.
+"""Sockets between the ranks of one host, to signal written buckets and to detect ended ranks.
 
 The kernel closes the sockets of a process that dies, so that the other ranks notice the death at once.
-Flags in the shared memory would not show it.
+Flags in shared memory would not show a death.
 
-The sockets have abstract addresses (unix(7)), which belong to the network namespace, as a host does. Files
-in a directory would not do: two containers on one network may not share one. No file permissions protect
-an abstract address, so each process asks the kernel for the user of the process at the other end.
+The sockets have abstract addresses (unix(7)), which all processes of a network namespace can reach. Socket
+files would need a common directory, which two containers on one network may not have. No file permissions
+protect an abstract address, so each process asks the kernel for the user of the process at the other end.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PeerSockets:
             return _Peer(rank, connection)
 
     def exchange_descriptors(self, descriptor: int) -> list[int]:
-        """Send this rank's file descriptor to all ranks of the host; return all ranks', in rank order."""
+        """Send a file descriptor to all ranks of the host; return one from each rank, in rank order."""
         for peer in self._peers:
             socket.send_fds(peer.socket, [b"fd"], [descriptor])
         received = {self.rank: os.dup(descriptor)}
@@ -120,8 +120,8 @@ class PeerSockets:
         """Tell all ranks of the host that this rank has written, or summed, its part of bucket `number`.
 
         Args:
-            kind: `WRITTEN`: its sums over replicas are in shared memory. `SUMMED`: so are the total sums of
-                the elements that this rank adds.
+            kind: `WRITTEN`: this rank's sums over its replicas are in shared memory. `SUMMED`: the totals
+                of the elements that this rank adds are in shared memory.
             number: number of the bucket, from 1.
             place: number of the batch, which the other ranks compare with theirs.
 
@@ -138,10 +138,10 @@ class PeerSockets:
     def all_signalled(self, kind: int, number: int, *, wait: bool) -> bool:
         """Return whether all ranks of the host have called `signal` with `kind` for bucket `number`.
 
-        `wait`: wait until they have.
+        `wait`: wait until all ranks have.
 
         Raises:
-            PeerError: if a rank has closed its socket before.
+            PeerError: if a rank has closed its socket without that call.
         """
         spins = self._spins if wait else 0
         while waiting := [peer for peer in self._peers if peer.latest[kind] < number]:
@@ -193,13 +193,13 @@ class PeerSockets:
         )
 
     def close(self) -> None:
-        """Close all sockets; a rank that still waits for this one raises `PeerError`."""
+        """Close all sockets; other ranks that still wait for this rank raise `PeerError`."""
         for peer in self._peers:
             peer.socket.close()
 
 
 def _name_of(store: dist.Store, rank: int) -> str:
-    """Wait for the address of the socket at which a rank listens, and return it."""
+    """Wait until `rank` has put the address of its socket into the store; return the address."""
     try:
         found = await_any(store, [[str(rank)]], _CONNECT_SECONDS)
         name = None if found is None else store.get(str(rank)).decode()

@@ -63,7 +63,7 @@ class Scattering:
 
 
 class TreeScatter:
-    """Reduce-scatter: each rank receives its share of every tensor, and adds shares in a fixed order.
+    """Reduce-scatter: each rank receives its share of all ranks' tensors, and adds in a fixed order.
 
     If each rank has one tensor (the sum over its replicas), as many bytes are sent as in a ring
     reduce-scatter. `group`: process group for this object alone, whose collectives run beside others.
@@ -85,7 +85,7 @@ class TreeScatter:
         return Outgoing(nodes, whole[:, own * share :], whole)
 
     def start(self, outgoing: Outgoing) -> Scattering:
-        """Begin the reduce-scatter of `outgoing`, already filled; on all ranks in the same order."""
+        """Begin the reduce-scatter of the filled `outgoing`; all ranks call this in the same order."""
         width = outgoing.notes.shape[1]
         share = (outgoing.whole.shape[1] - width) // self._forest.own
         shares = [count * share + width for count in self._forest.counts]

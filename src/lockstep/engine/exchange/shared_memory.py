@@ -37,7 +37,7 @@ class _Bucket:
     """A bucket (a flat tensor of gradients) that is being summed.
 
     Attributes:
-        number: how many buckets there were since the exchange was made, this one included.
+        number: number of the bucket, counted from 1 since the exchange was made.
         offset: position in bytes of its elements in each rank's memory.
         half: number of the half of the memory, 0 or 1, in which the bucket lies.
         last: whether it is the last bucket of a backward pass.
@@ -133,7 +133,7 @@ class SharedMemoryExchange(Exchange):
         )
 
     def _nodes(self, bucket: _Bucket, part: range) -> list[torch.Tensor]:
-        """Return the elements `part` of a bucket, from each tensor that a rank of this host has written."""
+        """Return elements `part` of each partial sum of a bucket that this host's ranks have written."""
         return [
             self._node(bucket, rank, node)[part.start : part.stop]
             for rank, count in enumerate(self._forest.counts)
@@ -141,7 +141,7 @@ class SharedMemoryExchange(Exchange):
         ]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return shared memory that the caller fills with tree nodes (sums over this rank's replicas)."""
+        """Return tensors in shared memory, which the caller fills with this rank's partial sums."""
         self._number += 1
         numel, future = bucket.numel() + extra, torch.futures.Future[torch.Tensor]()
         announced = _Bucket(self._number, self._offset, numel, bucket.dtype, self._half, future)
@@ -152,7 +152,7 @@ class SharedMemoryExchange(Exchange):
         return [self._node(announced, rank, node) for node in range(self._forest.own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"
         bucket.place, bucket.last = place, last
@@ -229,7 +229,7 @@ def _aligned(size: int) -> int:
 
 
 def shares_of(hosts: Sequence[range]) -> int:
-    """Return into how many shares hosts cut a bucket: one for each rank of the smallest host."""
+    """Return the number of shares that a bucket is cut into: the rank count of the smallest host."""
     return min(map(len, hosts))
 
 
@@ -251,7 +251,7 @@ def build(
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
-    """Raise an error if the ranks cannot share memory.
+    """Raise an error unless all ranks are on CPUs of one host, and so can share memory.
 
     Raises:
         UsageError: for ranks on several hosts, or on GPUs.

@@ -1,6 +1,6 @@
 """`TreeExchange`: all-reduce whose additions follow a fixed tree over replicas, so that sums are exact.
 
-It consists of an all-to-all, additions and an all-gather; torch or MPI sends the messages.
+The all-reduce consists of an all-to-all, additions and an all-gather; torch or MPI sends the messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Wire(Protocol):
 
 
 class GroupWire:
-    """Collective operations of a process group: Gloo, NCCL or another backend."""
+    """Collectives for the tree exchange, by a process group's backend, such as Gloo or NCCL."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -91,7 +91,7 @@ class _Pending:
 class TreeExchange(Exchange):
     """All-reduce in which each rank sums one share of every bucket, in the order of the reduction tree.
 
-    Each rank sends as many bytes as in a ring all-reduce, if it has one sum over its replicas to send.
+    Each rank sends as many bytes as in a ring all-reduce, if it has a single sum over its replicas to send.
     Operations of neighbouring buckets overlap; all ranks begin them in the same order.
     """
 
@@ -112,7 +112,7 @@ class TreeExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for this rank's tree nodes (sums over its replicas), padded for equal shares."""
+        """Return tensors for this rank's partial sums, in memory padded to equal shares for all ranks."""
         size, own = bucket.numel() + extra, self._forest.own
         padded = self._share(size) * self._forest.size
         if own == 1 and padded == bucket.numel():
@@ -121,7 +121,7 @@ class TreeExchange(Exchange):
         return [memory[i, :size] for i in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to sum `slots`, the sums over this rank's replicas, over all ranks; return a future."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
         future = future_on(slots[0].device)
         with self._side.after(slots):  # so that the backward pass goes on while buckets are awaited
             scattered = self._scatter(slots, future)

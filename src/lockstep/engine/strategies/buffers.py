@@ -1,4 +1,4 @@
-"""Synchronization of buffers, such as BatchNorm's running statistics: all ranks take the first replica's.
+"""Synchronization of buffers, such as BatchNorm's running mean: all ranks take the values of replica 0.
 
 A replica is one of the data-parallel workers that a run computes, one or several on each rank. Every
 replica starts a step from equal buffers, as with DistributedDataParallel's `broadcast_buffers`. Here the
@@ -52,7 +52,7 @@ class Buffers:
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """Find the submodules with buffers again, if the number of buffers has changed (by pruning)."""
+        """Update the list of submodules with buffers, if the number of buffers has changed (by pruning)."""
         count = sum(map(len, self._owners))
         if count != self._count:
             self._count = count
@@ -101,8 +101,8 @@ class Buffers:
     def next_replica(self) -> None:
         """Set the buffers to their values at the beginning of the batch, for this rank's next replica.
 
-        On the rank that computes the run's replica 0, first keep a copy of the buffers of this replica: all
-        ranks take them at the end of the batch.
+        On the rank that computes the run's replica 0, first keep a copy of this replica's buffers, which
+        all ranks take at the end of the batch.
         """
         self._check_shapes()
         if not self.dirty or self._start is None:
@@ -176,7 +176,7 @@ class Buffers:
 
 
 def _difference(module: nn.Module, before: list[torch.Size]) -> str:
-    """Return a description of the first buffer of `module` whose shape is not the one in `before`."""
+    """Return text that says which buffers `module` lost, got or reshaped since the shapes `before`."""
     own, name = list(module.named_buffers()), type(module).__name__
     if len(own) < len(before):
         return f"{name} lost {len(before) - len(own)} of its {len(before)} buffers"
@@ -204,7 +204,7 @@ def broadcast_model(module: nn.Module, group: dist.ProcessGroup) -> None:
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Broadcast rank 0's `tensors` to the `tensors` of the other ranks, with one message per device.
 
-    The devices of a module may differ between ranks; their number and order do not.
+    The devices of `tensors` may differ between ranks, but not the number and order of devices.
     """
     for same_device in by_device(tensors):
         parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in same_device]

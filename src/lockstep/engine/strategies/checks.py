@@ -72,11 +72,11 @@ def check(
 def taken_by(
     strategy: StrategyEntry, settings: Mapping[str, Any], *, exact: bool, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Return those of the keywords of `run.model` that the strategy's function `check` gets.
+    """Return the keywords of `run.model` that are to be passed to the strategy's function `check`.
 
     Keywords of other strategies are left out, so that one script runs with all strategies. With `pipeline`
-    and `tensor` the strategy's own keywords are left out, too, since `check` is that of DDP. Keywords that
-    no strategy has, and those of DDP with a forbidden value, remain, so that `check` raises an error.
+    and `tensor` the strategy's own keywords are left out, too, since their `check` is the one for DDP.
+    Keywords that no strategy has, and DDP keywords with a forbidden value, remain: `check` refuses them.
 
     `settings`: the keywords given to `run.model`. `is_trained`: whether the model has trainable parameters.
 
@@ -150,8 +150,8 @@ def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[s
 def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether the keyword `name` of `run.model` needs no check.
 
-    None is needed for a keyword of an exchange, or for one of DDP whose value is allowed: DDP's default is,
-    and for most keywords any other value, too.
+    A keyword of an exchange needs no check. A keyword of DDP needs none if it has DDP's default value, or
+    is neither in `REFUSED` nor in `INEXACT`.
     """
     if name in EXCHANGES.keywords():
         return True
@@ -166,7 +166,7 @@ def _is_default(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _check_devices(settings: dict[str, Any], device: torch.device) -> None:
-    """Raise a `ModelError` for `device_ids` other than the rank's GPU; on the CPU for any `device_ids`."""
+    """Raise a `ModelError` if `device_ids` is not this rank's GPU, or is given in a run on the CPU."""
     ids = [index_of(one) for one in settings.get("device_ids") or ()]
     if device.type == "cpu":
         given = [
@@ -207,7 +207,7 @@ def named_buffers_of_own(settings: Mapping[str, Any]) -> str | None:
 
 
 def refuse_sparse(module: nn.Module) -> None:
-    """Raise a `ModelError` if an embedding has sparse gradients: their order of sums is not fixed."""
+    """Raise a `ModelError` if an embedding has sparse gradients, which are added in no fixed order."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ModelError(
@@ -218,7 +218,7 @@ def refuse_sparse(module: nn.Module) -> None:
 
 
 def refuse_unconverted(module: nn.Module) -> None:
-    """Raise a `ModelError` if a layer is PyTorch's SyncBatchNorm; `run.sync_batchnorm` would replace it."""
+    """Raise a `ModelError` if a layer is PyTorch's SyncBatchNorm, which `run.sync_batchnorm` replaces."""
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ModelError(

@@ -98,7 +98,7 @@ class ReplicatedModel(WrappedModel):
         self._reducer.begin_backward()
 
     def _check_order(self) -> None:
-        """Raise a `ModelError` if the strides of a parameter have changed since DDP made its buckets."""
+        """Raise a `ModelError` if a parameter's memory order has changed since DDP made its buckets."""
         now = [p.stride() for p in self.parameters]
         if now == self._strides:
             return
@@ -135,7 +135,7 @@ class ReplicatedModel(WrappedModel):
         self._reducer.rebuild_buckets()
 
     def _complete_buckets(self) -> None:
-        """Give parameters that the loss did not use gradients of zeros, for which DDP's buckets wait."""
+        """Give zero gradients to parameters that the loss did not use: DDP's buckets wait for them."""
         self._unused = {i for i, p in enumerate(self.parameters) if p.grad is None}
         if not self._unused:
             return
@@ -157,7 +157,7 @@ class ReplicatedModel(WrappedModel):
         return done(buffer)
 
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
-        """Start to sum the `gradients` of one bucket over all ranks.
+        """Begin to sum the `gradients` of one bucket over all ranks; return a future of the total.
 
         With the `last` bucket, `_notes` more elements are sent: the batch's number, and which parameters
         are used.
@@ -181,8 +181,8 @@ class ReplicatedModel(WrappedModel):
     def _notes(self) -> int:
         """Number of elements sent after the last bucket of gradients.
 
-        These are the batch's number, to compare it between ranks, and for each parameter whether the loss
-        used it.
+        The elements are the batch's number, to compare it between ranks, and for each parameter whether
+        the loss used it.
         """
         return self._place_bytes + (len(self.parameters) if self._finds_unused else 0)
 
@@ -240,12 +240,12 @@ class ReplicatedModel(WrappedModel):
         return self._parts[places]
 
     def extras(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beyond `state_dict`s, such as PowerSGD's error feedback."""
+        """Return what a checkpoint needs beyond `state_dict`s, such as PowerSGD's number of steps."""
         exchange, extras = self._stateful, super().extras()
         return extras if exchange is None else {**extras, exchange.name: exchange.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load the state that `extras` returned, such as PowerSGD's error feedback."""
+        """Load a result of `extras()` from a checkpoint, such as PowerSGD's number of steps."""
         super().load_extras(extras)
         # A run may be resumed with another exchange.
         exchange = self._stateful
@@ -253,7 +253,7 @@ class ReplicatedModel(WrappedModel):
             exchange.load(extras[exchange.name])
 
     def ends(self) -> dict[str, int]:
-        """Return how many bytes of gradients this rank has "sent"; empty if they were not counted."""
+        """Return the bytes of gradients that this rank has sent, as `{"sent": …}`; `{}` if not counted."""
         return {} if self._exchange.sent is None else {"sent": self._exchange.sent}
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class ReplicatedModel(WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ReplicatedModel:
-    """Wrap `module`, a copy on each rank, with the run's exchange, which sums gradients over ranks."""
+    """Return `module`, which every rank has, as a model whose gradients the run's exchange sums."""
     assert context.group is not None
     exchange = make(
         context.exchange,

@@ -49,8 +49,8 @@ class DDPReducer:
     def begin_backward(self) -> None:
         """Prepare DDP's reducer for the next backward pass, whose gradients are to be summed over ranks.
 
-        DDP itself does so in each forward pass, even if the output is detached (a generator's output in a
-        GAN). Then gradients of another backward pass would be summed.
+        DDP prepares its reducer in each forward pass, even if the output is detached (a generator's output
+        in a GAN), and would then sum the gradients of a different backward pass.
         """
         self._ddp.reducer.prepare_for_backward([])
 
@@ -61,9 +61,9 @@ class DDPReducer:
             _Callback.run(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
 
     def rebuild_buckets(self) -> None:
-        """Rebuild DDP's buckets in the order in which gradients were computed first; collective.
+        """Rebuild DDP's buckets in the order in which the first backward pass made gradients; collective.
 
-        DDP would do so in the next forward pass, where the watchdog would not report a missing rank.
+        DDP would rebuild them in the next forward pass, where the watchdog would not report a missing rank.
         """
         self._ddp.reducer._rebuild_buckets()
 

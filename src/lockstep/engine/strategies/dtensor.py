@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes this rank's parts of `tensors` have; tensors on the device `meta` have none."""
+    """Return the total bytes of this rank's parts of `tensors`; a tensor on the device `meta` has none."""
     own = map(local, tensors)
     return sum(part.numel() * part.element_size() for part in own if not part.is_meta)
 
@@ -35,7 +35,7 @@ def part_of(value: Any, like: Any) -> Any:
     """Return `value` as a `DTensor` that is sharded over ranks as the `DTensor` `like` is.
 
     `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values,
-    and tensors of a different shape than `like`, are returned unsharded; so is `value` if `like` is no
+    and tensors of a different shape than `like`, are returned unsharded; so is `value` if `like` is not a
     `DTensor`.
     """
     if not isinstance(value, torch.Tensor | Stored):
@@ -104,7 +104,7 @@ _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 def check_updates(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Raise an `ExactnessError` if the optimizer's updates depend on how parameters are sharded.
 
-    They do if an update uses whole tensors, or rounds an element by its position in memory.
+    Updates depend on it if they use whole tensors, or round an element by its position in memory.
     """
     name = type(optimizer).__name__
     where = "with strategy=fsdp it sees shards, so the result would depend on the layout"

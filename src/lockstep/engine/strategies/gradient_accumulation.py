@@ -69,7 +69,7 @@ class GradientAccumulation:
 
     @property
     def pending_merges(self) -> int:
-        """Number of earlier partial sums to which the next call of `push` adds the replica's gradients."""
+        """Number of latest partial sums that the next call of `push` merges with its argument."""
         return self._merges[self._collected]
 
     @property
@@ -81,7 +81,7 @@ class GradientAccumulation:
         """Raise a `StepError` if some of this rank's replicas had a backward pass and others had none.
 
         Each replica could be on its own rank, and ranks that sum gradients would wait for the missing one.
-        `expected`: how many of this rank's replicas may have no gradients at this time.
+        `expected`: allowed values of `missing`, the number of this rank's replicas without gradients.
         """
         if self.missing not in expected:
             raise StepError(

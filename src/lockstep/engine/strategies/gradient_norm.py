@@ -27,7 +27,7 @@ def each_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch
 
 @torch.no_grad()
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the total norm of all gradients, computed from each one's norm in the order of parameters."""
+    """Return the total norm of gradients, computed from `norms`, one per gradient in parameter order."""
     if not norms:
         return torch.tensor(0.0)
     together = torch.stack([norm.to(norms[0].device) for norm in norms])

@@ -39,7 +39,7 @@ class ModelContext:
         number: index of the model among the models of the run, from 0.
         block: the replicas (data-parallel workers of the run) that this rank computes.
         replicas: number of replicas on all ranks.
-        forest: which sums over replicas each rank in `group` has, and the order in which these are added.
+        forest: order in which gradients of replicas are added, within each rank and over `group`.
         group: the ranks that hold the same part of the model; `None` for a single rank.
         mesh: torch's DeviceMesh of all ranks, with dimensions `data` and `model`; `None` where each rank
             holds a whole model.
@@ -94,9 +94,9 @@ class ModelContext:
         return self._collective("the gathering of parameters")
 
     def gathering_in_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager for gathering parameters in `run.backward`.
+        """Return a context manager inside of which `run.backward` gathers parameters from other ranks.
 
-        If a rank waits too long for others in it, the watchdog ends the run.
+        If this rank waits too long for other ranks, the watchdog ends the run.
         """
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks)
 

@@ -36,7 +36,7 @@ class SpreadModel(WrappedModel):
         self._reducer, self._warn = reducer, context.warn
 
     def _accumulate(self, gradients: Gradients, microbatch: Microbatch) -> Gradients | None:
-        """Add a replica's gradients; after the rank's last one return the sum over ranks, else `None`."""
+        """Add one replica's gradients; after this rank's last, return the total over ranks, else `None`."""
         self.accumulation.push(gradients)
         if not microbatch.last:
             return None
@@ -44,7 +44,7 @@ class SpreadModel(WrappedModel):
         return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
 
     def _warn_of_draws(self, where: str) -> None:
-        """Warn once that random numbers, as of dropout, depend on how the model is divided over ranks.
+        """Mark the model as approximate and warn, once: its random draws depend on its split over ranks.
 
         `where`: part of the message: how random numbers are drawn, such as "on each rank for its part".
         """

@@ -31,7 +31,7 @@ def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict`; tensors keep their saved types, which torch 2.13 casts to the parameters' type.
+    """Load a `state_dict` into an optimizer; tensors keep their saved types, which torch may cast.
 
     `param_groups` and `state` remain the same objects, since two optimizers may share them.
     """
@@ -97,7 +97,7 @@ def capture_extras(optimizer: Optimizer, others: Collection[int] = ()) -> dict[s
 
 
 def load_extras(optimizer: Optimizer, extras: Mapping[str, Any]) -> None:
-    """Restore the optimizer's attributes and inner optimizers from what `capture_extras` returned."""
+    """Restore the optimizer's attributes and inner optimizers from a result of `capture_extras`."""
     for name, one in _inner(optimizer):
         if name in extras.get("inner", {}):
             saved = extras["inner"][name]
@@ -150,9 +150,9 @@ def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
 
 
 def _into(now: Any, saved: Any, device: torch.device) -> Any:
-    """Restore the value `saved`, in place of the current value `now` if the types are equal; return it.
+    """Return the restored value `saved`, written into the current value `now` where types allow this.
 
-    `device`: where a tensor is put that replaces `now`.
+    `device`: device of a new tensor, if `now` cannot take the value.
     """
     if isinstance(saved, torch.Tensor):
         if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):

@@ -1,6 +1,6 @@
-"""Search for modules that draw random numbers or compute statistics of a batch.
+"""Detection of modules that draw random numbers or compute statistics of a batch.
 
-Results of such modules depend on how a model or a batch is divided.
+Results of such modules depend on how a model or a batch is divided over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a submodule is of a class of torch that draws random numbers in training, such as dropout."""
+    """Whether a submodule is a torch layer that draws random numbers in training, such as dropout."""
     return any(map(_draws, module.modules()))
 
 

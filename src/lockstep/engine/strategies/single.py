@@ -1,4 +1,4 @@
-"""Strategy `single`, for runs with one rank; also models without trainable parameters, in any run."""
+"""Strategy `single` for one rank, and `FrozenModel` for models without trainable parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SingleModel(WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, _settings: dict[str, Any]) -> SingleModel:
-    """Wrap a model in a run with a single rank; the keywords of DistributedDataParallel have no effect."""
+    """Return `module` as the model of a run with one rank, where keywords of DDP have no effect."""
     return SingleModel(module, context)
 
 

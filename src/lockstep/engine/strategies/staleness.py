@@ -101,10 +101,10 @@ class Versions:
             self._kept[id(parameter)].versions.append(value)
 
     def drop(self, parameters: Iterable[nn.Parameter], *, coming: int = 0) -> None:
-        """Drop the oldest stored values of `parameters`, as many as are too many for the staleness.
+        """Drop the oldest stored values of each of `parameters`, so that at most `staleness + 1` remain.
 
-        `coming`: number of newer values that were requested from parameter servers and not received yet.
-        With them, `staleness + 1` values of each parameter remain.
+        `coming`: number of newer values that were requested from parameter servers and not received yet;
+        they count among the `staleness + 1`.
         """
         for parameter in parameters:
             versions = self._kept[id(parameter)].versions
@@ -112,7 +112,7 @@ class Versions:
                 versions.popleft()
 
     def count(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return how many versions of each parameter are stored; `parameters`: those of one optimizer."""
+        """Return how many versions of each parameter are stored; `parameters` are one optimizer's."""
         kept = self._kept.get(id(parameters[0]))
         return 0 if kept is None else len(kept.versions)
 
@@ -164,7 +164,7 @@ class Versions:
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return all older values of parameters, by age and parameter name; `state_dict` has the newest."""
+        """Return older values of parameters, by age and parameter name; the newest are in `state_dict`."""
         older: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             kept = self._kept.get(id(parameter))
@@ -175,7 +175,7 @@ class Versions:
         return {"older": older, "shows_newest": shows_newest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned; the newest version must already be in the parameters."""
+        """Load a result of `state()`; the parameters must have their newest values already."""
         self.forget()
         if not state["older"]:
             return

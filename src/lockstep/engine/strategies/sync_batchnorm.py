@@ -31,7 +31,7 @@ class Ranks:
     """The ranks whose BatchNorm statistics are merged.
 
     `counts`: returns whether this rank's current samples enter the statistics. They do not if the rank's
-    share of the batch is empty: then it computes a repeated sample, with weight 0.
+    share of the batch is empty: then the rank computes a repeated sample, with weight 0.
     """
 
     def __init__(

@@ -80,14 +80,14 @@ class TensorModel(CutState, SpreadModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> TensorModel:
-    """Shard `module` by torch's `parallelize_module` over the ranks that hold one model together.
+    """Shard `module` by `parallelize_module` over the ranks that hold it together; return it wrapped.
 
     `settings`: keywords of `run.model`. `plan` is a dictionary with a `ParallelStyle` for each submodule to
     shard.
 
     Raises:
         UsageError: without `plan`.
-        ModelError: for a `plan` with other submodules than the model, or that torch cannot apply to it.
+        ModelError: for a `plan` with submodules that the model lacks, or that torch cannot apply.
         ExactnessError: with `exact`, since sums over parts of a matrix are rounded differently.
     """
     assert context.mesh is not None
@@ -153,7 +153,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the placements of its parameter; autograd returns some as partial sums."""
+    """Return a gradient with its parameter's placements, since autograd may return partial sums."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return placed

@@ -24,7 +24,7 @@ class UntrainedModule:
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether a submodule that changes buffers in forward passes, as BatchNorm, is in training mode."""
+        """Whether a submodule that changes buffers in forward passes (BatchNorm) is in training mode."""
         return self._buffers.are_trained
 
     def _before_forward(self) -> None:
@@ -45,7 +45,7 @@ class UntrainedModule:
         """Synchronize buffers after a microbatch, one replica's share of a batch.
 
         `left`: whether `break` or an exception has ended the loop's body. Then `finish_buffers`
-        synchronizes them later.
+        synchronizes the buffers later.
         """
         self._watching = False
         if microbatch.audit:

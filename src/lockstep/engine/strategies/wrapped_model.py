@@ -236,7 +236,7 @@ class WrappedModel(abc.ABC):
         self._interrupted = True  # until gradients have been summed
 
     def _drop_old_gradients(self) -> None:
-        """Set an earlier batch's gradients to `None`; if nonzero, `check_gradients` raises an error."""
+        """Set an earlier batch's gradients to `None`; note nonzero ones: `check_gradients` refuses them."""
         old = [parameter for parameter in self.parameters if parameter.grad is not None]
         mixed = [p for p in old if id(p) in self.optimized]
         if mixed:  # zero_grad(set_to_none=False) leaves zeros
@@ -318,7 +318,7 @@ class WrappedModel(abc.ABC):
         return True
 
     def check_gathering(self) -> None:  # noqa: B027 - only FSDP gathers
-        """Raise an error unless all ranks are about to gather the tensors of `state`; collective."""
+        """Raise an error unless all ranks are about to gather the whole model's tensors; collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's `state_dict`; tensors of which each rank holds a part are `DTensor`s."""
@@ -338,12 +338,12 @@ class WrappedModel(abc.ABC):
         return {} if self.versions is None else {"versions": self.versions.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load the state that `extras` returned; called after `load`."""
+        """Load a result of `extras()` from a checkpoint; called after `load`."""
         if self.versions is not None and "versions" in extras:
             self.versions.load(extras["versions"])
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients that no optimizer step has used yet, by parameter name; for a single replica.
+        """Return gradients that no optimizer step has used yet, by parameter name, for a checkpoint.
 
         With several replicas no gradients remain at the time of a checkpoint: the result is empty.
         """
@@ -365,7 +365,7 @@ class WrappedModel(abc.ABC):
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's `state_dict` for the whole model; a rank with a part loads its entries."""
+        """Load an optimizer's `state_dict` of the whole model; each rank loads entries of its own part."""
         optimizer_state.load(optimizer, state)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - only some need it
@@ -381,7 +381,7 @@ class WrappedModel(abc.ABC):
         return total_norm(each_norm(gradients, norm_type), norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradients of `parameters`, whose total norm is `norm`, to at most `max_norm`."""
+        """Scale the gradients of `parameters` from total norm `norm` to at most `max_norm`."""
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
@@ -395,7 +395,7 @@ class WrappedModel(abc.ABC):
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
     def ends(self) -> dict[str, int]:
-        """Return how many bytes this rank has "sent" and "received" for the model in the whole run."""
+        """Return the bytes that this rank has "sent" and "received" for the model; `{}` if not counted."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - only some have an exchange

@@ -58,7 +58,8 @@ def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run
         raise UsageError(
             f"{resume}: there is no unfinished run of {what} in {where}; expected one with a checkpoint, "
             "which no launch uses",
-            hint=f"without {resume} a new run begins; {run_dir}DIR continues the run in DIR",
+            hint=f"without {resume} a new run begins; {run_dir}DIR continues the run in DIR; a run writes "
+            "its first checkpoint after 600 s, unless --checkpoint-every or run.save says otherwise",
         )
     return found[0].directory
 

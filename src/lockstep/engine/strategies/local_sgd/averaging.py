@@ -161,9 +161,9 @@ def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
 
 
 def _describe(key: str, value: Any) -> _Description:
-    """Return shape, type and value of an entry of an optimizer's state; of a float tensor no value.
+    """Return `[shape, type, value]` of an optimizer's state entry; `value` is `None` for a float tensor.
 
-    `key`: name of the value. A value that cannot be described raises a `ModelError`.
+    `key`: name of the entry. A value that cannot be described raises a `ModelError`.
     """
     if isinstance(value, torch.Tensor):
         shape, kind = list(value.shape), str(value.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """`LocalModel`: each rank steps independently; after some steps the ranks average their parameters.
 
-For connections that are too slow to sum gradients in every step. Each rank steps on its own share of the
-global batch, so the result depends on the number of ranks. With equally many ranks, results have equal
+Meant for connections that are too slow to sum gradients in every step. Each rank steps on its own share of
+the global batch, so the result depends on the number of ranks. Runs with equally many ranks have equal
 bits.
 """
 
@@ -108,7 +108,7 @@ class LocalModel(WrappedModel):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have equal parameters and buffers, which is so just after an average."""
+        """Whether all ranks have equal parameters and buffers, as just after an average over ranks."""
         return not self._steps and not self._has_own_buffers
 
     def synchronize(self) -> None:
@@ -155,7 +155,7 @@ class LocalModel(WrappedModel):
         return {"outer": self._outer.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load the state of the outer optimizer that `extras` returned."""
+        """Load the outer optimizer's state from a result of `extras()`."""
         # Without it, the run began with another strategy.
         if extras.get("outer"):
             self._outer.load(extras["outer"])

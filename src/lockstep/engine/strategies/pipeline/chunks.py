@@ -22,8 +22,8 @@ class Split:
 
     Attributes:
         sizes: number of samples of each chunk, at least 1.
-        cut: indices of the tensors that are cut along their first dimension; each chunk has the others
-            whole.
+        cut: indices of the tensors that are cut along their first dimension; each chunk has the other
+            tensors whole.
     """
 
     sizes: list[int]
@@ -40,10 +40,10 @@ class Split:
     def gradient(
         self, place: int, parts: Sequence[torch.Tensor | None], whole: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradient of one tensor of the call, made of the gradients of its chunks.
+        """Return the gradient of one tensor of the call, combined from its chunks' gradients.
 
-        `place`: index of the tensor. `parts`: gradient of each chunk. `whole`: the tensor. `None` if no
-        chunk has one.
+        `place`: index of the tensor. `parts`: gradient of each chunk. `whole`: the tensor. The result is
+        `None` if no chunk has a gradient.
         """
         found = [part for part in parts if part is not None]
         if not found:

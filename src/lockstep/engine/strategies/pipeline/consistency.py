@@ -105,7 +105,7 @@ def _script_line() -> str:
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
     """Return a checksum of the arguments of a call of the model.
 
-    It contains their structure (`parts`, JSON data), the shapes and types of `tensors`, and the first 4 KiB
+    It covers their structure (`parts`, JSON data), the shapes and types of `tensors`, and the first 4 KiB
     of each contiguous CPU tensor.
     """
     crc = zlib.crc32(json.dumps(parts).encode())

@@ -43,7 +43,7 @@ class Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Traces a model's `forward` and that of submodules `opened`; other submodules become one node each."""
+    """Traces the `forward` of a model and of its submodules `opened`; other submodules become one node."""
 
     proxy_buffer_attributes = True  # operations on buffers become nodes, computed in each pass
 
@@ -166,12 +166,12 @@ class _Attributes:
         ]
 
     def is_new(self, name: str) -> bool:
-        """Whether the model itself (no submodule) got an attribute `name` in the `with` block."""
+        """Whether the model itself (not a submodule) got an attribute `name` in the `with` block."""
         _, now, before = self._spaces[0]
         return name in now and name not in before
 
     def names(self, constants: dict[str, Any]) -> list[str]:
-        """Return the names of changed attributes, without `constants` and each `cached_property`."""
+        """Return the names of changed attributes, except `constants` and any `cached_property`."""
         return [
             name
             for kind, now, before in self._spaces

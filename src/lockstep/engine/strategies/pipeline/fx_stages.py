@@ -30,7 +30,7 @@ _WORTH = 0.9
 
 
 def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
-    """Cut `module` into `count` stages.
+    """Trace `module` by torch.fx, and return it cut into `count` pipeline stages.
 
     `split`: names of the submodules with which the second and each later stage begin.
 
@@ -92,7 +92,7 @@ def _heaviest(traced: Traced, count: int) -> float:
 
 
 def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) -> str | None:
-    """Return the largest submodule that is traced as one node and has more bytes than a stage should.
+    """Return the name of the largest submodule traced as one node and too large for a balanced stage.
 
     `closed`: submodules that cannot be traced, which are left out. `None` if there is no such submodule.
     """

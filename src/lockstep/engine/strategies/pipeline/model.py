@@ -1,4 +1,4 @@
-"""Strategy `pipeline`: several ranks hold one model, one stage each; copies of it are data-parallel."""
+"""Strategy `pipeline`: several ranks hold a model, one stage each; its copies are data-parallel."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PipelinedModel(SpreadModel):
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The one leaf tensor of autograd's graph, in place of the parameters of all stages."""
+        """A list of one dummy leaf tensor, which stands for all stages' parameters in autograd's graph."""
         return [self._schedule.leaf]
 
     def _prepare(self, microbatch: Microbatch) -> None:

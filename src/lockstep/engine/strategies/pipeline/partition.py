@@ -19,7 +19,7 @@ from lockstep.errors import ModelError, UsageError
 
 
 def cut(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
-    """Cut `module` into `count` stages.
+    """Return `module` cut into `count` pipeline stages.
 
     `split`: names of the submodules with which the second and each later stage begin; by default stages
     get similar bytes of parameters.

@@ -2,7 +2,7 @@
 
 Every rank that holds the model gets the model's output, and computes the same loss from the output. The
 call of the model is one node of autograd's graph. In the backward pass of that node, gradients are sent
-through the stages in reverse order. So the script's loop is that of a single device.
+through the stages in reverse order. So the script's loop is the same as on a single device.
 
 The forward passes of all chunks (parts of a batch) come before the first backward pass (GPipe, Huang et
 al., arXiv:1811.06965), since the script computes the loss from the whole output.
@@ -125,7 +125,7 @@ class Schedule:
         return torch._C._will_engine_execute_node(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, and return its output on all ranks that hold it; collective, with equal inputs."""
+        """Run the model's forward pass, and return its output on all ranks of the model; collective."""
         values = self.program.bind(args, kwargs)
         passing = _Pass(self, values)
         with self.passing():
@@ -291,7 +291,7 @@ class _Pass:
     # --- backward --------------------------------------------------------------------------------
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Run the backward pass of this rank's stage for all chunks; return the gradients of `self.given`.
+        """Run this rank's backward pass for all chunks; return gradients of the call's input tensors.
 
         `gradients`: gradients of the model's outputs. A second backward pass raises a `StepError`.
         """

@@ -22,7 +22,7 @@ class Stage:
     Attributes:
         takes: names of the module's inputs.
         gives: names of the module's outputs, which it returns as a tuple.
-        keeps: names of the values that the stage sends to the next one, for it or later stages.
+        keeps: names of the values that are sent to the next stage, for use there or in later stages.
         first: name of the first submodule of the stage.
         last: name of the last submodule of the stage.
     """
@@ -60,7 +60,7 @@ class Program:
     fixed: dict[str, Any]
 
     def only(self, number: int) -> Program:
-        """Return a copy with the module of stage `number` only, so that memory of others can be freed."""
+        """Return a copy with only the module of stage `number`, to free the memory of other stages."""
         kept = (
             s if n == number else replace(s, module=nn.Identity())
             for n, s in enumerate(self.stages)

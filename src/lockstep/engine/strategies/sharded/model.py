@@ -294,7 +294,7 @@ class ShardedModel(CutState, WrappedModel):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """In an exact run, raise an `ExactnessError` if the optimizer's updates depend on the sharding.
 
-        They do if an update uses whole tensors, or rounds an element by its position in memory.
+        Updates depend on it if they use whole tensors, or round an element by its position in memory.
         """
         if self._context.exact:
             updated = [
@@ -327,7 +327,7 @@ class ShardedModel(CutState, WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ShardedModel:
-    """Shard `module` over all ranks; raise a `ModelError` if it cannot be sharded with `settings`."""
+    """Return `module` sharded over all ranks; raise a `ModelError` if `settings` do not allow it."""
     assert context.mesh is not None
     made = shard(module, context.mesh["data"], settings)
     names = names_of(module, made)

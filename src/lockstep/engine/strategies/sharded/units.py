@@ -86,10 +86,10 @@ class Unit:
     def pack(
         self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
     ) -> Outgoing:
-        """Write sums of gradients to messages, one for each of `size` ranks.
+        """Return sums of gradients as messages, one for each of `size` ranks.
 
         `nodes`: sums over different replicas (data-parallel workers), each with one gradient per parameter.
-        `notes`: number of additional elements of a message. A message has its rank's shard of each
+        `notes`: number of additional elements of a message. A message has the receiver's shard of each
         gradient, padded to the length of the longest shard.
         """
         filled = [self._filled(node) for node in nodes]
@@ -176,17 +176,17 @@ class Gathers:
         self._place, self._is_first = _OUTSIDE, False
 
     def check_all(self) -> None:
-        """Check that all ranks are about to gather the whole model; collective."""
+        """Raise an error unless all ranks are about to gather the whole model; collective."""
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
-        """Check that all ranks are about to gather unit `number` (a submodule of the model); collective.
+        """Raise an error unless all ranks are about to gather unit (submodule) `number`; collective.
 
         On GPUs, after the first batches the check is done only at the first gathering of each batch.
 
         Raises:
-            MismatchError: if another rank is in another batch.
-            ModelError: if another rank is about to gather another unit.
+            MismatchError: if ranks are in different batches.
+            ModelError: if ranks are about to gather different units.
         """
         is_first, self._is_first = self._is_first, False
         self._batches += is_first
@@ -243,7 +243,7 @@ class Gather:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return an uninitialised tensor of this size, for the gathered parameters."""
+        """Return an uninitialised tensor of shape `size`, for gathered parameters."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
