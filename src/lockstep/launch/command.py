@@ -108,7 +108,9 @@ def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> lis
 def choose_strategies(
     one: str | None, several: str | None, of_servers: Sequence[str]
 ) -> Sequence[str | None]:
-    """Return the strategies to run, from `--strategy` and `--strategies`; `None` is that of the script.
+    """Return the strategies to run, from `--strategy` and `--strategies`.
+
+    An element `None` stands for the strategy that the script chooses.
 
     `of_servers` are the given flags that require a strategy with parameter servers.
 

@@ -41,7 +41,7 @@ def _device(worker: WorkerPlan) -> str:
 
 
 def placement(plan: Plan) -> list[str]:
-    """Return a message for each rank whose GPU is known."""
+    """Return, for each rank whose GPU is known, a message with the rank's device and GPU."""
     return [
         f"lockstep: rank {worker.rank}: {_device(worker)}"
         for worker in plan.workers

@@ -68,9 +68,9 @@ def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
 
 
 def stamp(spec: LaunchSpec, name: str) -> str | None:
-    """Return the name of the directory, in `runs/` and `name`, of the run that this launcher would resume.
+    """Return the name, within `runs/NAME/`, of the directory of the run that this launcher would resume.
 
-    Returns `None` if it would begin a new run.
+    Returns `None` if the launcher would begin a new run. `name` is the NAME.
     """
     found = _find(spec, name) if spec.run_dir is None and _resumes(spec) else []
     return found[0].directory.name if found else None
@@ -140,5 +140,5 @@ def _on_several_nodes(spec: LaunchSpec) -> bool:
 
 
 def _is_only(spec: LaunchSpec) -> bool:
-    """Whether the launch runs a script, with one launcher."""
+    """Whether the target is a script, and the launch has a single launcher."""
     return spec.kind == "script" and not _on_several_nodes(spec)

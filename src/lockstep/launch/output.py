@@ -71,7 +71,7 @@ class _Sink:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Whether the last output on the terminal lacks a newline, as after a progress bar."""
+    """State of the terminal: `in_line` is set if the last output, as of a progress bar, has no newline."""
 
     in_line: bool = False
 
@@ -123,7 +123,7 @@ def say(text: str) -> None:
 
 
 class Output:
-    """Copies the output of all workers of a launch, in a thread."""
+    """Copies the output of all workers of a launch to log files and the terminal, in a thread."""
 
     def __init__(self) -> None:
         self._terminal = (_standard(sys.stdout), _standard(sys.stderr))

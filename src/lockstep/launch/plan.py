@@ -60,7 +60,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Rendezvous of one generation: the set of workers between two restarts.
+    """Rendezvous settings of one generation, which is the set of workers between two restarts.
 
     Attributes:
         number: number of earlier restarts.
@@ -71,8 +71,8 @@ class Generation:
         store: file of the workers' `FileStore`, if a single launcher starts all ranks.
         token: secret with which workers and parameter servers of the launch identify themselves.
         replicas: default number of logical data-parallel workers; `None` means the number of ranks.
-        left_out: ranks of the first start that are left out, since they compute wrongly; only with a single
-            launcher.
+        left_out: ranks of the first generation that this one leaves out, because an audit found that they
+            compute wrong results; only with a single launcher.
     """
 
     number: int = 0
@@ -291,7 +291,10 @@ def share_of_threads(
 
 
 def threads_of_workers(spec: LaunchSpec) -> str | None:
-    """Return the workers' `OMP_NUM_THREADS`; `None` if it depends on GPUs, which are not counted yet."""
+    """Return the workers' `OMP_NUM_THREADS`.
+
+    Returns `None` if the user has set it, or if it depends on GPUs, which are not counted yet.
+    """
     cores = usable_cores()
     n = ranks_without_looking(spec, os.environ, cores)
     return None if n is None else share_of_threads(spec, os.environ, cores, n)

@@ -93,7 +93,7 @@ class RunDirectory:
 
     @property
     def where(self) -> str:
-        """End of a message that names the directory of log files; empty if they will be removed."""
+        """Text `; logs: DIRECTORY` with which a message ends; empty if the log files will be removed."""
         stays = self._logs is not None and (self._temporary is None or self.keeps)
         return f"; logs: {short(self.logs)}" if stays else ""
 
@@ -121,7 +121,7 @@ def _has_no_directory(launch: Launch) -> bool:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """Make a temporary directory for this user alone, and remove it at the end.
+    """Context manager: make a temporary directory for this user alone, and remove it at the end.
 
     Directories of killed launchers are removed, too: a running launcher keeps its directory locked.
     """

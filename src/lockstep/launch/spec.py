@@ -1,4 +1,4 @@
-"""`LaunchSpec`: the requested launch: script, number of ranks, start method and other options."""
+"""`LaunchSpec`: script, number of ranks, start method and other options of a requested launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Standard input of ranks: a single rank gets the launcher's; of several ranks, rank 0 gets a terminal."""
+"""Standard input of ranks: a single rank reads the launcher's input; of several ranks, only rank 0 may.
+
+Of several ranks, rank 0 reads the launcher's input only if it is a terminal.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from collections.abc import Iterator
 def descriptor(rank: int, size: int, kind: str) -> int:
     """Return a descriptor for the standard input of a rank; the caller closes it.
 
-    Rank 0 gets a terminal in whose foreground the launcher runs. The only rank of a script also gets a pipe
-    or file, whose data several ranks could not share. In all other cases a rank gets the null device.
+    If the launcher's standard input is a terminal, and the launcher is in its foreground, rank 0 gets the
+    terminal. If it is a pipe or file, whose data ranks could not share, only the single rank of a script
+    gets it. In all other cases, a rank gets the null device.
     """
     if rank == 0 and sys.__stdin__ is not None:  # otherwise descriptor 0 is another file
         is_only = size == 1 and kind != "function"

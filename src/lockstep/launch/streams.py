@@ -1,4 +1,6 @@
-"""`Streams`: which output the terminal shows, by `--redirects`, `--tee` and `--local-ranks-filter`.
+"""`Streams`: the ranks' output that the terminal shows.
+
+It is set by the flags `--redirects`, `--tee` and `--local-ranks-filter`.
 
 The log file of a rank always receives its standard output and standard error.
 """
@@ -19,7 +21,9 @@ _HINT = "1 is standard output, 2 standard error, 3 both: --tee 3 shows all ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """Which output of ranks the terminal shows; by default that of rank 0. Values are those of torchrun.
+    """Selection of the ranks' output streams for the terminal; by default, rank 0's stdout and stderr.
+
+    Values are those of torchrun: 1 is stdout, 2 stderr, 3 both; one for all local ranks, or one for each.
 
     Attributes:
         redirects: streams that go to the log file alone.
@@ -47,7 +51,7 @@ class Streams:
     def prefixes(self, rank: int, local_rank: int, name: str) -> tuple[str | None, str | None]:
         """Return the prefixes of lines of stdout and stderr on the terminal; `None` for a hidden stream.
 
-        A parameter server has a negative rank.
+        `rank` is negative for a parameter server. `name` is the name of the process in its prefixes.
         """
 
         def prefix(bit: int) -> str | None:
@@ -68,7 +72,7 @@ def parse_bits(flag: str, text: str) -> Bits:
     """Parse a value of `--tee` or `--redirects`: 0 to 3, or a list such as `0:3,1:2` by local rank.
 
     Raises:
-        UsageError: if `text` is neither.
+        UsageError: if `text` has another form.
     """
     try:
         if ":" not in text:

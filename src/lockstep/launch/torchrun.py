@@ -1,4 +1,4 @@
-"""Translate the flags that only torchrun has to values of a `LaunchSpec`."""
+"""Translate flags of torchrun, which `lockstep run` accepts too, to values of a `LaunchSpec`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Values of the flags that only torchrun has; `None` or `False` if not given.
+    """Values of torchrun's flags that `lockstep run` translates; `None` or `False` if not given.
 
     Raises:
         UsageError: for a flag or value that Lockstep does not support.
@@ -115,7 +115,7 @@ class Asked:
         return self.no_python and not self.run_path
 
     def start(self, own: StartMethod | None) -> StartMethod:
-        """Return the start method; `own` is the value of `--start`.
+        """Return the start method: `own`, the value of `--start`, or else that of torchrun's flags.
 
         Raises:
             UsageError: if the method is unknown, or contradicts another flag.

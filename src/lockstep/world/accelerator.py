@@ -35,7 +35,10 @@ def module() -> Any:
 
 
 def facts() -> DeviceType:
-    """Return label, backend and variable of the accelerator's type; guess those of an unlisted type."""
+    """Return label, backend and variable (as `CUDA_VISIBLE_DEVICES`) of the accelerator's type.
+
+    For a type that `DEVICE_TYPES` does not list, the facts are guessed from PyTorch and the type's name.
+    """
     own = kind() or "cuda"
     if own == "cuda" and torch.version.hip:
         own = "rocm"
@@ -88,7 +91,7 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def current_index(device: torch.device) -> int:
-    """Return the index of an accelerator; for one without an index, that of the current device."""
+    """Return the index of the accelerator `device`; if it has none, the current device's index."""
     return int(module().current_device()) if device.index is None else device.index
 
 
@@ -138,7 +141,7 @@ def backends(device: torch.device) -> str:
 
 
 class SideStream:
-    """A second stream of the accelerator, whose kernels run beside later kernels of the current stream."""
+    """A second stream of the accelerator, whose kernels may overlap later kernels of the current stream."""
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None

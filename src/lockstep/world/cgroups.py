@@ -58,7 +58,7 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
 
 
 def _has(controller: str, mount: list[str], controllers: str) -> bool:
-    """Return whether `mount` mounts the hierarchy of a process's control group, and it has `controller`.
+    """Return whether `mount` mounts the hierarchy that holds a process's cgroup, and has `controller`.
 
     `mount` is a line of `/proc/PID/mountinfo` as words. `controllers` is the second field of the line of
     `/proc/PID/cgroup` that names the group: a list of names with commas in version 1, empty in version 2.

@@ -1,4 +1,4 @@
-"""Facts about each type of accelerator for which PyTorch has no function, such as its label in messages.
+"""Facts about accelerator types that no PyTorch function returns, such as a label for messages.
 
 This module does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Device, number of intra-op threads, and memory allocator of a rank."""
+"""Choose a rank's device and number of intra-op threads; set deterministic mode and memory allocator."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _listed(ids: Ids, world: World, count: int) -> int:
 
 
 def _shown(environ: Mapping[str, str]) -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES, or of the same variable of another accelerator type."""
+    """Return the entries of CUDA_VISIBLE_DEVICES, or of the accelerator's variable of the same purpose."""
     text = environ.get(_variable())
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 

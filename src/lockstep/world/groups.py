@@ -64,7 +64,7 @@ def keep_destroyed() -> None:
 
 
 def _inherit() -> None:
-    """In a forked child, never destroy the parent's groups: the child lacks the threads to be joined."""
+    """In a forked child, leak the parent's groups: to destroy them would join threads that do not exist."""
     for group in (*_kept, *_destroyed):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _kept.clear()

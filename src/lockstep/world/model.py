@@ -25,7 +25,7 @@ class World:
         file: path of a `FileStore` for the rendezvous, in a directory that all nodes share.
         launch_file: path of the launcher's `FileStore` for the rendezvous.
         by_mpi: whether the ranks exchange the rendezvous address over MPI.
-        generation: number of restarts before these processes.
+        generation: number of restarts of the ranks before this process started.
         agent_store: whether the launcher hosts the store, so that all ranks are clients.
         environment: name of the detected launcher environment, such as `torchrun` or `slurm`.
         reason: reason for the choice of `environment`.

@@ -199,7 +199,7 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
 
 
 def require_files(connections: int, more: int) -> None:
-    """Make this process's limit of open files suffice for `connections`, and if possible for `more`, too.
+    """Raise this process's limit of open files to allow `connections`, and if possible `more` in addition.
 
     Raises:
         WorldError: if the host does not allow as many files as `connections` need.

@@ -62,7 +62,7 @@ class Client:
             raise self.strange("does not know the secret of this launch")
 
     def send(self, kind: Kind, tensors: Sequence[torch.Tensor] = (), **fields: Any) -> None:
-        """Send a message of one kind, with tensors; `fields`: other arguments of `messages.pieces`."""
+        """Send a message of this kind with `tensors`; `fields`: other arguments of `messages.pieces`."""
         views = deque(pieces(kind, tensors, **fields))
         self.sent += sum(one.nbytes for one in views)
         try:
@@ -76,7 +76,7 @@ class Client:
             raise self._last_error() from error
 
     def receive(self, kind: Kind, into: torch.Tensor | None = None) -> Message:
-        """Wait for a message of one kind, and return it.
+        """Wait for a message of this kind, and return it.
 
         `into`: memory for the message's tensor; by default new memory.
         """
@@ -91,7 +91,7 @@ class Client:
         return Message(header, meta, payload)
 
     def expect(self, tag: int, memory: Callable[[], torch.Tensor]) -> None:
-        """Prepare to receive versions of the parameters of optimizer number `tag` from the server.
+        """Prepare to receive the parameters of optimizer number `tag` after each update by the server.
 
         `memory`: returns the memory for one version of the parameters.
         """

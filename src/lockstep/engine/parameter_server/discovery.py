@@ -1,7 +1,7 @@
 """Addresses of the parameter servers of a launch, and authentication of workers and servers.
 
-A server is no rank. It gets the environment variables of workers, and writes its address to the launch's
-store. One variable is a secret, which is in no message between workers and servers.
+A server is not a rank. It gets the environment variables of workers, and writes its address to the launch's
+store. One variable is a secret, which no message between workers and servers contains.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def connect(place: ParameterServerAddress, name: str) -> socket.socket:
 
 
 def launch_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the launch's address and port from the environment; raise a `WorldError` if it has none."""
+    """Return address and port of the launch's store from `environ`; raise a `WorldError` if not set."""
     address, port = master(environ)
     if address is None or port is None:
         raise WorldError("the environment of this server names no launch to serve")

@@ -107,7 +107,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def parse(text: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON object of a message; raise a `ValueError` if `text` is no JSON object."""
+    """Parse the JSON object of a message; raise a `ValueError` if `text` is anything else."""
     meta = json.loads(text) if text else {}
     if not isinstance(meta, dict):
         raise ValueError("expected a JSON object")  # noqa: TRY004 - for callers it is a bad value

@@ -92,7 +92,7 @@ def _find(module: str, name: str) -> type[Optimizer]:
 
 
 def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set the settings of the parameter groups, such as learning rates, to what `settings_of` returned."""
+    """Set each parameter group's settings, such as its learning rate, to those in `groups`."""
     for group, words in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: _tuples(value) for name, value in words.items()})
 

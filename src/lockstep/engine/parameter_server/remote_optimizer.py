@@ -51,7 +51,7 @@ class _Shard:
     taken: deque[torch.Tensor]
 
     def row(self) -> torch.Tensor:
-        """Return memory (a row of bytes) to receive one version of the server's parameters in."""
+        """Return memory (a row of bytes) into which one version of the server's parameters is received."""
         return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
@@ -64,7 +64,9 @@ class _StateInServers(defaultdict[Any, Any]):
 
 
 class RemoteOptimizer:
-    """Client of an optimizer whose parameters and state are in servers; methods raise errors of `Client`.
+    """Client of an optimizer whose parameters and state are in servers.
+
+    Its methods raise the same errors as those of `Client`.
 
     Args:
         nothing: value that stands for each element of a missing gradient.
@@ -108,7 +110,7 @@ class RemoteOptimizer:
     # --- beginning -------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Mark parameters and state in the servers as outdated: the next step sends those of the worker."""
+        """Mark parameters and state in the servers as outdated: the next step sends the worker's again."""
         self.has_begun = False
 
     def bring_back(self) -> None:
@@ -122,7 +124,7 @@ class RemoteOptimizer:
             self.optimizer.state[self.parameters[place]] = own
 
     def begin(self, values: Sequence[torch.Tensor]) -> None:
-        """Send the parameters and the optimizer's state to the servers, on rank 0.
+        """On rank 0, send the parameters and the optimizer's state to the servers.
 
         `values`: the newest version of the parameters; all versions must have been received.
         """

@@ -34,7 +34,7 @@ class Spec:
 
     @staticmethod
     def parse(words: Sequence[Any]) -> Spec:
-        """Return the `Spec` from JSON values that `words()` made; raise a `ValueError` for others."""
+        """Return the `Spec` from JSON values that `words()` made; raise a `ValueError` if invalid."""
         name, shape, stride = words
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
@@ -110,7 +110,7 @@ class Rows:
         ]
 
     def row(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a new 1-D tensor of bytes with the values of `tensors`, one behind the other."""
+        """Return a new 1-D tensor of bytes that holds the values of `tensors` in this layout."""
         row = torch.zeros(self.bytes, dtype=torch.uint8)
         for place, tensor in zip(self.views(row), tensors, strict=True):
             place.copy_(tensor.detach())

@@ -36,9 +36,9 @@ class WorkerRequest:
 
 
 class ServerOptimizer:
-    """Those parameters of a worker's optimizer that this server updates, with the optimizer's state.
+    """One server's part of an optimizer: the parameters that this server updates, and their state.
 
-    If the script loads other values, rank 0 sends them before its next gradients.
+    If the script loads other values, rank 0 sends them to the server before its next gradients.
     """
 
     def __init__(self, number: int, forest: Forest, pool: Pool) -> None:
@@ -53,7 +53,7 @@ class ServerOptimizer:
 
     @property
     def waits(self) -> bool:
-        """Whether requests of some workers wait for the same requests of other workers."""
+        """Whether requests of some workers are pending until other workers have sent theirs."""
         return bool(self._updates or self._states)
 
     def begin(self, message: Message) -> None:
@@ -77,7 +77,7 @@ class ServerOptimizer:
         self._advance()
 
     def request_state(self, request: WorkerRequest) -> None:
-        """Send the optimizer's state to a worker, after the update that the request names."""
+        """Send the optimizer's state to a worker, once the update with the request's number is done."""
         self._states.append(request)
         self._advance()
 

@@ -131,7 +131,7 @@ class RemoteModel(WrappedModel):
             self._shown.append((parameter.grad, _version(parameter.grad)))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by a function that sends gradients to servers, which update.
+        """Replace `optimizer.step` by a function that sends gradients to servers, which then step.
 
         Frozen parameters, or a class that servers cannot import, raise a `ModelError`.
         """
@@ -279,5 +279,5 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelC
 
 
 def _version(gradient: torch.Tensor | None) -> int:
-    """Return autograd's count of in-place changes of a gradient; 0 if there is none."""
+    """Return autograd's count of in-place changes of a gradient; 0 if `gradient` is `None`."""
     return 0 if gradient is None else gradient._version

@@ -255,7 +255,7 @@ class Agent:
         return decision
 
     def _apply(self, decision: Decision) -> _State:
-        """Restart or end the workers, as was decided for all launchers; return the workers' next state."""
+        """Turn a decision made for all launchers into the workers' next state, and print its message."""
         if decision.kind == "round" and self._interrupts.first is not None:
             self._leaving = True
             self._interrupts.check()

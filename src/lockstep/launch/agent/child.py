@@ -21,7 +21,7 @@ from lockstep.launch.agent import processes
 
 
 class LostError(Exception):
-    """A function returned no result: it timed out, raised or crashed; the text has the reason."""
+    """The function called by `Child` or `bounded` timed out, raised or crashed; the text has the reason."""
 
 
 class Child:
@@ -98,7 +98,7 @@ def _serve(parent: int, line: Connection, work: Callable[[Any], Any]) -> NoRetur
 def bounded(work: Callable[[], Any], seconds: float) -> Any:
     """Call `work` in a thread and return its result; abandon the thread after `seconds`.
 
-    For calls without a timeout of their own, such as those of a `TCPStore` whose host is unreachable.
+    This is for calls that have no timeout, such as those of a `TCPStore` whose host is unreachable.
 
     Raises:
         LostError: if `work` does not return in time.

@@ -1,4 +1,4 @@
-"""`Verdict`: the one message about a failed launch: the rank that failed first, the cause, its log."""
+"""`Verdict`: the message about a failed launch, with the rank that failed first, the cause and the log."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Failure:
 
     @property
     def consequence(self) -> bool:
-        """Whether this failure only follows from another rank's, such as a closed connection."""
+        """Whether another rank's failure caused this one, for example by closing a connection."""
         if self.report is not None:
             return self.report.consequence
         # A script started by exec writes no report; search its last lines of output.
@@ -229,7 +229,7 @@ Policy = Callable[[Verdict], str | None]
 
 
 def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:
-    """Return the failures of workers that are in `exits` or have written an error file."""
+    """Return a `Failure` for each worker that is in `exits` or has written an error file."""
     failures = []
     for worker in workers:
         left, report = exits.get(worker.rank), error_report.read(worker.error_file)
@@ -240,7 +240,7 @@ def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Fa
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """Return the earliest failure that does not follow from another one: the likely cause."""
+    """Return the likely cause: the earliest failure that does not follow from another rank's, if any."""
     return min(failures, key=lambda failure: (failure.consequence, failure.time))
 
 

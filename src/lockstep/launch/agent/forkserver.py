@@ -1,4 +1,4 @@
-"""`ForkServer`: single-threaded child of the launcher that forks workers; `Workers`: those processes.
+"""`ForkServer`: single-threaded child of the launcher that forks workers; `Workers`: the forked processes.
 
 The server is forked before the launcher starts any thread or store, so that its own forks never copy a
 locked lock of another thread. Launcher and server exchange small JSON messages over one socket. The server
@@ -139,7 +139,7 @@ class ForkServer:
             self._socket.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Kill the remaining workers and wait until the server has ended, or kill the server too."""
+        """End the server, which kills the remaining workers; kill the server if it does not end in time."""
         self._socket.close()
         with contextlib.suppress(ChildProcessError):  # closed before
             if processes.reap(self._pid, 2 * _KILL_SECONDS) is None:
@@ -228,8 +228,8 @@ class Workers:
     ) -> bool:
         """Send `signum` to all processes; return whether all have ended within `seconds`.
 
-        `runs`: ids of processes inside `lockstep.Run`. If these are all, their children get no signal: a
-        run saves its state before it ends, for which it needs the workers of its DataLoaders.
+        `runs`: ids of the ranks inside `lockstep.Run`. If all ranks are, their child processes get no
+        signal: a run saves its state before it ends, and needs the workers of its DataLoaders until then.
         """
         if living := self.living:
             ranks = [pid for rank, pid in living.items() if rank >= 0]

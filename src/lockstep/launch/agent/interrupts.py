@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """The launcher got a signal and is to exit."""
+    """The launcher has received a signal and must exit."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(signum)
@@ -54,7 +54,7 @@ class Interrupts:
 
     @property
     def is_preemption(self) -> bool:
-        """Whether exactly one signal was received, and is one on which the run saves its state and ends."""
+        """Whether exactly one signal was received, and the run saves its state and ends on this signal."""
         return self.first in self.preempting and self.count == 1
 
     @property
@@ -65,7 +65,9 @@ class Interrupts:
 
 @contextmanager
 def listening(more: Collection[signal.Signals] = ()) -> Iterator[Interrupts]:
-    """Context manager: record SIGINT, SIGTERM and SIGHUP instead of handling them; main thread only.
+    """Context manager: record SIGINT, SIGTERM and SIGHUP instead of handling them.
+
+    In a thread that is not the main thread, no signal is recorded.
 
     Args:
         more: further signals to record, on which a run saves its state as on SIGTERM.

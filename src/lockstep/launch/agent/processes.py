@@ -90,7 +90,7 @@ def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Make the kernel send `signum` to this process when its parent dies; send it now if it is dead."""
+    """Make the kernel send `signum` to this process when its parent dies, or now if the parent is dead."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -170,8 +170,8 @@ def end_within(seconds: float, code: int) -> None:
 def finalize(code: int) -> None:
     """End this forked process as a Python interpreter ends: join threads, run `atexit`, flush files.
 
-    The frames below belong to the launcher and must not be unwound here, so `sys.exit` will not do;
-    `os._exit` would lose files that the script left open for the teardown to flush.
+    The outer stack frames are the launcher's and must not be unwound here, so `sys.exit` cannot be used.
+    `os._exit` would lose data in files that the script left open, which the teardown flushes.
     """
     # nanobind (used by extensions of torch from 2.15 on) prints a warning for each object that is left at
     # exit, such as frozen ones. Unfreeze them then: their collection takes a quarter of a second.

@@ -1,4 +1,4 @@
-"""Restarts of all workers: after which failures, and with which rendezvous, store and plan.
+"""Decide after which failures all workers restart, and give each start a rendezvous, store and plan.
 
 A failure that came from outside the script (a signal, a lost node, a full disk) may not happen again. An
 exception of the script would: a run is deterministic, so the same step fails the same way. Failures are
@@ -94,12 +94,12 @@ class RankProgress:
 
     @property
     def snapshot(self) -> tuple[bytes, int]:
-        """Tag that identifies a run, and number of its newest snapshot in memory; number 0 without one."""
+        """Tag of a run, and number of its newest snapshot (copy of its state in memory); 0 if none."""
         return progress(self._memory)
 
     @property
     def origin(self) -> str:
-        """End of the message about a restart: which snapshot the run resumes from; empty without one."""
+        """Text that ends a message about a restart: the snapshot to resume from; empty if none exists."""
         tag, number = self.snapshot
         if not number:
             return ""
@@ -117,7 +117,7 @@ class RankProgress:
 
 
 class Restarts:
-    """The restart policy of a launch; with several launchers, launcher 0 applies its own for all.
+    """The restart policy of a launch; with several launchers, only that of launcher 0 is applied.
 
     Args:
         limit: maximum number of failures in a row without progress that are followed by a restart; `None`
@@ -292,7 +292,7 @@ class GenerationRendezvous:
                     raise
 
     def _client(self, rounds: Rounds) -> CoordinatorClient:
-        """Return the client of launcher 0; if the set of launchers changes, join the next round first."""
+        """Return the client of launcher 0; if launchers change, first join the next rendezvous round."""
         client = self.coordinator
         if client is not None:
             decision, lost_coordinator = client.decision, client.has_lost_coordinator

@@ -19,7 +19,7 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     """Return the number of parameter servers of a launch.
 
     Raises:
-        UsageError: if the strategy needs servers and there are none, or has no use for servers.
+        UsageError: if there are too many, none with strategy `ps`, or some with another strategy.
     """
     servers: int = spec.settings.value("servers", environ) or 0
     check(spec.settings.value("strategy", environ), servers, spec.settings.origin("servers"))
@@ -27,7 +27,7 @@ def count(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
 
 
 def variables(index: int, spec: LaunchSpec) -> dict[str, str]:
-    """Return the environment variables that parameter server number `index` gets besides a worker's."""
+    """Return environment variables of parameter server `index`, in addition to those all workers share."""
     # Directory in which the server may import the script's modules; workers cannot change it.
     root = Path(sys.path[0] if spec.kind == "function" and sys.path else "")
     if spec.kind == "script":

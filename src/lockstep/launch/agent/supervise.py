@@ -110,7 +110,10 @@ def supervise(
 
 
 def _listens(launch: Launch, *, has_locks: bool) -> bool:
-    """Whether the ranks' store is a `TCPStore`; otherwise they use a `FileStore`, which needs locks."""
+    """Whether a single launcher hosts a `TCPStore` for its ranks.
+
+    Otherwise ranks and servers that need a store use a `FileStore`, which needs file locks (`has_locks`).
+    """
     sources = launch.sources
     if has_locks and sources.uses_lockstep and sources.leaves_groups_alone:
         return False
@@ -198,7 +201,7 @@ def _waiting_check(config: RendezvousConfig, interrupts: Interrupts) -> Callable
 
 
 def _preload(launch: Launch) -> Importer | None:
-    """Return the function that imports the script's packages in the fork server, or `None`."""
+    """Return the function that imports the script's packages in the fork server; `None` to import none."""
     spec = launch.spec
     # The launcher of a function is the user's interpreter, which has imported the packages.
     wanted = launch.environ.get("LOCKSTEP_PRELOAD", "1") != "0"

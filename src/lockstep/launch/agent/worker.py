@@ -46,7 +46,7 @@ def job(launch: Launch) -> Job:
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
-    """Return a function for every process: it calls `job` in a worker, and serves in a parameter server."""
+    """Return a function that runs `job` in a worker process, or a server in a parameter-server process."""
     # The launcher of a function is the user's interpreter: do not fork servers from it.
     forks = spec.start == "fork" and spec.kind != "function"
     words = (*interpreter(), "-m", server_processes.MODULE)
@@ -147,7 +147,7 @@ def run_target(kind: str, name: str, args: list[str]) -> int:
 
 
 def limit_end(code: int) -> None:
-    """If a logger such as W&B's is still closing, end this process after some seconds in any case."""
+    """If a logger such as W&B's is still closing, force this process to exit with `code` after 5 s."""
     if forwarding.are_closing():
         processes.end_within(_LOGGER_SECONDS, code)
 

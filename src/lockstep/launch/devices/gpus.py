@@ -106,7 +106,7 @@ class Visible:
 
 
 def parts(gpu: Gpu, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the MIG devices of `gpu`, from the list of all devices; for a MIG device, itself.
+    """Return the MIG devices of `gpu`, from the list `everything`; if `gpu` is a MIG device, only itself.
 
     Returns an empty tuple for a GPU that is not split.
     """
@@ -137,7 +137,7 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
 
 
 def fits(uuid: str, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return those of `everything`, a list of GPUs and MIG devices, that `uuid` identifies.
+    """Return the GPUs and MIG devices in the list `everything` that `uuid` identifies.
 
     The id of a GPU may be shortened, so that several GPUs may fit.
     """

@@ -1,4 +1,4 @@
-"""Load OpenMP without binding the launcher to one core, although the user has set `OMP_PROC_BIND`.
+"""Load OpenMP without binding the launcher to one core, even if the user has set `OMP_PROC_BIND`.
 
 With `OMP_PROC_BIND`, OpenMP binds the thread that loads its library to the first core. In the launcher, all
 forked workers would inherit this binding.
@@ -25,7 +25,7 @@ def binding_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 def loaded_unbound(threads: str | None = None) -> Iterator[None]:
     """Context manager for imports of OpenMP: unset variables that would bind this process to one core.
 
-    `threads`, if given, is the value of `OMP_NUM_THREADS` meanwhile.
+    If `threads` is given, `OMP_NUM_THREADS` has this value in the body.
     """
     names = (*binding_variables(os.environ), *(() if threads is None else ("OMP_NUM_THREADS",)))
     before = {name: os.environ.pop(name) for name in names if name in os.environ}

@@ -107,7 +107,7 @@ def _named(gpus: Sequence[Gpu], machine: Machine) -> tuple[RankDevice, ...]:
 
 
 def choose(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs of a list in `--devices` or the environment.
+    """Return the GPUs that `--devices`, or its environment variable, names in a list.
 
     Raises:
         DeviceError: if a GPU is missing, hidden or named twice.

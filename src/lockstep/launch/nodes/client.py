@@ -107,7 +107,7 @@ class CoordinatorClient:
         self._update(failure=shortened_failure(failure))
 
     def done(self) -> None:
-        """Report that this launcher's workers ended well."""
+        """Report that this launcher's workers have succeeded."""
         self._update(done=True)
 
     def leave(self, why: str, *, saves: bool = False) -> None:
@@ -157,7 +157,7 @@ class CoordinatorClient:
 
     @property
     def decision(self) -> Decision | None:
-        """Decision to end or restart: launcher 0's, or this launcher's after its loss; else `None`."""
+        """Newest decision of launcher 0; if launcher 0 is lost, this launcher's own; else `None`."""
         decision = self._answer.decision
         why = None if self._connection is None else self._connection.lost
         if decision is None and why is not None:
@@ -391,7 +391,7 @@ class _Connection:
             self._socket = None
 
     def end(self) -> None:
-        """Close the connection for good."""
+        """Close the connection, the selector and the waker; this object cannot be used again."""
         self.close()
         self._selector.close()
         self.waker.close()

@@ -85,7 +85,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """How the launchers of one launch find each other.
+    """Settings by which the launchers of one launch find each other.
 
     Attributes:
         name: name of the launch, the same on all nodes.
@@ -144,7 +144,7 @@ def parse_count(text: str) -> tuple[int | None, int]:
     """Parse a value of `--nnodes`: `N` gives `(None, N)`, an elastic `MIN:MAX` gives `(MIN, MAX)`.
 
     Raises:
-        UsageError: if `text` is neither.
+        UsageError: if `text` has another form.
     """
     least, colon, most = text.rpartition(":")
     if most.isdecimal() and (least.isdecimal() if colon else not least):
@@ -184,7 +184,10 @@ def rendezvous_config(
 
 
 def _launchers(nodes: Nodes, environ: Mapping[str, str]) -> tuple[EnvironmentEntry, World] | None:
-    """Return the environment that has started several launchers, and the world of these launchers."""
+    """Return the environment (such as Slurm) that started this launcher, and the launchers' `World`.
+
+    Returns `None` if no environment that starts launchers is detected.
+    """
     if nodes.count is not None:
         environ = {**environ, kubernetes.COUNT: _shown(nodes)}
     is_worker = {"RANK", "WORLD_SIZE"} <= environ.keys()
@@ -255,7 +258,7 @@ def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
     """Parse a value of `--rdzv-endpoint`; return host and port, `None` for a directory or an unset port.
 
     Raises:
-        UsageError: if the value is no host, `HOST:PORT` or `file:///DIRECTORY`.
+        UsageError: if the value is not a host, `HOST:PORT` or `file:///DIRECTORY`.
     """
     host, colon, port = endpoint.rpartition(":")
     place = _at_endpoint(host if colon and port == "0" else endpoint, "", 2)

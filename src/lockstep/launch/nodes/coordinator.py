@@ -43,7 +43,7 @@ def lost_verdict(name: str, why: str, *, hint: str | None = None) -> Verdict:
 class Coordinator:
     """Decides, for all launchers of a rendezvous round, when workers start again and when the launch ends.
 
-    A message takes the same time whatever the number of launchers.
+    The time to handle a message does not depend on the number of launchers.
 
     Args:
         membership: the launchers of the round, a period in which the same launchers take part.
@@ -174,7 +174,7 @@ class Coordinator:
         self._change()
 
     def look(self, now: float) -> None:
-        """Decide on a restart, other launchers or the end if reports, or missing reports, require that."""
+        """Decide, if reports or missing reports require it: restart, change launchers, or end."""
         if self.decision is not None and self.decision.is_last:
             return
         reports, restarting = self._reports, self.decision is not None
@@ -260,5 +260,5 @@ class Coordinator:
 
 
 def _older(times: OrderedDict[int, float], than: float) -> Iterator[int]:
-    """Yield the keys of the times before `than`; `times` is in the order of time."""
+    """Yield the keys of `times`, a dictionary sorted by time, whose time is before `than`."""
     return (index for index, _ in takewhile(lambda item: item[1] < than, times.items()))

@@ -36,7 +36,7 @@ class Endpoint:
     Args:
         entrance: exit stack that closes the port discovery of a hosted store and the lock of this host.
         hosts: whether this launcher hosts the store.
-        file: the store's file in a shared directory, if it is one.
+        file: the store, if it is a file in a shared directory.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
 def _find(config: RendezvousConfig, check: Check) -> dist.Store:
     """Connect to the store on the host of launcher 0.
 
-    The host name of a pod has no address before the pod runs, and another one after the pod was replaced:
-    in a pod it is looked up again until launchers had their time to join.
+    The host name of a pod has no address before the pod runs, and another address after the pod was
+    replaced. In a pod, the name is therefore looked up repeatedly until the join timeout.
     """
     deadline = time.monotonic() + config.seconds
     while True:

@@ -1,4 +1,4 @@
-"""`Join`: wait until enough launchers have joined a rendezvous, so that a round of it can start."""
+"""`Join`: wait until enough launchers have joined a rendezvous round, so that the round can start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
 
 
 class Join:
-    """Wait of one launcher for the start of a rendezvous round, a period with fixed launchers.
+    """Waits, for one launcher, until a rendezvous round (a period with fixed launchers) starts.
 
     Args:
         number: number of the round.
@@ -64,7 +64,9 @@ class Join:
         self._cards: list[Card] = []
 
     def wait(self) -> tuple[Card, ...] | None:
-        """Return the entries of the round's launchers; `None` if the round started without this launcher.
+        """Wait until the rendezvous round starts; return the entries of its launchers.
+
+        Returns `None` if the round started without this launcher.
 
         Raises:
             NotNeeded: if the launch ends during the wait.
@@ -105,8 +107,8 @@ class Join:
     def _reads_cards(self, now: float) -> bool:
         """Return whether this launcher reads all launchers' entries, since it may have to start the round.
 
-        The first launchers of the last round do, or the first that joined; the others after some seconds
-        in which enough launchers have joined, and the round has not started.
+        The first four launchers of the last round, or the first four that joined, always read them. Other
+        launchers do so only if enough have joined, and the round has not started after some seconds.
         """
         assert self._place is not None, "known after the arrival"
         if self._place < _READERS or now - self._stalled > self._longest_wait + _LOOK_SECONDS:
@@ -131,7 +133,10 @@ class Join:
                 self._fail(WorldError(text, hint="give each node a --node-rank of its own"))
 
     def _can_start(self, now: float) -> bool:
-        """Return whether the round can start: all launchers joined, or enough and none for some seconds."""
+        """Return whether the round can start.
+
+        It can if all launchers have joined, or if enough have and no other has joined for some seconds.
+        """
         here = {card.token for card in self._cards}
         if len(here) < self._config.needed:
             return False
@@ -141,7 +146,7 @@ class Join:
 
     @property
     def _longest_wait(self) -> float:
-        """Seconds to wait for further launchers once there are enough."""
+        """Seconds to wait for further launchers after the minimum number has joined."""
         longest = self._config.seconds if self._number == 1 else _CAUTIOUS_SECONDS
         longest = _SETTLE_SECONDS if self._expected else longest
         return min(self._config.last_call, longest)

@@ -65,10 +65,10 @@ class Card:
 
     @staticmethod
     def parse(fields: Any) -> Card:
-        """Return the launcher's entry with these fields, which were read from JSON.
+        """Return the `Card` (entry of a launcher) that the JSON value `fields` describes.
 
         Raises:
-            WorldError: if the fields are those of another version.
+            WorldError: if another version of Lockstep wrote the fields.
         """
         try:
             return decode(Card, fields)
@@ -176,12 +176,15 @@ class RendezvousKeys:
         return arrival
 
     def arrived(self, number: int) -> int:
-        """Return how many launchers have begun to join a round; some may not have written an entry yet."""
+        """Return how many launchers have begun to join a rendezvous round.
+
+        Some of them may not have written their entry yet.
+        """
         key = f"round/{number}/arrivals"
         return int(self.store.get(key)) if self._has(key) else 0
 
     def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
-        """Return the entries of all launchers that joined a round.
+        """Return the entries of all launchers that joined rendezvous round `number`.
 
         The entries in `known` were read before, and are not read again.
         """
@@ -198,7 +201,7 @@ class RendezvousKeys:
         return list(cards.values())
 
     def close(self, number: int, cards: Sequence[Card], token: str) -> None:
-        """Start round `number` with the launchers in `cards`, unless it or a newer round has started.
+        """Start rendezvous round `number` with the launchers in `cards`, unless it or a newer one started.
 
         The launchers are written first, at a key of the launcher `token` that calls this method. A single
         atomic write of the round's number then starts the round, so that the store stays consistent if this
@@ -212,7 +215,10 @@ class RendezvousKeys:
             self.store.compare_set("newest", before, json.dumps([number, key]))
 
     def closed(self, number: int) -> tuple[Card, ...] | None:
-        """Return the launchers of round `number`: `None` before its start, an empty tuple after its end."""
+        """Return the entries of the launchers of rendezvous round `number`.
+
+        Returns `None` before the round has started, and an empty tuple after a newer round has started.
+        """
         if self.newest_number < number:
             return None
         newest, cards = self.newest()
@@ -226,7 +232,7 @@ class RendezvousKeys:
         return newest == number and any(card.address.answers() for card in cards[:1])
 
     def has_ended(self, number: int, index: int = -1) -> bool:
-        """Return whether launcher 0 of a round answers neither over the network nor through the store.
+        """Return whether launcher 0 of a rendezvous round answers neither by network nor by store.
 
         `index` is the number of this launcher in the round; -1 if it takes no part.
         """

@@ -48,6 +48,6 @@ class Waker:
             self.reader.recv(READ)
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both sockets."""
         self.reader.close()
         self._writer.close()

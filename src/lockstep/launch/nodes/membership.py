@@ -59,7 +59,7 @@ class NotNeeded(Exception):  # noqa: N818 - an end, and no error
 
 
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
-    """Return whether all other launchers on launcher `index`'s node use other `things` (CPUs or GPUs).
+    """Return whether no other launcher on launcher `index`'s node shares its `things` (CPUs or GPUs).
 
     Returns false for the only launcher of a node. Schedulers may give each launcher of a node its own CPUs.
     """
@@ -78,8 +78,8 @@ class Membership:
         names: name of each launcher in messages.
         address: address of launcher 0 that all launchers can reach.
         interface: network interface of this launcher's workers; `None` if none was chosen.
-        own_cores: whether other launchers on this node use other CPUs.
-        own_gpus: whether other launchers on this node use other GPUs.
+        own_cores: whether this node has other launchers, and none shares CPUs with this one.
+        own_gpus: whether this node has other launchers, and none shares GPUs with this one.
         overrules_interface: whether `interface` takes precedence over variables of Gloo and NCCL.
         reached_at: interface and address of each launcher, as the others reach it; empty on one node.
         speaks: whether this launcher prints messages that are the same on all launchers.

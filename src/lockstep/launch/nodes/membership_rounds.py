@@ -180,9 +180,9 @@ class Rounds:
             self._join(expected, over)
 
     def _approach(self) -> int:
-        """Wait until this launcher may join; return the number of the last round that is over, or 0.
+        """Wait until this launcher may join a rendezvous round; return the last ended round's number, or 0.
 
-        A round is a period with fixed launchers. Its launcher 0 lets new ones in while it runs.
+        A round is a period with fixed launchers. Launcher 0 of a running round lets new launchers in.
 
         Raises:
             UnreachableError: if launcher 0 runs and this node cannot connect to it.
@@ -207,7 +207,7 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest round, 0 before the first; set `common`, the launch's constants.
+        """Return the number of the newest rendezvous round, or 0; set `common`, the launch's constants.
 
         Raises:
             WorldError: if this launcher has different library versions, or the launch is full.

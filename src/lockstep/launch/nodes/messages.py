@@ -63,7 +63,7 @@ class Answer:
     """The coordinator's answer to a launcher's report.
 
     Attributes:
-        generation: how many times workers had been started, as in the report that is answered.
+        generation: generation number in the report that is answered.
         port: port of the workers' store; 0 while it is not open.
         saves: whether all ranks are to save the run's state and exit.
     """

@@ -215,7 +215,7 @@ class CoordinatorServer:
         connection.send(self._encode(answer))
 
     def _encode(self, answer: Answer) -> bytes:
-        """Return the line of an answer; encode an answer to many launchers once."""
+        """Return an answer as a line of JSON; the line of the last answer is cached."""
         if self._encoded[0] is not answer:
             self._encoded = answer, json.dumps(asdict(answer)).encode() + b"\n"
         return self._encoded[1]
@@ -248,7 +248,7 @@ class CoordinatorServer:
         return None
 
     def _await(self, connection: _Connection) -> None:
-        """Make the thread wait until a connection has a message, or takes the unsent rest of an answer."""
+        """Set the events to wait for on a connection: data to read, and room for unsent data if any."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more else 0)
         if connection.events != events:
             connection.events = events
@@ -262,7 +262,7 @@ class CoordinatorServer:
                 self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
-        """Close a connection; if it is that of a launcher, the launcher has a moment to connect again."""
+        """Close a connection; if a launcher used it, the launcher has a moment to connect again."""
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._connections.discard(connection)

@@ -50,7 +50,7 @@ _FILES = 50
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported module.
+    """A module that a script imports.
 
     Attributes:
         origin: file of the module's top-level package, as the script would import it.
@@ -105,7 +105,7 @@ def read(spec: LaunchSpec) -> Sources:
 
 @dataclass
 class _File:
-    """One source file during the analysis.
+    """One source file during the analysis of a script's imports.
 
     Attributes:
         own: names of the user's functions, classes and modules in the file.

@@ -27,9 +27,10 @@ _SPAWNERS = ("spawn", "start_processes")
 
 
 def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
-    """Replace `local_rank_option="auto"` by the option that the script declares; return a message too.
+    """Return `spec` with the local-rank option that its script declares, and a message about the option.
 
-    A script whose source is missing or invalid gets no option; the worker will report the error.
+    Only `local_rank_option="auto"` is replaced. A script whose source is missing or invalid gets the
+    option `none`; the worker will report the error.
     """
     if spec.local_rank_option != "auto":
         return spec, None
@@ -41,7 +42,7 @@ def adapt(spec: LaunchSpec) -> tuple[LaunchSpec, str | None]:
 
 
 def warning(spec: LaunchSpec) -> str | None:
-    """Return a warning if the script starts ranks itself, for a launch with several ranks."""
+    """Return a warning for a launch with several ranks if its script itself starts ranks; else `None`."""
     line = next((call.lineno for call in _calls(spec) if _spawns(call)), None)
     if line is None:
         return None
@@ -83,7 +84,7 @@ def _declared(call: ast.Call) -> LocalRankOption | None:
 
 
 def _spawns(call: ast.Call) -> bool:
-    """Whether a call is one of `torch.multiprocessing.spawn` that gives the number of processes."""
+    """Whether a call is `torch.multiprocessing.spawn(…)` with a number of processes."""
     has_number = len(call.args) > 2 or any(word.arg == "nprocs" for word in call.keywords)
     return has_number and not set(_SPAWNERS).isdisjoint(source.names(call.func))
 

@@ -49,7 +49,7 @@ _OF_WORKERS = (
 
 
 def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return further modules that the workers will probably import, judged by the script and the flags."""
+    """Return modules, besides `MODULES`, that workers will probably import, by the script and the flags."""
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     dynamo = () if sources.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.wrap, str):
@@ -86,7 +86,7 @@ class Footprint:
     Attributes:
         tasks: number of threads.
         children: process ids of child processes.
-        files: open descriptors other than plain files.
+        files: open sockets, devices and other descriptors that are not plain files.
         pools: loaded OpenBLAS libraries, whose threads survive forks.
         unforkable: loaded packages that do not survive a fork, and `cuda` if a device is in use.
         handlers: signal handlers, which are reset in workers.

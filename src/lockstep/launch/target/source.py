@@ -125,9 +125,9 @@ def find(part: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def places(found: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the directories with the modules of the package that has import spec `found`.
+    """Return the directories that hold the modules of the package with import spec `found`.
 
-    Returns an empty tuple for a module that is no package.
+    Returns an empty tuple for a module that is not a package.
     """
     return tuple((found and found.submodule_search_locations) or ())
 

@@ -127,7 +127,9 @@ def given(
 
 
 def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
-    """Yield the launchers whose variables to read, in order of precedence: the innermost launcher first.
+    """Yield the entries of launchers whose variables may be set, the innermost launcher first.
+
+    The first launcher whose variables are set takes precedence.
 
     For example, torchrun may run inside a job of another package's launcher, and that inside a Slurm job.
 
@@ -155,7 +157,7 @@ def read(
 ) -> World | None:
     """Return rank, size and rendezvous from one launcher's variables; `None` if these are not set.
 
-    With `launchers`, the processes are `lockstep run`, which start the ranks themselves.
+    With `launchers`, each process is a `lockstep run`, and the result numbers these launchers, not ranks.
 
     Raises:
         WorldError: if the variables contradict each other.

@@ -1,4 +1,4 @@
-"""Common part of clusters that start one process on each of several machines or pods, and number these."""
+"""Common code for clusters that start one process on each of several numbered machines or pods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world(
     key: str | None = None,
     names: tuple[str, str],
 ) -> World:
-    """Return the world of the process on machine number `node` of `count`: one rank on each.
+    """Return the world (rank, size, rendezvous) of the only process on machine `node` of `count` machines.
 
     The process may also be a `lockstep run`, which starts the ranks of its machine. `names` are the names
     of the variables with the two numbers, for messages.

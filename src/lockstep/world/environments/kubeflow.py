@@ -2,7 +2,7 @@
 
 Both set torchrun's variables `PET_*`, one `PET_NODE_RANK` for each pod, for a launcher in the pod. A
 PyTorchJob also sets `RANK`, which counts pods, and `WORLD_SIZE`, which counts processes (operators before
-1.7: pods), although the pod's process is no rank of that world unless each pod has one process.
+1.7: pods), although the pod's process is a rank of that world only if each pod has one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a pod with one process; `None` outside of a pod of Kubeflow.
+    """Return the world (rank, size, rendezvous) of a Kubeflow pod with one process; `None` elsewhere.
 
     Raises:
         WorldError: if variables are missing, or a pod is to have several processes.
@@ -36,7 +36,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def launchers(environ: Mapping[str, str]) -> World | None:
-    """Return the world of the launchers, one for each pod; `None` outside of a pod of Kubeflow.
+    """Return number, count and rendezvous of the launchers, one in each Kubeflow pod; `None` elsewhere.
 
     Raises:
         WorldError: if a variable is missing or contradicts another.

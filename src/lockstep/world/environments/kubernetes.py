@@ -26,7 +26,9 @@ def is_pod(environ: Mapping[str, str]) -> bool:
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a pod of an Indexed Job; `None` elsewhere, or if the number of pods is unknown.
+    """Return the world (rank, size, rendezvous) of a pod of an Indexed Job.
+
+    Returns `None` elsewhere, and if the number of pods is 1 or unknown.
 
     Raises:
         WorldError: if the pod's number exceeds the number of pods, or the host name of pod 0 is unknown.

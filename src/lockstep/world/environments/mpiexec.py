@@ -125,7 +125,7 @@ def _world(
     environment: str,
     reason: str,
 ) -> World:
-    """Return the world of a process that `mpiexec` has started.
+    """Return the world (rank, size, rendezvous) of a process that `mpiexec` has started.
 
     On one node the rendezvous is on its loopback interface, under a name that only this job has. On
     several nodes no variable has the address of rank 0 or the number of a node: unless `MASTER_ADDR` and

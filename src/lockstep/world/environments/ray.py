@@ -28,7 +28,7 @@ def is_worker(environ: Mapping[str, str]) -> bool:
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a worker of Ray; `None` in other processes, also in those that a worker starts.
+    """Return the world (rank, size, rendezvous) of a Ray worker; `None` in other processes.
 
     Raises:
         WorldError: if variables are missing, or Ray was started by a launcher's worker.
@@ -61,7 +61,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def _in_bundle(ray: Any, group: Any) -> World:
-    """Return the world of the workers in the bundles of a placement group, one in each."""
+    """Return the world of a placement group with a worker in each bundle; a bundle's index is the rank."""
     name = group.id.hex()
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
     found = [int(m[1]) for key in held if (m := re.fullmatch(rf"bundle_group_(\d+)_{name}", key))]

@@ -17,7 +17,7 @@ _RANK, _ADDRESSES, _COUNT = "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a SkyPilot node; `None` elsewhere, and for a task of one node.
+    """Return the world (rank, size, rendezvous) of a SkyPilot node; `None` elsewhere or for one node.
 
     Raises:
         WorldError: if a variable is missing or contradicts another.

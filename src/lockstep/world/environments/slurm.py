@@ -97,7 +97,7 @@ def _tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def _main_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> str:
-    """Return the host name of rank 0's node."""
+    """Return the host name of rank 0's node; the loopback address for a job step on a single node."""
     if len(nodes) == 1:
         return LOOPBACK
     by_host_file = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")

@@ -22,7 +22,7 @@ _FIRST = ("MASTER", "LAUNCHER", "CHIEF", "LEADER")
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the world of a pod of a Volcano job; `None` elsewhere, and for a job of one pod.
+    """Return the world (rank, size, rendezvous) of a pod of a Volcano job; `None` elsewhere or for one pod.
 
     Raises:
         WorldError: if a variable is missing, or this pod is not among those of the job.
@@ -54,8 +54,8 @@ def detect(environ: Mapping[str, str]) -> World | None:
 def _number(hosts: list[str], tasks: Mapping[str, str], index: int) -> int:
     """Return the position of this pod in `hosts`, which is its node rank.
 
-    A job's pods are in tasks (groups). With one task it is the pod's index there, otherwise the position of
-    its host name.
+    A job's pods are in tasks (groups). If there is one task, the position is `index`, the pod's number in
+    it; otherwise, it is found by host name.
     """
     if len(tasks) == 1:
         return index

@@ -119,8 +119,8 @@ def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
 def partners(index: int, count: int) -> list[int]:
     """Return the members that member `index` of `count` tries to reach.
 
-    Beyond `_ALL_PAIRS` members these are the ones at a distance of a power of two, in both directions
-    around the ring of members. Of each pair that is tried, both members try.
+    Up to `_ALL_PAIRS` members, these are all others. Of more members, a member tries those at distances
+    1, 2, 4, … in both directions around the ring of members. Both members of a pair try to connect.
     """
     if count <= _ALL_PAIRS:
         return [member for member in range(count) if member != index]
@@ -325,8 +325,8 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
 
     `cards` has the listening addresses of each member, `reports` its attempts to reach member 0. The result
     has one address of member 0, on its first interface that all others reached, or all addresses if there
-    is no such interface. Of another member, it has the address on the member's route to member 0, or the
-    only address at which the member listens.
+    is no such interface. For any other member, it has the address on that member's route to member 0, or
+    the member's first address if it listens at only one or its route is unknown.
     """
     reached = [
         {attempt.place: attempt.source for attempt in report if not attempt.failure}

@@ -78,7 +78,7 @@ class RankInfo:
 
     @staticmethod
     def of(world: World, pid: int) -> RankInfo:
-        """Return the `RankInfo` of process `pid` on this host, which has the rank in `world`."""
+        """Return the `RankInfo` of process `pid` on this host, whose rank and world size `world` holds."""
         place = RankPlacement(**{name: getattr(world, name) for name in RankPlacement.__slots__})
         return RankInfo(
             node=NodeInfo.here(pid), world=world.size, place=place if world.placed else None
@@ -86,7 +86,7 @@ class RankInfo:
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> RankInfo:
-        """Return the `RankInfo` with these fields, which were read from JSON."""
+        """Return the `RankInfo` that the JSON object `fields` describes."""
         # Another version of Lockstep may have different fields; the comparison of versions reports it.
         node = {name: fields["node"].get(name) for name in NodeInfo.__slots__}
         place = fields.get("place")
@@ -156,7 +156,7 @@ def node_numbers(hosts: Sequence[str]) -> list[int]:
 
 
 def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Return local and node rank of each rank: those that its launcher set, or else found from its host."""
+    """Return each rank's local and node rank, as set by its launcher, or else found from its host."""
     hosts = [info.node.host for info in infos]
     sizes, seen, found = Counter(hosts), Counter[str](), []
     for info, host_name, node in zip(infos, hosts, node_numbers(hosts), strict=True):

@@ -151,9 +151,9 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
 
 
 class _Search:
-    """Tries to connect to each address and port of a host, repeatedly, until one is that of the store.
+    """Tries to connect to each address and port of a host, repeatedly, until the store is found.
 
-    `look` connects to one address and port; it returns the address of the store, or `None` to go on.
+    `look` connects to one address and port; it returns the store's address and port, or `None` to go on.
     """
 
     def __init__(

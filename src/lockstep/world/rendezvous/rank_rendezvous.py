@@ -207,7 +207,7 @@ def leave(rendezvous: RankRendezvous) -> None:
 
 
 def _as_in_group(world: World) -> World:
-    """Return `world`, or one with rank and size of the script's process group if `world` has others."""
+    """Return `world` if the script's process group has its rank and size; else a `World` of that group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) == (world.rank, world.size):
         return world
