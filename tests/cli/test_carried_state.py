@@ -159,7 +159,7 @@ with lockstep.Run("values", replicas=4, progress=False) as run:
         ("norm=norm", "`norm`"),
         ("norm=norm.item()", "`norm`"),
         ("lr=scheduler.get_last_lr()[0]", "`lr`"),
-        ("other=0.1", None),
+        ("other=0.1, large=10**400, turn=torch.tensor(1j)", None),
     ],
 )
 def test_values_of_a_step_that_are_logged_in_microbatches_are_named(lockstep, inside, named):

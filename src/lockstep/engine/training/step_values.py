@@ -33,7 +33,7 @@ class StepValues:
         self._warned = False
 
     def logged(self, values: Mapping[str, Any]) -> None:
-        """Warn if values of the last microbatch are ones of the step, and earlier ones were not."""
+        """Warn if a value of the last microbatch belongs to the step, unlike earlier ones in the batch."""
         if self._warned or self._loop.microbatch is None:
             return
         found = {
@@ -62,7 +62,8 @@ class StepValues:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or a tensor of one element on the CPU, as a float; None for other values."""
-    if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 and value.device.type == "cpu" else None
-    return float(value) if isinstance(value, int | float) else None
+    """Return a float, also from a tensor of one float on the CPU; None for values of other types."""
+    if isinstance(value, torch.Tensor):  # to read one on a device would wait for the device
+        is_read = value.numel() == 1 and value.is_floating_point() and value.device.type == "cpu"
+        return float(value.detach()) if is_read else None
+    return value if isinstance(value, float) else None
