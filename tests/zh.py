@@ -23,7 +23,7 @@ _COMMENT = re.compile(r"(?ms)^ *<!-- (?:(?!-->).)*-->\n")
 _TOCTREE = "{toctree}"
 #: Blocks that only the site has: lists of contents, and cards.
 _SITE = (_TOCTREE, "{container}")
-_SCALE = {"": 1.0, " 万": 1e4, " million": 1e6}
+_SCALE = {"": 1.0, " 万": 1e4, " 亿": 1e8, " million": 1e6}
 #: Words that a translation may write as a number.
 _NUMBERS = {
     "half": 0.5,
@@ -118,7 +118,7 @@ def _links(text: str) -> set[str]:
 
 def _numbers(text: str) -> set[float]:
     text = re.sub(r"`[^`]*`", "", re.sub(r"\]\([^)]*\)", "]", text))
-    found = re.findall(r"(?<![A-Za-z\d.])(\d[\d,]*(?:\.\d+)?)( million| 万)?", text)
+    found = re.findall(r"(?<![A-Za-z\d.])(\d[\d,]*(?:\.\d+)?)( million| 万| 亿)?", text)
     return {round(float(number.replace(",", "")) * _SCALE[scale], 6) for number, scale in found}
 
 
