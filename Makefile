@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -m "not wide"
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first.
-TESTS := test-distributed test-device test-unit test-cli-more test-cli test-slurm test-mpi test-integrations test-adversarial test-nodes
+TESTS := test-unit test-cli-more test-cli test-distributed test-nodes test-integrations test-slurm test-mpi test-device test-adversarial
 
 # The lowest versions with which test-frameworks passes, and what they need beside them.
 LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
@@ -41,10 +41,10 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Four at a time: most tests wait for processes that they have started.
+# Five at a time: most tests wait for processes that they have started.
 # More combinations of what these tests show are in `make test-wide`.
 test: install mpi
-	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 4 $(TESTS)
+	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 5 $(TESTS)
 
 test-cli:
 	$(PYTEST) tests/cli/test_[a-o]*.py

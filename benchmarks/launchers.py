@@ -37,7 +37,7 @@ from lockstep.launch.nodes.client import CoordinatorClient
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.coordinator import beat_seconds
 from lockstep.launch.nodes.join import READS_PER_SECOND, Join
-from lockstep.launch.nodes.keys import Card, RendezvousKeys
+from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership
 from lockstep.launch.nodes.messages import LauncherReport
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
@@ -249,8 +249,8 @@ def host(count: int, pipe: Connection) -> None:
     pipe.recv()
 
 
-def _card(index: int, node: NodeInfo) -> Card:
-    return Card(
+def _card(index: int, node: NodeInfo) -> JoinEntry:
+    return JoinEntry(
         token=secrets.token_hex(8),
         node=node,
         launcher=Launcher(ranks=8, name=f"host{index}", cpus=tuple(range(64))),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from support import Report, in_turns, one_thread, options_parser
 
-from lockstep.state.record.reading import Recorded
+from lockstep.state.record.reading import RunRecords
 from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.measuring import measure
 from lockstep.tools.bench.projecting import project
@@ -58,7 +58,7 @@ def train(hosts: Hosts, made: list[Host], each: int, arguments: list[str]) -> Tr
             for rank, host in enumerate(made)
         ]
         hosts.finish(started, timeout=300)
-        recorded = Recorded.of(run_dir)
+        recorded = RunRecords.of(run_dir)
         measured = measure(recorded, began)
     assert measured is not None, "too few steps"
     return Trial(

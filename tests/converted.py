@@ -9,7 +9,7 @@ import difflib
 import re
 from pathlib import Path
 
-from lockstep.tools.convert.script import Converted, convert
+from lockstep.tools.convert.script import ConvertedScript, convert
 from tests.ports import ROOT
 
 PAGE = ROOT / "docs/manual/convert.md"
@@ -31,7 +31,7 @@ NAMES = {
 _PLACE = re.compile(r"(?<=<!-- example -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def made(name: str) -> Converted:
+def made(name: str) -> ConvertedScript:
     """Return a script, converted now."""
     return convert(SCRIPTS / "plain" / f"{name}.py")
 

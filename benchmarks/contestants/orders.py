@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 import lockstep
-from lockstep.engine.layout.permutation import Shuffled
+from lockstep.engine.layout.permutation import ShuffledOrder
 
 _BATCH = 64
 _CHUNK = 4096  # as many as Lockstep's loader asks for at once
@@ -37,7 +37,7 @@ class Numbers(Dataset[int]):
 def keyed(length: int) -> tuple[float, float]:
     """Lockstep's order by itself."""
     started = time.perf_counter()
-    order = Shuffled(length, key=1)
+    order = ShuffledOrder(length, key=1)
     order(0, _CHUNK)[:_BATCH]
     first = time.perf_counter() - started
     started = time.perf_counter()

@@ -45,7 +45,7 @@ shared_memory.SharedMemoryExchange._sum = dying(
 # After the half was begun, and before its mark.
 snapshot.Snapshots._copy = dying("snapshot", snapshot.Snapshots._copy, 2)
 dcp.write_part = dying("checkpoint", dcp.write_part)
-resume.Saved.restore = dying("restore", resume.Saved.restore)
+resume.SavedState.restore = dying("restore", resume.SavedState.restore)
 session.Session.finish = dying("end", session.Session.finish)
 
 def digits(count):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.state.files.lock import DirectoryLock, Owner
+from lockstep.state.files.lock import DirectoryLock, LockOwner
 from lockstep.tools.report import page
 from tests import browser
 from tests.browser import Browser
@@ -174,7 +174,7 @@ def test_a_run_that_goes_on(tmp_path: Path, lockstep: Lockstep) -> None:
     directory = Run(tmp_path / "run", status="running").write()
     with (directory / "events" / "rank-0.jsonl").open("a") as file:
         file.write('{"time": 1795000061.0, "kind": "lo')
-    lock = DirectoryLock(directory, Owner.of("single", {}, "one"))
+    lock = DirectoryLock(directory, LockOwner.of("single", {}, "one"))
     done = lockstep("report", "run")
     assert (done.code, done.out) == (0, "run/report.html: run (running)\n"), done.err
     lock.release(ends=True)

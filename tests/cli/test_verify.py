@@ -128,7 +128,7 @@ def test_each_run_of_a_script_is_compared(lockstep: Lockstep) -> None:
     lockstep.script(TWO_RUNS)
     done = lockstep("verify", "train.py", "--layouts", "1", "2,kill@3", timeout=120)
     assert done.code == 0, done.out + done.err
-    assert "same: yes\nsamples: 2 loops, 0 seen twice, 0 never\n" in done.out
+    assert "same: yes\nsamples: 2 loops checked, 0 seen twice, 0 never\n" in done.out
     without = {"LOCKSTEP_AUDIT": "off"}
     done = lockstep("verify", "train.py", "--layouts", "1,2", "--", "noise", env=without)
     assert done.code == 3
@@ -169,7 +169,7 @@ def test_the_same_with_a_change_of_ranks_a_kill_and_a_storm(verify: Lockstep) ->
     words = ("--layouts", "1", "2>1@3,kill@6", "--kills", "6", "--seed", "1")
     done = verify("verify", *words, "train.py", timeout=120)
     assert done.code == 0, done.out + done.err
-    assert "same: yes\nsamples: 2 loops, 0 seen twice, 0 never\n" in done.out
+    assert "same: yes\nsamples: 2 loops checked, 0 seen twice, 0 never\n" in done.out
     assert re.search(r"^│ 2>1@3,kill@6 │ 8 +│ 1 +│ 3 +│", done.out, re.MULTILINE)
     assert re.search(r"^│ 2,kills=6 +│ 8 +│ 6 +│ \d +│", done.out, re.MULTILINE)
     assert re.search(r"^ran on layout 2,kills=6: 8 steps, 6 kills, \d gen", done.err, re.MULTILINE)
@@ -255,7 +255,7 @@ def test_the_registered_object_that_differs_is_named(lockstep: Lockstep) -> None
     assert done.code == 3
     expected = "step 1: equal samples and losses, but the state of ema is sha256:"
     assert f"first difference: {expected}" in done.out
-    assert "samples: 4 loops, 0 seen twice, 0 never" in done.out
+    assert "samples: 4 loops checked, 0 seen twice, 0 never" in done.out
 
 
 @pytest.mark.forked
@@ -263,7 +263,7 @@ def test_samples_that_an_evaluation_sees_twice_or_never_are_found(lockstep: Lock
     lockstep.script(TWICE + OBJECTS)
     done = lockstep("verify", "train.py", "--layouts", "1,1", "--replicas", "2", "--", "twice")
     assert done.code == 3
-    assert "same: yes\nsamples: 4 loops, 6 seen twice, 6 never" in done.out
+    assert "same: yes\nsamples: 4 loops checked, 6 seen twice, 6 never" in done.out
     assert "  twice: sample 5 of loader 1 in epoch 0\n" in done.out
     assert "  never: sample 6 of loader 1 in epoch 0\n" in done.out
 

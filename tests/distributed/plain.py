@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
-from lockstep.engine.layout.permutation import Shuffled
+from lockstep.engine.layout.permutation import ShuffledOrder
 from lockstep.engine.layout.replicas import share
 from lockstep.engine.training.digest import digest
 from lockstep.world import groups
@@ -26,7 +26,7 @@ def batches(replica: int, replicas: int) -> Iterator[tuple[torch.Tensor, torch.T
     """One replica's shares of all global batches, each under the key of its forward pass."""
     images, labels = classes(SAMPLES, (1, 8, 8)).tensors
     for epoch in range(EPOCHS):
-        order = Shuffled(SAMPLES, keys.derive(SEED, keys.ORDER, 0, epoch, 0))
+        order = ShuffledOrder(SAMPLES, keys.derive(SEED, keys.ORDER, 0, epoch, 0))
         for step in range(SAMPLES // BATCH):
             part = share(BATCH, replicas, replica)
             indices = torch.from_numpy(

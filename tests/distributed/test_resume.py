@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.engine.recovery.preemption import Preempted
-from lockstep.engine.recovery.resume import Saved, Search, _newest_whole
-from lockstep.state.checkpoint.parts import Stored
+from lockstep.engine.recovery.resume import SavedState, StateSearch, _newest_whole
+from lockstep.state.checkpoint.parts import StoredTensor
 from lockstep.testing import run_ranks
 from lockstep.testing.ranks import RankError
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
@@ -129,9 +129,9 @@ def spread(holder: int) -> list[object]:
     }
     world = lockstep.World(rank=rank, size=3, local_rank=rank, local_size=3, address="x", port=1)
     rendezvous = RankRendezvous(world=world, store=store, number=0, ours=False)
-    search = Search(rendezvous, dist.group.WORLD, None, None)
-    stored = {name: Stored.of(tensor) for name, tensor in tensors.items()}
-    own = Saved('{"text": 1}', stored, "memory") if rank == holder else None
+    search = StateSearch(rendezvous, dist.group.WORLD, None, None)
+    stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
+    own = SavedState('{"text": 1}', stored, "memory") if rank == holder else None
     found = search._spread(own)
     same = all(torch.equal(found.tensors[name].read(), tensor) for name, tensor in tensors.items())
     return [found.text, same, list(found.tensors), found.source]

@@ -24,7 +24,7 @@ from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import catalog, dcp
 from lockstep.state.checkpoint.dcp import stored
 from lockstep.state.checkpoint.manager import CheckpointManager
-from lockstep.state.checkpoint.parts import Cut
+from lockstep.state.checkpoint.parts import Sharding
 from lockstep.state.checkpoint.shared_memory import Descriptors
 from lockstep.state.checkpoint.snapshot import Snapshots
 from lockstep.testing import run_ranks
@@ -200,7 +200,7 @@ def test_each_launcher_has_the_parts_of_its_ranks(tmp_path: Path) -> None:
         assert torch.equal(stored["whole"].read(), torch.arange(100_000))
         for number, (name, tensor) in enumerate(example().items()):
             for rank in range(4):
-                box = Cut(number % 2, 4).box(tuple(tensor.shape), rank)
+                box = Sharding(number % 2, 4).box(tuple(tensor.shape), rank)
                 if rank // 2 == node or not box.numel:
                     assert torch.equal(stored[name].fetch(box), box.of(tensor))
                 else:

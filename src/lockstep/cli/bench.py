@@ -161,7 +161,7 @@ def _value(options: argparse.Namespace, flag: str) -> str | None:
 
 def _show_given(options: argparse.Namespace) -> int:
     """Print predicted times of a step with given `--gradients` and `--compute`, no script run; return 0."""
-    from lockstep.tools.bench.given import Given
+    from lockstep.tools.bench.given import StepAssumptions
     from lockstep.tools.quantities import parse_latency, parse_size
 
     if None in (options.gradients, options.compute, options.project):
@@ -178,7 +178,7 @@ def _show_given(options: argparse.Namespace) -> int:
             )
     link, wanted = _projected(options)
     _check_outputs(options)
-    given = Given(
+    given = StepAssumptions(
         gradients=parse_size(options.gradients, "--gradients"),
         compute=parse_latency(options.compute, "--compute"),
         wanted=wanted,

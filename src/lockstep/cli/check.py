@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.tools.check.config import Selection
-    from lockstep.tools.check.engine import Outcome
+    from lockstep.tools.check.engine import CheckResult
     from lockstep.tools.check.source import Module
 
 HELP = "find what breaks, hangs or slows a distributed script"
@@ -85,7 +85,7 @@ def handle(options: argparse.Namespace) -> int:
     return int(bool(outcome.findings) and not options.exit_zero)
 
 
-def _fixed(outcome: Outcome, paths: list[Path], flags: Selection) -> Outcome:
+def _fixed(outcome: CheckResult, paths: list[Path], flags: Selection) -> CheckResult:
     """Apply the safe fixes, and check again; return the new findings."""
     from lockstep.tools.check import engine, fix
 
@@ -117,7 +117,7 @@ def of_target(target: str, kind: str) -> list[str]:
     return [*lines, f"lockstep: check: {len(lines)} found that hang or corrupt in {path}"]
 
 
-def _edited(outcome: Outcome) -> Iterator[tuple[Path, Module, str]]:
+def _edited(outcome: CheckResult) -> Iterator[tuple[Path, Module, str]]:
     """Yield the path, the parsed module and the new text of each file that the fixes change."""
     from lockstep.tools.check import editor
 

@@ -11,7 +11,7 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.tools.convert.script import Converted
+    from lockstep.tools.convert.script import ConvertedScript
 
 HELP = "turn a script for one device, or a DDP script, into a Lockstep script"
 USAGE = "[-o OUT] SCRIPT"
@@ -58,7 +58,7 @@ def handle(options: argparse.Namespace) -> int:
     return int(bool(made.questions))
 
 
-def _write(out: Path, made: Converted) -> None:
+def _write(out: Path, made: ConvertedScript) -> None:
     from lockstep.tools.check import fix
 
     try:
@@ -70,7 +70,7 @@ def _write(out: Path, made: Converted) -> None:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def _print_questions(script: Path, out: Path | None, made: Converted) -> None:
+def _print_questions(script: Path, out: Path | None, made: ConvertedScript) -> None:
     """Print the notes and open questions of a conversion on standard error."""
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)

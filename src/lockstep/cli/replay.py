@@ -71,14 +71,14 @@ def handle(options: argparse.Namespace) -> int:
     """
     from lockstep.tools.replay.comparison import Comparison
     from lockstep.tools.replay.recorded import RecordedRun
-    from lockstep.tools.replay.replaying import Asked, replay
+    from lockstep.tools.replay.replaying import ReplayOptions, replay
 
     if options.step is None and options.until is None:
         raise UsageError("neither --step nor --until is given; expected the step to compute again")
     if options.pdb and options.n > 1:
         raise UsageError(f"--pdb with -n {options.n}; expected one rank, whose terminal this is")
     step = 1 if options.step is None else options.step
-    asked = Asked(
+    asked = ReplayOptions(
         step=step,
         until=step if options.until is None else options.until,
         replica=options.replica,

@@ -14,7 +14,7 @@ from lockstep.settings import TABLE
 if TYPE_CHECKING:
     from lockstep.launch.spec import LaunchSpec
     from lockstep.launch.streams import Bits
-    from lockstep.launch.torchrun import Asked
+    from lockstep.launch.torchrun import TorchrunFlags
 
 HELP = "launch a script on any number of ranks"
 USAGE = "[options] SCRIPT [ARG ...]"
@@ -65,7 +65,7 @@ def handle(options: argparse.Namespace) -> int:
     return api.show_plan(spec) if options.dry_run else api.run(spec)
 
 
-def read(options: argparse.Namespace, asked: Asked) -> tuple[LaunchSpec, tuple[str, ...]]:
+def read(options: argparse.Namespace, asked: TorchrunFlags) -> tuple[LaunchSpec, tuple[str, ...]]:
     """Return the launch that the flags describe, and messages about flags without effect.
 
     Args:

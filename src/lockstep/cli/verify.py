@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from lockstep.tools.verify.comparison import VerifyResult
     from lockstep.tools.verify.layouts import RandomKills
-    from lockstep.tools.verify.running import Outcome
+    from lockstep.tools.verify.running import LayoutResult
 
 HELP = "prove that a script gives the same weights on every layout"
 USAGE = "[options] SCRIPT [[--] ARG ...]"
@@ -113,7 +113,7 @@ def _random_kills(options: argparse.Namespace) -> RandomKills | None:
     return RandomKills(options.kills, options.seed or 0)
 
 
-def _show_outcome(outcome: Outcome) -> None:
+def _show_outcome(outcome: LayoutResult) -> None:
     from lockstep.tools.quantities import counted
 
     kills, generations = counted(outcome.kills, "kill"), counted(outcome.generations, "generation")
@@ -151,7 +151,8 @@ def _show(verdict: VerifyResult) -> None:
     if verdict.difference is not None:
         print(f"first difference: {verdict.difference.text}")
     seen = verdict.coverage
-    print(f"samples: {seen.loops} loops, {len(seen.twice)} seen twice, {len(seen.never)} never")
+    loops = counted(seen.loops, "loop")
+    print(f"samples: {loops} checked, {len(seen.twice)} seen twice, {len(seen.never)} never")
     for title, samples in (("twice", seen.twice), ("never", seen.never)):
         for loader, epoch, sample in samples[:3]:
             print(f"  {title}: sample {sample} of loader {loader} in epoch {epoch}")

@@ -13,7 +13,7 @@ from lockstep.integrations.process import refuse
 from lockstep.run import Run
 
 
-class _Together:
+class _JoinedBatchSampler:
     """A batch sampler that joins every `count` successive batches of another batch sampler into one."""
 
     def __init__(self, batches: Any, count: int) -> None:
@@ -63,7 +63,7 @@ def global_loader(
         names = ("prefetch_factor", "timeout", "persistent_workers", "multiprocessing_context")
         workers |= {name: getattr(data, name) for name in (*names, "worker_init_fn")}
     if data.batch_size is None:
-        batches = _Together(data.batch_sampler, times)
+        batches = _JoinedBatchSampler(data.batch_sampler, times)
         return run.loader(
             data.dataset, batch_sampler=batches, collate_fn=data.collate_fn, **workers
         )

@@ -16,7 +16,7 @@ from lockstep.errors import StepError
 from lockstep.integrations.lightning_results import numbers_of
 
 
-class _Left(BaseException):
+class _EndReplica(BaseException):
     """Raised inside a replica's thread to end it, when its `training_step` is not to be continued."""
 
 
@@ -54,7 +54,7 @@ class _Thread:
         self._stopped.release()
         self._go.acquire()
         if self._left:
-            raise _Left
+            raise _EndReplica
 
     def leave(self) -> None:
         """End the thread, if it waits: `wait` raises an exception in it."""
@@ -67,7 +67,7 @@ class _Thread:
         torch.set_num_threads(self._threads)  # OpenMP counts for each thread by itself
         try:
             self.result = self._function()
-        except _Left:
+        except _EndReplica:
             pass
         except BaseException as error:
             self._error = error

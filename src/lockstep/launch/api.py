@@ -15,7 +15,7 @@ from lockstep.launch.agent.supervise import supervise
 from lockstep.launch.devices import machine, openmp
 from lockstep.launch.devices.placement import asked
 from lockstep.launch.functions import launch
-from lockstep.launch.nodes.membership import Membership, NotNeeded
+from lockstep.launch.nodes.membership import LaunchEnded, Membership
 from lockstep.launch.output import say
 from lockstep.launch.plan import Generation, Launch, make_plan, resolve, threads_of_workers
 from lockstep.launch.run_directory import RunDirectory, expected, private_directory
@@ -56,7 +56,7 @@ def run(spec: LaunchSpec) -> int:
                 place.keeps = verdict is not None and verdict.exit_code != PREEMPTED
                 if verdict is None and place.path is not None:
                     earlier_runs.mark_complete(spec, place.path)
-        except NotNeeded:
+        except LaunchEnded:
             say("lockstep: the launch has ended; there was no place for this node meanwhile")
             return 0
         except Interrupted as stop:

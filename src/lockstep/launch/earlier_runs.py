@@ -16,7 +16,7 @@ from lockstep.launch.nodes.membership import Common
 from lockstep.launch.spec import LaunchSpec
 from lockstep.state.files import run_file
 from lockstep.state.record import unfinished
-from lockstep.state.record.unfinished import BASE, Unfinished
+from lockstep.state.record.unfinished import BASE, UnfinishedRun
 
 #: Key in the `run.json` of a finished run: whether the whole script has ended with exit code 0.
 _MARK = "complete"
@@ -118,13 +118,13 @@ def _identity(spec: LaunchSpec) -> dict[str, Any]:
     return fixed | {"script": script, "arguments": arguments}
 
 
-def _require(spec: LaunchSpec, name: str, found: list[Unfinished]) -> Path:
+def _require(spec: LaunchSpec, name: str, found: list[UnfinishedRun]) -> Path:
     what = " ".join([name if spec.kind == "function" else spec.target, *spec.args])
     flags = {**_FLAGS, "resume": spec.settings.origin("resume")}
     return unfinished.require(found, what, spec.run_dir or BASE, **flags)
 
 
-def _find(spec: LaunchSpec, name: str) -> list[Unfinished]:
+def _find(spec: LaunchSpec, name: str) -> list[UnfinishedRun]:
     # Under `python` a run's directory has the name of the run, and not that of the script. Launchers of
     # several nodes, of modules and of functions search only the directory where they make runs.
     anywhere = spec.kind == "script" and not _on_several_nodes(spec)

@@ -47,7 +47,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TorchrunFlags:
     """Values of torchrun's flags that `lockstep run` translates; `None` or `False` if not given.
 
     Raises:
@@ -135,7 +135,9 @@ class Asked:
         return asked
 
 
-def rendezvous_nodes(asked: Asked, nodes: Mapping[str, object]) -> tuple[Nodes, tuple[str, ...]]:
+def rendezvous_nodes(
+    asked: TorchrunFlags, nodes: Mapping[str, object]
+) -> tuple[Nodes, tuple[str, ...]]:
     """Return the settings of a launch on several nodes, and messages about flags without effect.
 
     Raises:
@@ -232,7 +234,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def asked_of(options: Mapping[str, object]) -> Asked:
+def asked_of(options: Mapping[str, object]) -> TorchrunFlags:
     """Return the torchrun flags among the parsed command-line options."""
-    names = [field.name for field in dataclasses.fields(Asked)]
-    return Asked(**cast("dict[str, str]", {name: options[name] for name in names}))  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(TorchrunFlags)]
+    return TorchrunFlags(**cast("dict[str, str]", {name: options[name] for name in names}))  # type: ignore[arg-type]

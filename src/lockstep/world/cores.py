@@ -26,7 +26,7 @@ Topology = tuple[tuple[Core, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class CpuShare:
     """CPU cores and CPU time that one process may use."""
 
     #: Smallest CPU number of each core.
@@ -35,10 +35,10 @@ class Share:
     quota: float | None = None
 
     @staticmethod
-    def here() -> Share:
+    def here() -> CpuShare:
         """Return the cores and CPU time that this process may use."""
         cores = {_siblings(cpu)[0] for cpu in os.sched_getaffinity(0)}
-        return Share(cores=tuple(sorted(cores)), quota=cpu_quota())
+        return CpuShare(cores=tuple(sorted(cores)), quota=cpu_quota())
 
 
 def usable_cores() -> int:
@@ -47,10 +47,10 @@ def usable_cores() -> int:
     A fractional quota is rounded down: with one thread too many, the scheduler stops all threads in every
     period.
     """
-    return count((Share.here(),))
+    return count((CpuShare.here(),))
 
 
-def count(shares: Iterable[Share]) -> int:
+def count(shares: Iterable[CpuShare]) -> int:
     """Return the number of cores that several processes of one host may use together.
 
     A scheduler may give each process its own cores, or all processes the same cores.
@@ -72,12 +72,12 @@ def shared_cores(rendezvous: RankRendezvous) -> int:
         PeerError: if another rank has failed.
     """
     world, store = rendezvous.world, rendezvous.store
-    store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(Share.here())))
+    store.set(f"cores/{world.node_rank}/{world.local_rank}", json.dumps(asdict(CpuShare.here())))
     keys = [f"cores/{world.node_rank}/{other}" for other in range(world.local_size)]
 
     def counted() -> str:
         rendezvous.wait(keys, "begin")
-        return str(count(Share(**json.loads(store.get(key))) for key in keys))
+        return str(count(CpuShare(**json.loads(store.get(key))) for key in keys))
 
     return int(rendezvous.broadcast("cores", counted, "begin"))
 

@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.launch.agent import hang
 from lockstep.launch.agent.failure import FailureReport, Kind
-from lockstep.launch.agent.hang import HangWatch, Position
+from lockstep.launch.agent.hang import HangWatch, RankPosition
 from lockstep.launch.plan import WorkerPlan
-from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
+from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, ProgressSlot
 from lockstep.state.record import stacks
 from lockstep.state.record.stacks import Frame
 
@@ -42,9 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def slots() -> list[Slot]:
+def slots() -> list[ProgressSlot]:
     words = memoryview(bytearray(1 << 12)).cast("Q")
-    return [Slot(words, index) for index in range(2)]
+    return [ProgressSlot(words, index) for index in range(2)]
 
 
 @pytest.fixture
@@ -67,7 +67,9 @@ def worker(rank: int, directory: Path) -> WorkerPlan:
 class Looks:
     """A watch that is asked every second, as the agent does."""
 
-    def __init__(self, slots: list[Slot], workers: list[WorkerPlan], timeout: float) -> None:
+    def __init__(
+        self, slots: list[ProgressSlot], workers: list[WorkerPlan], timeout: float
+    ) -> None:
         self.slots, self.workers = slots, workers
         self.watch = HangWatch(slots, timeout)
         # No process has so high a number: there is nothing to dump.
@@ -87,11 +89,11 @@ class Looks:
 
 
 @pytest.fixture
-def looks(clock: Clock, slots: list[Slot], workers: list[WorkerPlan]) -> Looks:
+def looks(clock: Clock, slots: list[ProgressSlot], workers: list[WorkerPlan]) -> Looks:
     return Looks(slots, workers, 10.0)
 
 
-def opened(slots: list[Slot]) -> None:
+def opened(slots: list[ProgressSlot]) -> None:
     for slot in slots:
         slot.beat = 1
         slot.entered, slot.step = 7, 5
@@ -102,7 +104,7 @@ def test_ranks_that_have_opened_no_run_owe_no_sign(looks: Looks, clock: Clock) -
     assert looks.after(clock, 1000) is None
 
 
-def test_nobody_moves(looks: Looks, clock: Clock, slots: list[Slot]) -> None:
+def test_nobody_moves(looks: Looks, clock: Clock, slots: list[ProgressSlot]) -> None:
     opened(slots)
     slots[1].waiting = 0
     assert looks.after(clock, 10) is None
@@ -112,19 +114,23 @@ def test_nobody_moves(looks: Looks, clock: Clock, slots: list[Slot]) -> None:
     assert found.time == 7.0
 
 
-def test_one_that_moves_keeps_all_alive(looks: Looks, clock: Clock, slots: list[Slot]) -> None:
+def test_one_that_moves_keeps_all_alive(
+    looks: Looks, clock: Clock, slots: list[ProgressSlot]
+) -> None:
     opened(slots)
     assert looks.after(clock, 100, moving=1) is None
     assert looks.after(clock, 12) is not None
 
 
-def test_no_timeout_no_hang(clock: Clock, slots: list[Slot], workers: list[WorkerPlan]) -> None:
+def test_no_timeout_no_hang(
+    clock: Clock, slots: list[ProgressSlot], workers: list[WorkerPlan]
+) -> None:
     opened(slots)
     assert Looks(slots, workers, 0).after(clock, 100_000) is None
 
 
 def test_after_the_run_the_script_may_do_what_it_wants(
-    looks: Looks, clock: Clock, slots: list[Slot]
+    looks: Looks, clock: Clock, slots: list[ProgressSlot]
 ) -> None:
     opened(slots)
     for slot in slots:
@@ -133,7 +139,7 @@ def test_after_the_run_the_script_may_do_what_it_wants(
 
 
 def test_a_launcher_that_was_stopped_has_seen_nothing(
-    looks: Looks, clock: Clock, slots: list[Slot]
+    looks: Looks, clock: Clock, slots: list[ProgressSlot]
 ) -> None:
     opened(slots)
     assert looks.after(clock, 3) is None
@@ -143,7 +149,7 @@ def test_a_launcher_that_was_stopped_has_seen_nothing(
 
 
 def test_a_clock_that_jumps_is_not_looked_at(
-    monkeypatch: pytest.MonkeyPatch, slots: list[Slot], workers: list[WorkerPlan]
+    monkeypatch: pytest.MonkeyPatch, slots: list[ProgressSlot], workers: list[WorkerPlan]
 ) -> None:
     """The real module `time`, whose wall clock goes forward by a year and back again."""
     opened(slots)
@@ -156,7 +162,7 @@ def test_a_clock_that_jumps_is_not_looked_at(
 
 
 def test_ranks_that_have_ended_are_not_looked_for(
-    looks: Looks, clock: Clock, slots: list[Slot]
+    looks: Looks, clock: Clock, slots: list[ProgressSlot]
 ) -> None:
     opened(slots)
     del looks.pids[1]
@@ -170,7 +176,7 @@ def test_ranks_that_have_ended_are_not_looked_for(
 # --- the verdict ---------------------------------------------------------------------------------
 
 
-def stand(rank: int, tmp_path: Path, **changes: object) -> Position:
+def stand(rank: int, tmp_path: Path, **changes: object) -> RankPosition:
     fields: dict[str, object] = {
         "opened": True,
         "entered": 7,
@@ -180,7 +186,7 @@ def stand(rank: int, tmp_path: Path, **changes: object) -> Position:
         "frames": (Frame("/home/me/train.py", 30, "main"),),
         "stacks": None,
     }
-    return Position(worker=worker(rank, tmp_path), **{**fields, **changes})  # type: ignore[arg-type]
+    return RankPosition(worker=worker(rank, tmp_path), **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_the_rank_with_fewest_collectives_is_behind(tmp_path: Path) -> None:

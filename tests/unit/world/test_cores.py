@@ -16,7 +16,7 @@ import pytest
 from lockstep.world import World, cores
 from lockstep.world.cgroups import cpu_quota, memory_left, oom_kills
 from lockstep.world.cores import (
-    Share,
+    CpuShare,
     count,
     parse_list,
     shared_cores,
@@ -149,12 +149,12 @@ def test_without_cgroups_nothing_is_limited(tmp_path):
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [
-        ([Share(cores=(0, 1, 2, 3))], 4),
-        ([Share(cores=(0, 1, 2, 3), quota=1.9)], 1),
-        ([Share(cores=(0, 1, 2, 3), quota=0.5)], 1),
-        ([Share(cores=(0, 1), quota=8.0)], 2),
-        ([Share(cores=(0, 1)), Share(cores=(2, 3))], 4),
-        ([Share(cores=(0,), quota=1.0), Share(cores=(1,))], 2),
+        ([CpuShare(cores=(0, 1, 2, 3))], 4),
+        ([CpuShare(cores=(0, 1, 2, 3), quota=1.9)], 1),
+        ([CpuShare(cores=(0, 1, 2, 3), quota=0.5)], 1),
+        ([CpuShare(cores=(0, 1), quota=8.0)], 2),
+        ([CpuShare(cores=(0, 1)), CpuShare(cores=(2, 3))], 4),
+        ([CpuShare(cores=(0,), quota=1.0), CpuShare(cores=(1,))], 2),
     ],
 )
 def test_count(shares, expected):
@@ -166,10 +166,10 @@ def test_ranks_of_a_node_share_their_cores(monkeypatch):
     import torch.distributed as dist
 
     store, here = dist.HashStore(), threading.local()
-    monkeypatch.setattr(Share, "here", lambda: here.share)
+    monkeypatch.setattr(CpuShare, "here", lambda: here.share)
 
     def rank(number: int) -> int:
-        here.share = Share(cores=(2 * number, 2 * number + 1))
+        here.share = CpuShare(cores=(2 * number, 2 * number + 1))
         world = World(
             rank=number,
             size=3,
@@ -205,7 +205,7 @@ def test_hardware_threads_of_a_core_count_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert topology() == (((0, 2),), ((1, 3),))
     assert topology({1, 2}) == (((2,),), ((1,),))
-    assert Share.here().cores == (0, 1)
+    assert CpuShare.here().cores == (0, 1)
 
 
 def test_processors_that_nothing_is_said_about_are_cores(tmp_path, monkeypatch):

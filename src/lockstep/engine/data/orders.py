@@ -13,7 +13,13 @@ from torch.utils.data import BatchSampler
 from lockstep.engine.data.microbatch import Batching
 from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
-from lockstep.engine.layout.permutation import Indices, Listed, Order, Sequential, Shuffled
+from lockstep.engine.layout.permutation import (
+    ArrayOrder,
+    Indices,
+    Order,
+    SequentialOrder,
+    ShuffledOrder,
+)
 from lockstep.errors import LoaderError
 
 
@@ -36,8 +42,8 @@ class DatasetOrder:
     def order(self, loader: int, epoch: int, round_: int) -> Order:
         """Return the order of samples in loop `round_` (from 0) of an epoch; it takes constant memory."""
         if not self.shuffle:
-            return Sequential(self.length)
-        return Shuffled(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+            return SequentialOrder(self.length)
+        return ShuffledOrder(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class SamplerOrder:
                 f"expected {len(self)}, its length",
                 hint="give the sampler a __len__ that holds for every epoch",
             )
-        return Listed(indices)
+        return ArrayOrder(indices)
 
 
 OrderSource = DatasetOrder | SamplerOrder
@@ -91,7 +97,7 @@ def _seed(sampler: Any, key: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class LoopBatches:
     """Global batches of one loop over the data: the order of the samples, and where each batch begins."""
 
     order: Order
@@ -120,11 +126,11 @@ class FixedSize:
             indices=indices,
         )
 
-    def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
+    def draw(self, loader: int, epoch: int, round_: int) -> LoopBatches:
         """Return the global batches of loop `round_` (from 0) over the data in an epoch."""
         order, size = self.orders.order(loader, epoch, round_), self.size
         length = len(order)
-        return Drawn(order, lambda step: min(step * size, length))
+        return LoopBatches(order, lambda step: min(step * size, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,7 @@ class SampledBatches:
             count=len(self),
         )
 
-    def draw(self, loader: int, epoch: int, round_: int) -> Drawn:
+    def draw(self, loader: int, epoch: int, round_: int) -> LoopBatches:
         """Return the global batches of loop `round_` (from 0) over the data in an epoch.
 
         Raises:
@@ -164,7 +170,7 @@ class SampledBatches:
                 hint="give it a __len__ that holds for every epoch",
             )
         starts = np.cumsum([0, *map(len, batches)])
-        return Drawn(Listed(np.concatenate(batches)), lambda step: int(starts[step]))
+        return LoopBatches(ArrayOrder(np.concatenate(batches)), lambda step: int(starts[step]))
 
 
 Batches = FixedSize | SampledBatches

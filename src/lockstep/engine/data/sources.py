@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.engine.data.description import Description, checksum
 from lockstep.engine.data.fetch import CheckRequest, Collate, Fetch, FetchRequest
 from lockstep.engine.data.microbatch import Batching, Microbatch
-from lockstep.engine.data.orders import Batches, Drawn
+from lockstep.engine.data.orders import Batches, LoopBatches
 from lockstep.engine.data.randomness import Stream, set_key, undisturbed
 from lockstep.engine.layout import keys
 from lockstep.engine.layout.permutation import Indices
@@ -179,7 +179,7 @@ class MapSource:
 
     def _compare(
         self,
-        drawn: Drawn,
+        drawn: LoopBatches,
         numbers: tuple[int, int, int, int, int],
         requests: Iterable[FetchRequest],
         compare: CompareData,
@@ -213,7 +213,7 @@ class MapSource:
         self._loader = None
 
     def _plan(
-        self, drawn: Drawn, loop: tuple[int, int, int], first: int, audited: Audited
+        self, drawn: LoopBatches, loop: tuple[int, int, int], first: int, audited: Audited
     ) -> Iterator[list[Microbatch]]:
         offset = known = 0
         stop = drawn.start(first)

@@ -15,7 +15,7 @@ import torch
 Form = tuple[torch.Size, tuple[int, ...]]
 
 
-class Parts:
+class FlatLayout:
     """Places of gradients in a flat tensor: offset, shape and strides for each parameter.
 
     Attributes:

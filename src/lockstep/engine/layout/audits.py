@@ -23,7 +23,7 @@ def partner(rank: int, size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class AuditDifference:
     """A microbatch for which two ranks computed different values.
 
     Attributes:
@@ -37,7 +37,7 @@ class Difference:
     odd: int | None
 
 
-def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> Difference | None:
+def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> AuditDifference | None:
     """Return the first microbatch for which two ranks have different checksums; `None` if all are equal.
 
     A rank that computes wrongly differs twice: in its own microbatch, and in the next rank's. If the script
@@ -54,4 +54,4 @@ def compare(hosted: Sequence[Values], audited: Sequence[Values]) -> Difference |
         return None
     common = set(differing[0]).intersection(*differing[1:])
     is_one_rank = len(common) == 1 and len(differing) < size
-    return Difference(*differing[0], odd=common.pop() if is_one_rank else None)
+    return AuditDifference(*differing[0], odd=common.pop() if is_one_rank else None)

@@ -1,4 +1,4 @@
-"""Orders of an epoch's samples; `Shuffled` is a keyed permutation, computed at any position in O(1).
+"""Orders of an epoch's samples; `ShuffledOrder` is a keyed permutation, computed at any position in O(1).
 
 A Feistel network over the smallest power of two that is at least `length` is a bijection with any round
 function (Luby and Rackoff, 1988). A result outside of `range(length)` is permuted again until it is inside
@@ -29,7 +29,7 @@ def _mix(words: _Words) -> _Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Shuffled:
+class ShuffledOrder:
     """A random permutation of `range(length)`, for a length up to 2**62, that is determined by `key`."""
 
     length: int
@@ -69,7 +69,7 @@ class Shuffled:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequential:
+class SequentialOrder:
     """The order of the dataset itself: index `i` at position `i`."""
 
     length: int
@@ -83,7 +83,7 @@ class Sequential:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ArrayOrder:
     """The order of an epoch's samples as an array of indices, which a sampler of the script has drawn."""
 
     indices: Indices
@@ -96,4 +96,4 @@ class Listed:
         return self.indices[start:stop]
 
 
-Order = Shuffled | Sequential | Listed
+Order = ShuffledOrder | SequentialOrder | ArrayOrder

@@ -25,7 +25,7 @@ from lockstep.engine.exchange.flat import as_real
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.client import Client, Clients
 from lockstep.engine.parameter_server.messages import Kind
-from lockstep.engine.parameter_server.rows import Rows, Spec
+from lockstep.engine.parameter_server.rows import RowLayout, Spec
 from lockstep.errors import StepError
 
 #: Gradients of one tree node, a tensor per parameter; `None` if the node's replicas have not used it.
@@ -45,7 +45,7 @@ class _Shard:
 
     client: Client
     places: list[int]
-    rows: Rows
+    rows: RowLayout
     outgoing: torch.Tensor
     free: list[torch.Tensor]
     taken: deque[torch.Tensor]
@@ -96,7 +96,7 @@ class RemoteOptimizer:
         for index, client in enumerate(clients.all):
             places = [place for place, owner in enumerate(owners) if owner == index]
             if places:  # there may be fewer parameters than servers
-                rows = Rows([Spec.of(self.parameters[place]) for place in places])
+                rows = RowLayout([Spec.of(self.parameters[place]) for place in places])
                 outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
                 self._shards.append(_Shard(client, places, rows, outgoing, [], deque()))
                 client.expect(number, self._shards[-1].row)
@@ -138,7 +138,7 @@ class RemoteOptimizer:
     def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
         own = [self.parameters[place] for place in shard.places]
         state, tensors = optimizer_codec.pack(self.optimizer, own)
-        memory = Rows([Spec.of(tensor) for tensor in tensors])
+        memory = RowLayout([Spec.of(tensor) for tensor in tensors])
         place = {id(p): number for number, p in enumerate(own)}
         groups = [
             [place[id(p)] for p in group["params"] if id(p) in place]
@@ -266,7 +266,7 @@ class RemoteOptimizer:
         for shard in self._shards:
             shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
             answer = shard.client.receive(Kind.STATE)
-            rows = Rows([Spec.parse(words) for words in answer.meta["tensors"]])
+            rows = RowLayout([Spec.parse(words) for words in answer.meta["tensors"]])
             found = optimizer_codec.unpack(answer.meta["state"], rows.views(answer.payload))
             state |= {shard.places[place]: one for place, one in found.items()}
         return state

@@ -73,7 +73,7 @@ class Segment:
         return row[self.start : self.stop].view(self.dtype)
 
 
-class Rows:
+class RowLayout:
     """Layout of several tensors in one row of bytes.
 
     Attributes:

@@ -18,7 +18,7 @@ from lockstep.engine.exchange.base import Forest
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.connection import Connection, Pool
 from lockstep.engine.parameter_server.messages import Header, Kind, Message
-from lockstep.engine.parameter_server.rows import Rows, Spec
+from lockstep.engine.parameter_server.rows import RowLayout, Spec
 from lockstep.errors import MismatchError, ModelError
 
 
@@ -44,7 +44,7 @@ class ServerOptimizer:
     def __init__(self, number: int, forest: Forest, pool: Pool) -> None:
         self._number, self._forest, self._pool = number, forest, pool
         self._version = 0
-        self._rows = Rows([])
+        self._rows = RowLayout([])
         self._row = torch.empty(0, dtype=torch.uint8)
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: Optimizer | None = None
@@ -59,8 +59,8 @@ class ServerOptimizer:
     def begin(self, message: Message) -> None:
         """Create the optimizer that `message` describes, with its parameters, or raise a `ModelError`."""
         meta = message.meta
-        self._rows = Rows([Spec.parse(words) for words in meta["parameters"]])
-        state = Rows([Spec.parse(words) for words in meta["tensors"]])
+        self._rows = RowLayout([Spec.parse(words) for words in meta["parameters"]])
+        state = RowLayout([Spec.parse(words) for words in meta["tensors"]])
         self._row = message.payload[: self._rows.bytes]
         views = self._rows.views(self._row)
         self._parameters = [torch.nn.Parameter(view) for view in views]
@@ -102,7 +102,7 @@ class ServerOptimizer:
         for request in due:
             assert self._optimizer is not None
             entries, tensors = optimizer_codec.pack(self._optimizer, self._parameters)
-            rows = Rows([Spec.of(tensor) for tensor in tensors])
+            rows = RowLayout([Spec.of(tensor) for tensor in tensors])
             meta = {"state": entries, "tensors": [spec.words() for spec in rows.specs]}
             request.connection.send(
                 Kind.STATE, [rows.row(tensors)], number=self._version, meta=meta

@@ -31,7 +31,7 @@ from lockstep.registry import STRATEGIES
 from lockstep.state.checkpoint import state_codec
 from lockstep.state.checkpoint.catalog import Catalog
 from lockstep.state.checkpoint.manager import CheckpointManager
-from lockstep.state.checkpoint.position import Counters, LoopEvent, Position
+from lockstep.state.checkpoint.position import Counters, LoopEvent, SavedPosition
 from lockstep.state.checkpoint.snapshot_schedule import SnapshotSchedule
 
 #: Number of the point at which checkpoints are prepared in the background: memory is allocated and modules
@@ -185,7 +185,7 @@ class StateSaver(PointListener):
         self._wait("a checkpoint")
         raise Preempted(self._loop.steps)
 
-    def _save_now(self, at: Position | None = None) -> None:
+    def _save_now(self, at: SavedPosition | None = None) -> None:
         """Compare the state between ranks, and write it as a checkpoint; `at`: the position to record."""
         captured = self._state.capture()
         if not self._is_alone:
@@ -243,7 +243,7 @@ class StateSaver(PointListener):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(
-        self, captured: Mapping[str, Any] | None = None, at: Position | None = None
+        self, captured: Mapping[str, Any] | None = None, at: SavedPosition | None = None
     ) -> tuple[str, dict[str, torch.Tensor]]:
         self._context.record.flush()
         at = at or self._loop.progress.position(self._loop.points)

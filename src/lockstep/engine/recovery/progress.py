@@ -24,7 +24,7 @@ from lockstep.state.checkpoint.position import (
     LoopEvent,
     MetricEvent,
     PhaseEvent,
-    Position,
+    SavedPosition,
     SaveEvent,
 )
 
@@ -64,15 +64,15 @@ class Progress:
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._loaders = 0
         self._levels = [_Level([])]
-        self._target: Position | None = None
+        self._target: SavedPosition | None = None
         self._last: Event | None = None  # the last recorded event before the target
         self.evaluated_again: list[int] = []
 
     # --- the position ----------------------------------------------------------------------------
 
-    def position(self, points: int) -> Position:
+    def position(self, points: int) -> SavedPosition:
         """Return the run's position in the script; `points`: batches and epochs completed so far."""
-        return Position(points=points, counters=self.counters(), events=self._levels[0].events)
+        return SavedPosition(points=points, counters=self.counters(), events=self._levels[0].events)
 
     def counters(self) -> Counters:
         """Return the counts of steps, epochs and `run.epochs` calls, loaders, and loops per loader."""
@@ -359,7 +359,7 @@ class Progress:
 
     # --- replay ----------------------------------------------------------------------------------
 
-    def begin_replay(self, target: Position) -> None:
+    def begin_replay(self, target: SavedPosition) -> None:
         """Begin to repeat the script of a resumed run up to its saved position, `target`."""
         self._target, self.is_replaying = target, True
         self._levels = [_Level([], list(target.events))]
@@ -386,7 +386,7 @@ class Progress:
         is_open = any(level.waits or level.ahead for level in self._levels)
         return self._target is not None and not is_open
 
-    def arrive(self) -> Position:
+    def arrive(self) -> SavedPosition:
         """Record that a resumed script has reached its saved position, and return this position."""
         target, self._target, self.is_replaying = self._target, None, False
         assert target is not None, "replay has a target"

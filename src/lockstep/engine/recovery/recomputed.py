@@ -1,4 +1,4 @@
-"""`Recomputed`: compares the losses of batches that are computed again after a crash with earlier ones.
+"""`RecomputedLosses`: compares losses of batches computed again after a crash with those before the crash.
 
 The launcher keeps the losses of each rank's last microbatches in shared memory, which outlives the ranks. A
 batch that is computed again has another loss if the saved state lacks anything that the script keeps, such
@@ -18,7 +18,7 @@ from lockstep.state.checkpoint.shared_memory import LossRing
 from lockstep.world import accelerator
 
 
-class Recomputed:
+class RecomputedLosses:
     """Records the losses of this rank, and warns if a loss differs from its value before the crash.
 
     Args:

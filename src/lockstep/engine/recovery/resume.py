@@ -18,12 +18,12 @@ from lockstep.engine.recovery.state import ANSWERS, State
 from lockstep.errors import CheckpointError
 from lockstep.settings import Settings
 from lockstep.state.checkpoint import dcp, state_codec
-from lockstep.state.checkpoint.catalog import Catalog, Found, look
-from lockstep.state.checkpoint.parts import Stored
-from lockstep.state.checkpoint.position import Position
+from lockstep.state.checkpoint.catalog import Catalog, ValidCheckpoint, look
+from lockstep.state.checkpoint.parts import StoredTensor
+from lockstep.state.checkpoint.position import SavedPosition
 from lockstep.state.checkpoint.snapshot import Snapshots
 from lockstep.state.files import run_file
-from lockstep.state.files.lock import Owner
+from lockstep.state.files.lock import LockOwner
 from lockstep.state.record import unfinished
 from lockstep.state.record.unfinished import BASE
 from lockstep.world.model import World
@@ -111,7 +111,7 @@ def _choose(
     found = unfinished.find(
         BASE.glob("*/*") if run_dir is None else [run_dir],
         {**meant, "script": script, "arguments": arguments},
-        Owner.of(world.environment, os.environ, launch),
+        LockOwner.of(world.environment, os.environ, launch),
     )
     if settings.resume and (found or is_first):
         what, where = " ".join([script, *arguments]), run_dir or BASE
@@ -120,22 +120,22 @@ def _choose(
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedState:
     """A saved state of a run, read from memory or disk."""
 
     text: str  # JSON of the position and of all values that are not tensors
-    tensors: Mapping[str, Stored]  # tensors by name; each is read at its first use
+    tensors: Mapping[str, StoredTensor]  # tensors by name; each is read at its first use
     source: str  # path, `memory`, or the rank that sent the state, for messages
     is_part: bool = False  # whether it has only this rank's parts of sharded tensors
     say: Callable[[str], None] | None = None  # shows messages; only if the state is another run's
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SavedPosition:
         """Position of the run in its script when the state was saved."""
         prefix = f"{ANSWERS}."
         own = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         answers = {name.removeprefix(prefix): tensor.read() for name, tensor in own.items()}
-        return Position.parse(_content(self.text, "position"), answers)
+        return SavedPosition.parse(_content(self.text, "position"), answers)
 
     @property
     def variables(self) -> str:
@@ -168,7 +168,7 @@ class Saved:
                     self.say(f"lockstep: {line}")
 
 
-class Search:
+class StateSearch:
     """Search of all ranks for the newest saved state of a run, in shared memory and on disk.
 
     The newest state is the one that was saved after the largest number of batches and epochs.
@@ -183,16 +183,16 @@ class Search:
     ) -> None:
         self._rendezvous, self._group, self._disk = rendezvous, group, disk
         self._rank, self._size = rendezvous.world.rank, rendezvous.world.size
-        self._memory: Saved | None = None
+        self._memory: SavedState | None = None
         found = None if snapshots is None else snapshots.found
         is_usable = found is not None and (
             found.is_whole or (found.size == self._size and self._rank in found.ranks)
         )
         if found is not None and is_usable:
-            self._memory = Saved(found.text, found.stored(), "memory", not found.is_whole)
-        self._found: Found | None = None
+            self._memory = SavedState(found.text, found.stored(), "memory", not found.is_whole)
+        self._found: ValidCheckpoint | None = None
 
-    def find(self) -> Saved | None:
+    def find(self) -> SavedState | None:
         """Return the newest saved state, the same on all ranks; `None` if no state was saved.
 
         Raises:
@@ -212,7 +212,7 @@ class Search:
                     own = _read(look(Path(path)))
         return self._spread(own)
 
-    def _on_disk(self, *, beyond: int) -> Found | None:
+    def _on_disk(self, *, beyond: int) -> ValidCheckpoint | None:
         """Return the newest checkpoint if it was saved after more than `beyond` batches and epochs.
 
         Otherwise, and if there is none, return `None`.
@@ -237,7 +237,7 @@ class Search:
     def _conclude(self, question: str, own: str, of: Callable[[list[str]], str]) -> str:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
-    def _spread(self, own: Saved | None) -> Saved | None:
+    def _spread(self, own: SavedState | None) -> SavedState | None:
         """Return the newest saved state: `own`, or if that is `None`, what another rank broadcasts.
 
         `None` if no rank has a state.
@@ -249,7 +249,7 @@ class Search:
         source = self._conclude("source", "0" if own is None else "1", first_with_state)
         return own if source == _NO_RANK else self._broadcast(own, int(source))
 
-    def _broadcast(self, own: Saved | None, source: int) -> Saved:
+    def _broadcast(self, own: SavedState | None, source: int) -> SavedState:
         """Broadcast the state `own` of rank `source` to ranks whose `own` is `None`; return the state."""
         store, is_source = self._rendezvous.store, self._rank == source
         if is_source:
@@ -261,7 +261,7 @@ class Search:
             store.set("resume/head", json.dumps({"text": own.text, "tensors": shapes}))
         self._rendezvous.wait(["resume/head"], "find their state")
         head: dict[str, Any] = json.loads(store.get("resume/head"))
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         for name, dtype, shape in head["tensors"]:
             if own is not None and is_source:
                 tensor = own.tensors[name].read()
@@ -270,8 +270,8 @@ class Search:
             # As bytes, since not all dtypes can be broadcast.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=self._group)
             if own is None:
-                tensors[name] = Stored.of(tensor)
-        return own or Saved(head["text"], tensors, f"rank {source}")
+                tensors[name] = StoredTensor.of(tensor)
+        return own or SavedState(head["text"], tensors, f"rank {source}")
 
 
 def _newest_whole(states: list[Any]) -> int:
@@ -284,17 +284,17 @@ def _newest_whole(states: list[Any]) -> int:
     return max((points for points, is_part in states if has_all or not is_part), default=-1)
 
 
-def _read(found: Found) -> Saved:
+def _read(found: ValidCheckpoint) -> SavedState:
     tensors = dcp.stored(found.path, found.manifest)
-    return Saved(found.manifest.text, tensors, str(found.path))
+    return SavedState(found.manifest.text, tensors, str(found.path))
 
 
-def _points(saved: Saved | None) -> int:
+def _points(saved: SavedState | None) -> int:
     return -1 if saved is None else saved.position.points
 
 
 def _points_of(text: str) -> int:
-    return Position.parse(_content(text, "position")).points
+    return SavedPosition.parse(_content(text, "position")).points
 
 
 def _content(text: str, part: str) -> Any:

@@ -108,7 +108,7 @@ class State:
 
         Args:
             state: its tensors are used nowhere else; those that this rank need not read completely (see
-                `needed_whole`) may be `Stored` objects, which read parts of a tensor from disk or memory.
+                `needed_whole`) may be `StoredTensor` objects, which read parts from disk or memory.
             whole: whether the script must have made all saved objects; if not, missing ones are left out.
 
         Raises:

@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.exchange.base import Exchange, Stateful, Sum, done
 from lockstep.engine.exchange.choose import make
-from lockstep.engine.exchange.flat import Parts, as_typed, form, same_layout
+from lockstep.engine.exchange.flat import FlatLayout, as_typed, form, same_layout
 from lockstep.engine.strategies.checks import INEXACT, shares_buffers, spans_devices
 from lockstep.engine.strategies.ddp_reducer import DDPReducer
 from lockstep.engine.strategies.gradient_accumulation import missing_like, take_gradients, write
@@ -32,7 +32,7 @@ _PLACE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
+class _DeferredBucket:
     """A bucket of gradients, summed only after the backward pass, since the loss uses several models."""
 
     parameters: list[torch.Tensor]
@@ -62,7 +62,9 @@ class ReplicatedModel(WrappedModel):
         # Layouts in memory at the time at which DDP makes its buckets.
         self._forms = [form(p) for p in self.parameters]
         self._strides = [p.stride() for p in self.parameters]
-        self._parts: dict[tuple[int, ...], Parts] = {}  # keys: indices of a bucket's parameters
+        self._parts: dict[
+            tuple[int, ...], FlatLayout
+        ] = {}  # keys: indices of a bucket's parameters
         # DDP must synchronize the first backward pass of a static graph, but of several replicas on a
         # rank only the last one's is synchronized. The setting changes no bits.
         several = context.replicas > self._size
@@ -72,7 +74,7 @@ class ReplicatedModel(WrappedModel):
         self._place = 0
         compares = EXCHANGES.find(context.exchange).compares_batches
         self._place_bytes = 0 if compares else _PLACE_BYTES
-        self._late: list[_Late] | None = None
+        self._late: list[_DeferredBucket] | None = None
         self._used_anywhere: torch.Tensor | None = None
         ignored = EXCHANGES.keywords() | INEXACT.keys()  # of an exchange, or about buffers
         of_ddp = {name: v for name, v in settings.items() if name not in ignored}
@@ -153,7 +155,7 @@ class ReplicatedModel(WrappedModel):
         parameters, buffer, last = bucket.parameters(), bucket.buffer(), bucket.is_last()
         if self._late is None:
             return self._sum(parameters, buffer, last=last)
-        self._late.append(_Late(parameters, buffer.clone(), last))
+        self._late.append(_DeferredBucket(parameters, buffer.clone(), last))
         return done(buffer)
 
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
@@ -232,11 +234,11 @@ class ReplicatedModel(WrappedModel):
         if slots[kept].data_ptr() != buffer.data_ptr():
             slots[kept].copy_(buffer)
 
-    def _parts_of(self, parameters: list[torch.Tensor]) -> Parts:
+    def _parts_of(self, parameters: list[torch.Tensor]) -> FlatLayout:
         """Return the positions of the gradients of `parameters` in their bucket, for slicing it."""
         places = tuple([self._places[id(p)] for p in parameters])
         if places not in self._parts:
-            self._parts[places] = Parts(self._forms[place] for place in places)
+            self._parts[places] = FlatLayout(self._forms[place] for place in places)
         return self._parts[places]
 
     def extras(self) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import DeviceError, ExactnessError
 from lockstep.world import accelerator
 
-#: Methods that `Scattered` forwards to the wrapped module. With those of `nn.DataParallel` itself, names of
-#: parameters would begin with `module.`. Python looks the special methods up on the class, not the object.
+#: Methods that `TransparentDataParallel` forwards to the wrapped module. With those of `nn.DataParallel`
+#: itself, names of parameters would begin with `module.`.
 _OWN = ("state_dict", "load_state_dict", "named_parameters", "named_buffers", "named_modules")
+#: Forwarded by a subclass if the module has them: Python looks them up on the class, not the object.
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
@@ -113,7 +114,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
 # --- DataParallel with the attributes and names of the module inside ---------------------------------
 
 
-class Scattered(DataParallel[nn.Module]):
+class TransparentDataParallel(DataParallel[nn.Module]):
     """`nn.DataParallel` with the attributes, parameter names and `state_dict` of the wrapped module.
 
     So no key of a checkpoint begins with `module.`. Created by `scatter`.
@@ -139,17 +140,21 @@ class Scattered(DataParallel[nn.Module]):
         return copied
 
 
-def scatter(module: nn.Module, settings: dict[str, Any]) -> Scattered:
-    """Wrap `module` in a `Scattered` whose methods, such as `state_dict`, call those of `module`."""
+def scatter(module: nn.Module, settings: dict[str, Any]) -> TransparentDataParallel:
+    """Return `module` wrapped in a `TransparentDataParallel`; its `state_dict` is that of `module`."""
     names = [*_OWN, *(name for name in _SPECIAL if hasattr(type(module), name))]
-    kind = type("Scattered", (Scattered,), {name: _forward(name) for name in names})
-    wrapped: Scattered = kind(module, **settings)
+    kind = type(
+        "TransparentDataParallel",
+        (TransparentDataParallel,),
+        {name: _forward(name) for name in names},
+    )
+    wrapped: TransparentDataParallel = kind(module, **settings)
     wrapped._is_complete = True
     return wrapped
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Scattered, *args: Any, **kwargs: Any) -> Any:
+    def method(self: TransparentDataParallel, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module, name)(*args, **kwargs)
 
     return method

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.engine.strategies import optimizer_state
 from lockstep.errors import ExactnessError
-from lockstep.state.checkpoint.parts import Box, Stored, cut_of, is_dtensor, local
+from lockstep.state.checkpoint.parts import Box, StoredTensor, cut_of, is_dtensor, local
 from lockstep.world import accelerator
 
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ def cut_dimension(like: DTensor) -> int:
 def part_of(value: Any, like: Any) -> Any:
     """Return `value` as a `DTensor` that is sharded over ranks as the `DTensor` `like` is.
 
-    `value`: a whole tensor, or a `Stored` (a tensor in a checkpoint, read on demand). Other values,
+    `value`: a whole tensor, or a `StoredTensor` (a tensor in a checkpoint, read on demand). Other values,
     and tensors of a different shape than `like`, are returned unsharded; so is `value` if `like` is not a
     `DTensor`.
     """
-    if not isinstance(value, torch.Tensor | Stored):
+    if not isinstance(value, torch.Tensor | StoredTensor):
         return value
     if is_dtensor(value) or not is_dtensor(like) or value.shape != like.shape:
-        return value.read() if isinstance(value, Stored) else value
+        return value.read() if isinstance(value, StoredTensor) else value
     cut, mesh = cut_of(like), like.device_mesh
     box = Box.whole(like.shape) if cut is None else cut.box(like.shape, mesh.get_local_rank())
-    if isinstance(value, Stored):
+    if isinstance(value, StoredTensor):
         own = value.fetch(box)
     else:
         own = box.of(value.detach()).clone(memory_format=torch.contiguous_format)

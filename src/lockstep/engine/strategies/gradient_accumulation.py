@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lockstep.engine.exchange.flat import Parts, as_real
+from lockstep.engine.exchange.flat import FlatLayout, as_real
 from lockstep.engine.layout.tree import leaves, merges
 from lockstep.errors import StepError
 
@@ -49,7 +49,7 @@ def missing_like(parameter: torch.Tensor) -> torch.Tensor:
 def write(
     flat: torch.Tensor,
     gradients: Sequence[torch.Tensor | None],
-    parts: Parts,
+    parts: FlatLayout,
 ) -> None:
     """Copy each gradient to its part of the bucket `flat`; in place of `None` write `NO_GRADIENT`."""
     for part, gradient in zip(parts.of(flat), gradients, strict=True):

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.exchange.base import Exchange
 from lockstep.engine.exchange.choose import make
-from lockstep.engine.exchange.flat import Parts, as_typed, form
+from lockstep.engine.exchange.flat import FlatLayout, as_typed, form
 from lockstep.engine.strategies.gradient_accumulation import Gradients, write
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -67,7 +67,7 @@ class Reducer:
         self._parameters = parameters
         self._buckets = _buckets(parameters)
         # Computed once: later a rank may give a parameter other strides in memory.
-        self._parts = [Parts(form(parameters[p]) for p in bucket) for bucket in self._buckets]
+        self._parts = [FlatLayout(form(parameters[p]) for p in bucket) for bucket in self._buckets]
 
     def __call__(self, nodes: Sequence[Gradients], place: int) -> Gradients:
         """Return the sum of gradients over all replicas; `None` for parameters that no replica has used.

@@ -58,7 +58,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
     So the script computes its loss in fp32.
     """
-    entered = _Entered()
+    entered = _EnteredContexts()
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
         context = torch.autocast(device_type, dtype=dtype)
@@ -74,7 +74,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
     module.register_forward_hook(leave, always_call=True)
 
 
-class _Entered(threading.local):
+class _EnteredContexts(threading.local):
     """The autocast contexts entered by the current thread: `nn.DataParallel` has a thread for each GPU."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from lockstep.engine.training.audit_record import KINDS, Record
 from lockstep.engine.training.audit_report import Finding, carried, collectives, wrong_rank
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.liveness import is_at_for
-from lockstep.engine.training.observations import Change, Observation
+from lockstep.engine.training.observations import Observation, VariableChange
 from lockstep.engine.training.state_watch import StateWatch, texts
 from lockstep.engine.training.variables import script_frames
 from lockstep.errors import LockstepError
@@ -92,7 +92,7 @@ class Audit:
         self.record: Record | None = None
         self._extra: Record | None = None
         self._before: tuple[Observation, dict[str, str]] = Observation(), {}
-        self._found: list[Change] = []
+        self._found: list[VariableChange] = []
         self._agreed = 0  # audits without a difference since the (re)start
         #: Called when an audit has found a difference: states saved after the previous audit may be wrong.
         self.distrust: Callable[[], None] = lambda: None

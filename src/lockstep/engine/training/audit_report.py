@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.engine.training.audit_record import NO_LOSS
-from lockstep.engine.training.observations import Change
+from lockstep.engine.training.observations import VariableChange
 from lockstep.errors import AuditError, WrongRankError
 
 _OFF = "--audit off switches the audit off"
@@ -37,7 +37,7 @@ class Finding:
     kinds: Sequence[str]
     extra: float
     own: float
-    changes: Sequence[Change]
+    changes: Sequence[VariableChange]
     has_same_samples: bool
 
     @property

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.layout.classes import updates_in_servers
 from lockstep.engine.layout.tree import total
-from lockstep.engine.recovery.recomputed import Recomputed
+from lockstep.engine.recovery.recomputed import RecomputedLosses
 from lockstep.engine.recovery.state import State
 from lockstep.engine.strategies.gradient_accumulation import missing_like
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -53,7 +53,7 @@ class Backward:
         self._weights: dict[tuple[float, torch.dtype, torch.Size], torch.Tensor] = {}
         self._weighting = Weighting(context)
         self.passes = 0
-        self.recomputed: Recomputed | None = None
+        self.recomputed: RecomputedLosses | None = None
 
     def __call__(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
         """Compute the gradients of `loss` and sum them over the global batch; see `Run.backward`."""

@@ -27,7 +27,7 @@ from lockstep.engine.recovery.state import State
 from lockstep.engine.training import liveness, variables
 from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
-from lockstep.engine.training.observations import Change, Observation, Place, Value
+from lockstep.engine.training.observations import Observation, Value, VariableChange, VariableId
 from lockstep.engine.training.variable_parts import attributes
 from lockstep.world.model import World
 
@@ -174,11 +174,11 @@ class CarriedVariables(PointListener):
             )
             return Observation()
 
-    def _inside(self, now: Observation) -> list[Change]:
+    def _inside(self, now: Observation) -> list[VariableChange]:
         """Return the variables that changed since the last comparison in this loop; `now`: their values."""
         return self._changes("inside", self._place if self._loop.is_in_loop else None, now)
 
-    def _changes(self, moment: str, place: Hashable, now: Observation) -> list[Change]:
+    def _changes(self, moment: str, place: Hashable, now: Observation) -> list[VariableChange]:
         """Return the variables that changed since the last call with the same `moment` and `place`.
 
         `moment` names a kind of comparison, such as `ended` (after a loop); `place` identifies the loop.
@@ -189,14 +189,14 @@ class CarriedVariables(PointListener):
         self._last[moment] = (place, Observation({**known, **now.values}))
         return now.changes_since(Observation(known))
 
-    def _first(self, change: Change) -> Change:
+    def _first(self, change: VariableChange) -> VariableChange:
         """Return `change`, but with `before` as the variable's value before the run's first loop."""
         is_count = change.kind == "value" and change.before.isdecimal()
         if is_count and change.key not in self._initial:  # as the index of `enumerate`
             return replace(change, kind="count")
         return replace(change, before=self._initial.get(change.key, change.before))
 
-    def _tell(self, changes: list[Change]) -> None:
+    def _tell(self, changes: list[VariableChange]) -> None:
         """Warn the user of changed variables, once for each name, in one line for each cause."""
         new = {one.name: one for one in changes if one.name not in self._warned}
         # As `sampler.set_epoch(epoch)` sets it: a resumed run does the same.
@@ -214,7 +214,7 @@ class CarriedVariables(PointListener):
                     f"crash; hint: {'; '.join(filter(None, (hint, keep)))}"
                 )
 
-    def _cause(self, change: Change) -> str:
+    def _cause(self, change: VariableChange) -> str:
         """Return what causes a change, such as `fetch` for the fetching of samples: a key of `_WORDS`."""
         audit = self._loop.audit
         if audit is not None and change.name in audit.changed:
@@ -273,16 +273,16 @@ def unpacked(text: str) -> dict[str, str]:
         return {}
 
 
-def named(changes: Sequence[Change]) -> str:
+def named(changes: Sequence[VariableChange]) -> str:
     """Return a text with the names of changed variables and the lines that assign them, for messages."""
     return ", ".join(one.shown for one in changes[:_NAMED]) + _more(changes)
 
 
-def _more(changes: Sequence[Change]) -> str:
+def _more(changes: Sequence[VariableChange]) -> str:
     return f" and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
 
 
-def _hint(changes: Sequence[Change]) -> str:
+def _hint(changes: Sequence[VariableChange]) -> str:
     """Return hints for a message on how to save changed variables, with `before` as their first values."""
     hints = []
     plain = [one for one in changes if one.kind in ("value", "data")]
@@ -372,12 +372,12 @@ class _OwnObjects:
             for number, hook in enumerate(one._optimizer_step_post_hooks.values())
         }
 
-    def attributes(self, *, changed: bool) -> dict[Place, Value]:
+    def attributes(self, *, changed: bool) -> dict[VariableId, Value]:
         """Return fingerprints of modules' attributes that a `state_dict` leaves out, such as `Dropout.p`.
 
         `changed`: whether to leave out modules whose attributes are the same as when the run got them.
         """
-        found: dict[Place, Value] = {}
+        found: dict[VariableId, Value] = {}
         for number, (name, one) in enumerate(self._parts):
             if changed and self._initial[number] == _plain(one):
                 continue

@@ -34,7 +34,7 @@ from lockstep.state.checkpoint.shared_memory import (
     SLOTS,
     Descriptors,
     LossRing,
-    Slot,
+    ProgressSlot,
     StatusPage,
     tag_of,
 )
@@ -72,7 +72,7 @@ class Memory:
     """The memory that this rank's launcher shares with its ranks, and that outlives the ranks."""
 
     page: StatusPage  # status page, which all ranks of the launcher write
-    slot: Slot  # this rank's part of the status page
+    slot: ProgressSlot  # this rank's part of the status page
     snapshots: Snapshots  # memory with copies of the run's state
     schedule: SnapshotSchedule  # schedule of snapshots
     losses: LossRing  # memory with this rank's latest losses
@@ -337,7 +337,7 @@ def _open_record(
 # --- the memory of the launcher ----------------------------------------------------------------------
 
 
-def find_slot(environ: Mapping[str, str], world: World) -> Slot | None:
+def find_slot(environ: Mapping[str, str], world: World) -> ProgressSlot | None:
     """Return this rank's part of the status page in the launcher's memory; `None` without such memory."""
     found = _descriptors(environ, world)
     return None if found is None else StatusPage(found[0].page).slot(found[1])

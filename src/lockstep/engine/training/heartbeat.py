@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.training.listeners import Listener
-from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
+from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, ProgressSlot
 from lockstep.state.record import stacks
 
 #: Numbers that identify a backward pass: loader, epoch, round, batch, iteration over the batch, models.
@@ -47,8 +47,8 @@ class Heartbeat(Listener):
         waits: whether the rank is still in the last call of `recent`.
     """
 
-    def __init__(self, slot: Slot | None = None) -> None:
-        self._slot = slot or Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+    def __init__(self, slot: ProgressSlot | None = None) -> None:
+        self._slot = slot or ProgressSlot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
         self._elsewhere = 0
         self.beat = self._slot.beat
         self._entered = self._slot.entered
@@ -56,7 +56,7 @@ class Heartbeat(Listener):
         self.waits = False
 
     @staticmethod
-    def begin(slot: Slot | None, environ: Mapping[str, str]) -> Heartbeat:
+    def begin(slot: ProgressSlot | None, environ: Mapping[str, str]) -> Heartbeat:
         """Return a new heartbeat; with a launcher, prepare this process to write its stack on request."""
         if slot is not None:
             stacks.offer(environ)

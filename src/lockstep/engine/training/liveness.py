@@ -27,7 +27,7 @@ from lockstep.engine.training.statements import (
     SCOPES,
     Block,
     Names,
-    Stand,
+    StatementPosition,
     blocks,
     heads,
     is_for,
@@ -59,7 +59,7 @@ class Variable(NamedTuple):
     is_global: bool
 
 
-class Use(NamedTuple):
+class VariableUse(NamedTuple):
     """How a loop uses a variable: the line that assigns it or, without one, a line that reads it.
 
     `matters`: whether values computed from the variable have effects besides output.
@@ -70,7 +70,7 @@ class Use(NamedTuple):
     is_item: bool = False  #: whether the loop itself assigns it, as the index of `enumerate`
 
 
-Uses = Mapping[Variable, Use]
+Uses = Mapping[Variable, VariableUse]
 
 
 def carried(frame: FrameType, *, returns: bool = True) -> Uses:
@@ -128,7 +128,7 @@ def _uses(frame: FrameType, question: str, returns: bool) -> Uses:
 
 
 @functools.cache
-def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mapping[str, Use]:
+def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mapping[str, VariableUse]:
     way = way_of(code, offset)
     if not way:
         return {}
@@ -137,7 +137,7 @@ def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mappin
     items, matter = _analysis(code, returns)
     found = {name: line for name, line in reads.found.items() if name not in items} | reads.items
     return {
-        name: Use(reads.written.get(name, line), name in matter, name in reads.items)
+        name: VariableUse(reads.written.get(name, line), name in matter, name in reads.items)
         for name, line in found.items()
     }
 
@@ -190,7 +190,9 @@ class _Reads:
         return self.block(last, after)
 
 
-def _follow(way: Sequence[Stand], reads: _Reads, question: str, *, at_for: bool) -> None:
+def _follow(
+    way: Sequence[StatementPosition], reads: _Reads, question: str, *, at_for: bool
+) -> None:
     """Collect in `reads` the variables that the script reads from its current position on.
 
     `way`: the current position, as `way_of` returns it. `question`: where reading begins: `next`, with the

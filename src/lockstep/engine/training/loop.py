@@ -14,7 +14,7 @@ from lockstep.engine.data.sources import Audited, no_audit
 from lockstep.engine.layout import keys
 from lockstep.engine.recovery.evaluations import Evaluations
 from lockstep.engine.recovery.progress import Progress
-from lockstep.engine.recovery.resume import Saved
+from lockstep.engine.recovery.resume import SavedState
 from lockstep.engine.recovery.state import State
 from lockstep.engine.strategies.untrained_module import UntrainedModule
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -64,7 +64,9 @@ class Loop:
         self._active: list[Microbatch] = []
         self._loops: list[LoopEvent] = []  # the current loops, the outermost first
         self._losses: list[float] = []  # recorded losses of the batch that replay computes again
-        self._saved: tuple[Saved, State] | None = None  # the state to resume from, until loaded
+        self._saved: tuple[SavedState, State] | None = (
+            None  # the state to resume from, until loaded
+        )
         self._fresh = False  # whether parameters were updated since the last point
         self._updated = self._has_averaged = self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
@@ -92,7 +94,7 @@ class Loop:
         """Number of updates of parameters so far, counting one in the current microbatch."""
         return self.progress.steps + self._updated
 
-    def resume(self, saved: Saved, state: State) -> None:
+    def resume(self, saved: SavedState, state: State) -> None:
         """Begin to repeat the script up to the position in `saved`, and load `state` at that position."""
         position = saved.position
         self.progress.begin_replay(position)

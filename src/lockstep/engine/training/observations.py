@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class VariableId(NamedTuple):
     """Identifies a variable of the script: its file, function, the function's call (`frame`), and name.
 
     `frame`: 0 for a global variable, else a number that identifies the call of the variable's function.
@@ -49,8 +49,8 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A variable whose value has changed, with fingerprints before and after; `key` as in `Place.key`."""
+class VariableChange:
+    """A variable whose value has changed, its fingerprints before and after, and its `VariableId.key`."""
 
     name: str
     file: str
@@ -76,18 +76,20 @@ class Change:
 class Observation:
     """Fingerprints of the script's variables at one time, by each variable's file, function and name."""
 
-    values: Mapping[Place, Value] = field(default_factory=dict)
+    values: Mapping[VariableId, Value] = field(default_factory=dict)
 
-    def changes_since(self, earlier: Observation) -> list[Change]:
+    def changes_since(self, earlier: Observation) -> list[VariableChange]:
         """Return the variables that are in both observations and whose values differ."""
         return [
-            Change(place.name, place.file, now.line, before.text, now.text, now.kind, place.key)
+            VariableChange(
+                place.name, place.file, now.line, before.text, now.text, now.kind, place.key
+            )
             for place, now in self.values.items()
             if (before := earlier.values.get(place)) is not None
             and (before.text, before.version) != (now.text, now.version)
         ]
 
-    def changes_since_saved(self, saved: Mapping[str, str]) -> list[Change]:
+    def changes_since_saved(self, saved: Mapping[str, str]) -> list[VariableChange]:
         """Return the variables whose fingerprints differ from those in `saved`, which `texts` returned."""
         old = {
             place: replace(now, text=saved[place.key])
@@ -97,7 +99,7 @@ class Observation:
         return self.changes_since(Observation(old))
 
     def texts(self, limit: int) -> dict[str, str]:
-        """Return fingerprints by name (`Place.key`), as many as fit into `limit` characters."""
+        """Return fingerprints by name (`VariableId.key`), as many as fit into `limit` characters."""
         texts: dict[str, str] = {}
         # Last come names of classes, which seldom change.
         for place, value in sorted(self.values.items(), key=lambda one: one[1].kind == "object"):

@@ -17,7 +17,7 @@ from lockstep.engine.training import liveness
 from lockstep.engine.training.carried_variables import named
 from lockstep.engine.training.listeners import Listener
 from lockstep.engine.training.loop import Loop
-from lockstep.engine.training.observations import Change, Observation
+from lockstep.engine.training.observations import Observation, VariableChange
 from lockstep.state.record import stacks
 from lockstep.world.model import World
 
@@ -25,7 +25,7 @@ from lockstep.world.model import World
 _LOOPS = 8
 
 
-class _Begun(NamedTuple):
+class _LoopStart(NamedTuple):
     """Record of the beginning of a loop: stack frame, fingerprints of variables, backward passes so far.
 
     `key`: numbers of the loader, the epoch and the loop.
@@ -55,7 +55,7 @@ class RankStatistics(Listener):
         self._loop, self._look, self._passes, self._warn = loop, observe, passes, warn
         self._looks = world.is_main and world.generation == 0
         self._loops: Counter[int] = Counter()  # number of loops over each loader
-        self._begun: _Begun | None = None
+        self._begun: _LoopStart | None = None
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
         """Record fingerprints of the script's variables before an outermost loop outside of metrics."""
@@ -67,7 +67,7 @@ class RankStatistics(Listener):
         frame = _of_loop(sys._getframe(1)) if self._loops[loader] <= _LOOPS else None
         if frame is not None and liveness.is_at_for(frame):
             seen = self._observe(frame)
-            self._begun = _Begun((loader, epoch, round_), id(frame), seen, self._passes())
+            self._begun = _LoopStart((loader, epoch, round_), id(frame), seen, self._passes())
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Warn of the variables that the loop has changed, if it ran no backward pass."""
@@ -95,14 +95,14 @@ class RankStatistics(Listener):
     def _observe(self, frame: FrameType) -> Observation:
         return self._look(frame, look=_read, innermost=True)
 
-    def _changes(self, frame: FrameType, before: Observation) -> list[Change]:
+    def _changes(self, frame: FrameType, before: Observation) -> list[VariableChange]:
         """Return the variables that the loop has changed or created and that the script reads later."""
         code = frame.f_code
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         later = {*given, *(one.name for one in liveness.read_after(frame))}
         after = self._observe(frame)
         made = [
-            Change(place.name, place.file, now.line, "", now.text)
+            VariableChange(place.name, place.file, now.line, "", now.text)
             for place, now in after.values.items()
             if place not in before.values and now.kind != "object"
         ]

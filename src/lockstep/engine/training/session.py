@@ -21,8 +21,8 @@ from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
 from lockstep.engine.recovery.checkpointing import make_saver
 from lockstep.engine.recovery.preemption import Preempted, Signals
-from lockstep.engine.recovery.recomputed import Recomputed
-from lockstep.engine.recovery.resume import Search
+from lockstep.engine.recovery.recomputed import RecomputedLosses
+from lockstep.engine.recovery.resume import StateSearch
 from lockstep.engine.recovery.state import State, footprint
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training import fingerprint
@@ -112,7 +112,7 @@ class Session:
         self.backward = backward = Backward(context, state, loop, faults)
         if context.memory is not None and settings.exact:
             losses, before = context.memory.losses, context.memory.losses_before
-            backward.recomputed = Recomputed(losses, before, record.warn_anywhere)
+            backward.recomputed = RecomputedLosses(losses, before, record.warn_anywhere)
         dims, collective = context.dims, context.collectives.collective
         self.metrics = Metrics(loop, dims.replicas, dims.block, context.groups.data, collective)
         self.rank_order = RankOrder(context.world, context.connection.store, context.heartbeat)
@@ -163,7 +163,7 @@ class Session:
             if snapshots is not None:
                 snapshots.forget_after(record.audits.confirmed or 0)
         if not is_new or context.world.generation > 0:
-            saved = Search(context.rendezvous, context.group, snapshots, catalog).find()
+            saved = StateSearch(context.rendezvous, context.group, snapshots, catalog).find()
         has_memory = snapshots is not None and snapshots.found is not None
         if snapshots is not None:
             snapshots.found = None

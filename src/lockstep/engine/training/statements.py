@@ -19,7 +19,7 @@ Block = Sequence[ast.stmt]
 NONE: Names = frozenset()
 
 
-class Stand(NamedTuple):
+class StatementPosition(NamedTuple):
     """Position of a running frame in a list of statements, `block`, that is part of statement `owner`."""
 
     owner: ast.AST
@@ -58,7 +58,7 @@ def is_for(code: CodeType, offset: int) -> bool:
 
 
 @functools.cache
-def way_of(code: CodeType, offset: int) -> tuple[Stand, ...]:
+def way_of(code: CodeType, offset: int) -> tuple[StatementPosition, ...]:
     """Return the position of the instruction at bytecode `offset` in each list of statements around it.
 
     The statements of the function or module come first, those of the innermost loop or `if` last.
@@ -66,10 +66,12 @@ def way_of(code: CodeType, offset: int) -> tuple[Stand, ...]:
     positions = itertools.islice(code.co_positions(), offset // 2, None)
     line, _, column, _ = next(positions, (0, 0, 0, 0))
     place = (line or 0, column or 0)
-    way: list[Stand] = []
+    way: list[StatementPosition] = []
     node = scope(code)
     while node is not None and not (way and isinstance(node, SCOPES)):
-        stands = (Stand(node, block, i) for block in blocks(node) for i in range(len(block)))
+        stands = (
+            StatementPosition(node, block, i) for block in blocks(node) for i in range(len(block))
+        )
         stand = next((one for one in stands if _is_in(one.now, place)), None)
         way += [stand] if stand else []
         node = stand.now if stand else None

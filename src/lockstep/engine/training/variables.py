@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.training import liveness
-from lockstep.engine.training.observations import Observation, Place, Value
+from lockstep.engine.training.observations import Observation, Value, VariableId
 from lockstep.engine.training.variable_parts import (
     attributes,
     functions,
@@ -109,9 +109,9 @@ def observe(
                 continue
             where = (0, file, "<module>") if is_module else (number(own), file, function)
             # What is counted beside the batches may be the same in the next ones.
-            walk.add(Place(*where, one.name), value, use.line, goes_on=use.is_item)
+            walk.add(VariableId(*where, one.name), value, use.line, goes_on=use.is_item)
     for name, value in sorted((others or {}).items()):
-        walk.add(Place(0, "", "", name), value, 0)
+        walk.add(VariableId(0, "", "", name), value, 0)
     walk.goes_on()
     return Observation(walk.values)
 
@@ -136,10 +136,10 @@ def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple
     return reversed(found)
 
 
-def of_object(name: str, value: Any, skip: Collection[int]) -> dict[Place, Value]:
+def of_object(name: str, value: Any, skip: Collection[int]) -> dict[VariableId, Value]:
     """Return fingerprints (short texts of the values) of the attributes of an object called `name`."""
     walk = _Walk(skip, BUDGET)
-    walk.looks_into(Place(0, "", "", name), value, 0, 1)
+    walk.looks_into(VariableId(0, "", "", name), value, 0, 1)
     walk.goes_on()
     return walk.values
 
@@ -171,7 +171,7 @@ class _Walk:
     def __init__(self, skip: Collection[int], budget: int) -> None:
         self._skip, self._left = skip, budget
         self._seen: set[int] = set()
-        self._open: deque[tuple[Place, Any, int, int]] = deque()
+        self._open: deque[tuple[VariableId, Any, int, int]] = deque()
         self._version = 0
         self._readers: tuple[tuple[Any, Callable[[Any], str | None]], ...] = (
             (torch.Tensor, self._tensor),
@@ -182,11 +182,11 @@ class _Walk:
             (itertools.count, repr),
             (tuple(_RANDOM), _random),
         )
-        self.values: dict[Place, Value] = {}
+        self.values: dict[VariableId, Value] = {}
 
     def add(
         self,
-        place: Place,
+        place: VariableId,
         value: Any,
         line: int,
         depth: int = _ATTRIBUTES,
@@ -219,7 +219,7 @@ class _Walk:
         while self._open and self._left >= 0:
             self.looks_into(*self._open.popleft())
 
-    def looks_into(self, place: Place, value: Any, line: int, depth: int) -> None:
+    def looks_into(self, place: VariableId, value: Any, line: int, depth: int) -> None:
         """Take fingerprints of an object's parts, and of closure variables and globals in its functions."""
         for function in functions(value):
             code, file = function.__code__, function.__code__.co_filename
@@ -227,10 +227,10 @@ class _Walk:
             cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
             for name, cell in cells if function is value else ():
                 with contextlib.suppress(ValueError):  # not assigned yet
-                    where = Place(place.frame, file, code.co_name, name)
+                    where = VariableId(place.frame, file, code.co_name, name)
                     self.add(where, cell.cell_contents, first, depth - 1)
             for name in sorted(liveness.globals_of(code) & function.__globals__.keys()):
-                where = Place(0, file, "<module>", name)
+                where = VariableId(0, file, "<module>", name)
                 self.add(where, function.__globals__[name], first, depth - 1)
         for name, one in parts(value):
             kind = "data" if is_data(type(value)) and type(one) in _NUMBERS else ""

@@ -1,8 +1,8 @@
 """Hang detection: if no rank makes progress, find the rank that others wait for, and its source line.
 
-Each rank counts its calls in memory that it shares with the launcher (`Slot`). If no count changes for the
-hang timeout, the ranks hang: then every rank writes its Python stacks, and the rank that has entered the
-fewest collective calls is reported as the cause.
+Each rank counts its calls in memory that it shares with the launcher (`ProgressSlot`). If no count changes
+for the hang timeout, the ranks hang: then every rank writes its Python stacks, and the rank that entered
+the fewest collective calls is reported as the cause.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lockstep.launch.agent.failure import FailureReport, Kind, Verdict
 from lockstep.launch.plan import WorkerPlan
-from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
+from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, ProgressSlot
 from lockstep.state.files.directory import short
 from lockstep.state.record import stacks
 from lockstep.state.record.stacks import Frame
@@ -38,7 +38,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class RankPosition:
     """Position of one rank in the script during a hang.
 
     Attributes:
@@ -85,7 +85,7 @@ class HangWatch:
         timeout: seconds without progress of any rank that count as a hang; 0 disables the detection.
     """
 
-    def __init__(self, slots: Sequence[Slot], timeout: float) -> None:
+    def __init__(self, slots: Sequence[ProgressSlot], timeout: float) -> None:
         self._slots = slots
         self._timeout = timeout
         self._interval = min(_LOOK_SECONDS, timeout / _LOOKS)
@@ -102,7 +102,7 @@ class HangWatch:
     ) -> FailureReport | None:
         """Return a report if no rank has made progress for the timeout; call this several times a second.
 
-        The report has the `Position.progress` of the likely cause in place of a time. Reports are sorted by
+        It has the `RankPosition.progress` of the likely cause in place of a time. Reports are sorted by
         time: of the launchers whose ranks hang, the one with the least progress is blamed. A failure on
         another launcher is blamed before any hang, unless it only follows from another rank's failure.
 
@@ -161,7 +161,7 @@ def _report(verdict: Verdict, progress: float) -> FailureReport:
     return FailureReport(verdict=verdict, consequence=True, time=progress)
 
 
-def verdict(positions: Sequence[Position], size: int, timeout: float) -> Verdict:
+def verdict(positions: Sequence[RankPosition], size: int, timeout: float) -> Verdict:
     """Return the failure message about ranks that hang, the likely cause first."""
     cause, *others = sorted(positions, key=lambda position: position.order)
     rank = cause.worker.rank
@@ -194,7 +194,7 @@ def _hang_verdict(lines: Sequence[str], name: str, brief: str) -> Verdict:
     return Verdict(text=text, exit_code=1, name=name, traceback=None, kind=kind, brief=brief)
 
 
-def _doing(position: Position) -> str:
+def _doing(position: RankPosition) -> str:
     if not position.opened:
         return f"has not opened the run yet{position.place}"
     if position.waiting:
@@ -204,7 +204,7 @@ def _doing(position: Position) -> str:
     return f"is in step {position.step + 1}{position.place}"
 
 
-def _hint(cause: Position) -> str:
+def _hint(cause: RankPosition) -> str:
     if cause.stopped:
         return "a debugger, kill -STOP or a scheduler that suspends jobs stops a process"
     if cause.waiting:
@@ -238,10 +238,10 @@ def _frames(worker: WorkerPlan) -> list[Frame]:
     return []
 
 
-def _position(worker: WorkerPlan, slot: Slot, pid: int) -> Position:
+def _position(worker: WorkerPlan, slot: ProgressSlot, pid: int) -> RankPosition:
     frames = _frames(worker)
     copy = worker.log.with_suffix(".stacks")
-    return Position(
+    return RankPosition(
         worker=worker,
         opened=slot.beat != 0,
         entered=slot.entered,

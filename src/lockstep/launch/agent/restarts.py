@@ -35,7 +35,7 @@ from lockstep.state.checkpoint.shared_memory import (
     SLOTS,
     VARIABLE,
     Descriptors,
-    Slot,
+    ProgressSlot,
     StatusPage,
     progress,
     run_of,
@@ -62,7 +62,7 @@ class RankProgress:
     def __init__(self, memory: Descriptors, ranks: int) -> None:
         self._memory = memory
         self._page = StatusPage(memory.page)
-        self.slots: tuple[Slot, ...] = tuple(
+        self.slots: tuple[ProgressSlot, ...] = tuple(
             self._page.slot(index) for index in range(min(ranks, SLOTS))
         )
         self._opened = False

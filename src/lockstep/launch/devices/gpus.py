@@ -94,7 +94,7 @@ def read_listing(text: str) -> Listing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visible:
+class VisibleGpus:
     """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible.
 
     `ordered` is whether the GPUs are in the order of CUDA's indices. The order is unknown on a machine with
@@ -113,7 +113,7 @@ def parts(gpu: Gpu, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:
     return tuple(one for one in everything if gpu.uuid in (one.parent, one.uuid) and one.parent)
 
 
-def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
+def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> VisibleGpus:
     """Return the GPUs of `everything` that `CUDA_VISIBLE_DEVICES` in `environ` leaves visible to CUDA."""
     whole = tuple(gpu for gpu in everything if gpu.parent is None)
     in_order = len({gpu.name for gpu in whole}) <= 1 or (
@@ -121,7 +121,7 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
     )
     asked = environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
-        return Visible(gpus=whole, ordered=in_order)
+        return VisibleGpus(gpus=whole, ordered=in_order)
     found: list[Gpu] = []
     by_id = asked.strip().startswith(("GPU-", "MIG-"))
     for entry in map(str.strip, asked.split(",")):
@@ -131,9 +131,9 @@ def visible(everything: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
         if len(named) != 1 or not entry.startswith(asked.strip()[: len("GPU-") if by_id else 0]):
             break
         if named[0] in found:  # and shows none if one is named twice
-            return Visible(gpus=())
+            return VisibleGpus(gpus=())
         found.append(named[0])
-    return Visible(gpus=tuple(found), ordered=by_id or in_order)
+    return VisibleGpus(gpus=tuple(found), ordered=by_id or in_order)
 
 
 def fits(uuid: str, everything: Sequence[Gpu]) -> tuple[Gpu, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
-from lockstep.launch.nodes.keys import Card, RendezvousKeys
+from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 
 #: First and longest pause, in seconds, between two reads of the store.
 _FIRST_PAUSE, _PAUSE = 0.002, 0.05
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 5.0
 _NAMES = 8
 
 
-def order(cards: Sequence[Card], most: int) -> tuple[Card, ...]:
+def order(cards: Sequence[JoinEntry], most: int) -> tuple[JoinEntry, ...]:
     """Sort the entries (`cards`) of launchers that join, and return the first `most`.
 
     Launchers that took part in an earlier round come first.
@@ -49,7 +49,7 @@ class Join:
         self,
         keys: RendezvousKeys,
         number: int,
-        own: Card,
+        own: JoinEntry,
         expected: Sequence[str],
         *,
         may_close: bool,
@@ -61,9 +61,9 @@ class Join:
         self._hint = hint
         self._began = self._changed = self._looked = self._stalled = time.monotonic()
         self._place = expected.index(own.token) if own.token in expected else None
-        self._cards: list[Card] = []
+        self._cards: list[JoinEntry] = []
 
-    def wait(self) -> tuple[Card, ...] | None:
+    def wait(self) -> tuple[JoinEntry, ...] | None:
         """Wait until the rendezvous round starts; return the entries of its launchers.
 
         Returns `None` if the round started without this launcher.
@@ -125,7 +125,7 @@ class Join:
 
     def _check_numbers(self) -> None:
         """Raise an error if two launchers were given the same node rank."""
-        first: dict[int, Card] = {}
+        first: dict[int, JoinEntry] = {}
         for card in self._cards if self._config.fixed else ():
             other = first.setdefault(card.index, card)
             if other is not card and card.index < self._config.count:

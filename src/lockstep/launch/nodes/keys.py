@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.errors import WorldError
-from lockstep.launch.nodes.membership import Common, Launcher, NotNeeded
+from lockstep.launch.nodes.membership import Common, LaunchEnded, Launcher
 from lockstep.launch.nodes.server import ServerAddress
 from lockstep.world.rendezvous.decode import decode
 from lockstep.world.rendezvous.membership_check import HINTS, NodeInfo
@@ -42,7 +42,7 @@ _GAP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class JoinEntry:
     """Entry that a launcher writes to the store in order to join a rendezvous round.
 
     Attributes:
@@ -64,14 +64,14 @@ class Card:
     generation: int
 
     @staticmethod
-    def parse(fields: Any) -> Card:
-        """Return the `Card` (entry of a launcher) that the JSON value `fields` describes.
+    def parse(fields: Any) -> JoinEntry:
+        """Return the `JoinEntry` (entry of a launcher) that the JSON value `fields` describes.
 
         Raises:
             WorldError: if another version of Lockstep wrote the fields.
         """
         try:
-            return decode(Card, fields)
+            return decode(JoinEntry, fields)
         except (KeyError, TypeError, ValueError):
             raise WorldError(
                 "the card of another launcher cannot be read; expected the same Lockstep on all nodes",
@@ -143,9 +143,9 @@ class RendezvousKeys:
         self._write("over", 1)
 
     def check_over(self) -> None:
-        """Raise `NotNeeded` if the launch is over."""
+        """Raise `LaunchEnded` if the launch is over."""
         if self._has("over"):
-            raise NotNeeded
+            raise LaunchEnded
 
     # Rounds.
 
@@ -154,19 +154,19 @@ class RendezvousKeys:
         """Number of the newest rendezvous round; 0 before the first round."""
         return int(json.loads(self._newest() or "[0]")[0])
 
-    def newest(self) -> tuple[int, tuple[Card, ...]]:
+    def newest(self) -> tuple[int, tuple[JoinEntry, ...]]:
         """Return number and launchers of the newest rendezvous round; number 0 before the first round."""
         before = self._newest()
         if not before:
             return 0, ()
         number, key = json.loads(before)
         cards = json.loads(zlib.decompress(self.store.get(key)))
-        return number, tuple(map(Card.parse, cards))
+        return number, tuple(map(JoinEntry.parse, cards))
 
     def _newest(self) -> str:
         return self.store.get("newest").decode() if self._has("newest") else ""
 
-    def arrive(self, number: int, card: Card) -> int:
+    def arrive(self, number: int, card: JoinEntry) -> int:
         """Join rendezvous round `number`: write `card`, the entry of this launcher, to the store.
 
         Returns how many launchers have begun to join before.
@@ -183,7 +183,7 @@ class RendezvousKeys:
         key = f"round/{number}/arrivals"
         return int(self.store.get(key)) if self._has(key) else 0
 
-    def cards(self, number: int, known: Sequence[Card] = ()) -> list[Card]:
+    def cards(self, number: int, known: Sequence[JoinEntry] = ()) -> list[JoinEntry]:
         """Return the entries of all launchers that joined rendezvous round `number`.
 
         The entries in `known` were read before, and are not read again.
@@ -196,11 +196,11 @@ class RendezvousKeys:
             if not self._has(key):
                 gap += 1
                 continue
-            gap, card = 0, Card.parse(self._read(key))
+            gap, card = 0, JoinEntry.parse(self._read(key))
             cards.setdefault(card.token, card)
         return list(cards.values())
 
-    def close(self, number: int, cards: Sequence[Card], token: str) -> None:
+    def close(self, number: int, cards: Sequence[JoinEntry], token: str) -> None:
         """Start rendezvous round `number` with the launchers in `cards`, unless it or a newer one started.
 
         The launchers are written first, at a key of the launcher `token` that calls this method. A single
@@ -214,7 +214,7 @@ class RendezvousKeys:
             self.store.set(key, zlib.compress(text.encode()))  # type: ignore[arg-type]  # bytes, as get
             self.store.compare_set("newest", before, json.dumps([number, key]))
 
-    def closed(self, number: int) -> tuple[Card, ...] | None:
+    def closed(self, number: int) -> tuple[JoinEntry, ...] | None:
         """Return the entries of the launchers of rendezvous round `number`.
 
         Returns `None` before the round has started, and an empty tuple after a newer round has started.

@@ -54,7 +54,7 @@ class Common:
         )
 
 
-class NotNeeded(Exception):  # noqa: N818 - an end, and no error
+class LaunchEnded(Exception):  # noqa: N818 - an end, and no error
     """The launch ended while this launcher waited to join: not an error."""
 
 

@@ -22,11 +22,11 @@ from lockstep.errors import UnreachableError, WorldError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.endpoint import enter, missing_hint
 from lockstep.launch.nodes.join import Join
-from lockstep.launch.nodes.keys import Card, RendezvousKeys
+from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, owns
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.world import network
-from lockstep.world.rendezvous.connectivity_check import Reach, check_connectivity, offers
+from lockstep.world.rendezvous.connectivity_check import MemberInterface, check_connectivity, offers
 from lockstep.world.rendezvous.membership_check import (
     HINTS,
     NodeInfo,
@@ -88,7 +88,7 @@ class Rounds:
         self._watch: StoreWatch | None = None
         self._endpoint = enter(config, check)
         self.keys = RendezvousKeys(self._endpoint.store, check)
-        self._cards: tuple[Card, ...] = ()
+        self._cards: tuple[JoinEntry, ...] = ()
         #: Constants of the launch.
         self.common = Common.new(config.count * own.ranks, stamp)
         here = tuple(own.address for own in offers(network.interfaces()))
@@ -268,14 +268,14 @@ class Rounds:
             return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
         return missing_hint(self._config, hosts=self._endpoint.hosts)
 
-    def _card(self) -> Card:
+    def _card(self) -> JoinEntry:
         if self.number:
             index = self.membership.index
         elif self._config.index is not None:
             index = self._config.index
         else:
             index = 0 if self._endpoint.hosts else self._config.count
-        return Card(
+        return JoinEntry(
             token=self._token,
             node=self._node,
             launcher=self._own,
@@ -286,7 +286,7 @@ class Rounds:
             generation=self.generation,
         )
 
-    def _take_part(self, number: int, cards: tuple[Card, ...]) -> None:
+    def _take_part(self, number: int, cards: tuple[JoinEntry, ...]) -> None:
         """Run the connectivity check of a rendezvous round, and set this launcher's membership in it."""
         error = _differing(cards)
         if error is not None:
@@ -301,7 +301,7 @@ class Rounds:
             f"node {number} ({launcher.name})" for number, launcher in enumerate(launchers)
         )
         nodes = node_numbers([card.node.host for card in cards])
-        reach: tuple[Reach, ...] = ()
+        reach: tuple[MemberInterface, ...] = ()
         if len(set(nodes)) > 1:
             reach = check_connectivity(
                 self.keys.network(number),
@@ -376,7 +376,7 @@ class StoreWatch:
         )
         self._answered += len(lost)
         superseded = self._keys.newest_number > self._number
-        waiting: list[Card] = []
+        waiting: list[JoinEntry] = []
         with contextlib.suppress(WorldError):  # a new launcher has another version of Lockstep
             waiting = self._keys.cards(self._number + 1)[: self._room] if self._room else []
         with self._server.locked(self._number) as coordinator:
@@ -392,7 +392,7 @@ class StoreWatch:
         self._thread.join(2 * _POLL_SECONDS)
 
 
-def _differing(cards: Sequence[Card]) -> WorldError | None:
+def _differing(cards: Sequence[JoinEntry]) -> WorldError | None:
     """Return an error if a launcher has different library versions than the first one; else `None`."""
     for card in cards[1:]:
         text = differing_versions(

@@ -237,7 +237,7 @@ def warn_on_stderr(message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ValidCheckpoint:
     """A checkpoint on disk whose files match the checksums of its manifest."""
 
     path: Path
@@ -275,7 +275,7 @@ def paths(directory: Path) -> dict[Key, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
+def look(path: Path, identity: Mapping[str, Any] | None = None) -> ValidCheckpoint:
     """Verify sizes and checksums of the files of the checkpoint at `path`, and return the checkpoint.
 
     Raises:
@@ -283,7 +283,7 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> Found:
         CheckpointError: if the checkpoint is damaged or cannot be read.
     """
     try:
-        found = Found(path, read_manifest(path))
+        found = ValidCheckpoint(path, read_manifest(path))
         differences = [] if identity is None else found.manifest.differences(identity)
         if not differences:
             found.manifest.verify(path)
@@ -331,7 +331,7 @@ class Catalog:
         #: Checkpoints newer than the one that the run resumed from: their files did not verify.
         self._damaged: set[Key] = set()
 
-    def newest(self) -> Found | None:
+    def newest(self) -> ValidCheckpoint | None:
         """Return the newest checkpoint whose files verify; `None` if there is none.
 
         Damaged, half removed and newer-format checkpoints are skipped, with a warning.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint.catalog import DamagedError, Manifest, TensorSpec
-from lockstep.state.checkpoint.parts import Box, Cut, Stored
+from lockstep.state.checkpoint.parts import Box, Sharding, StoredTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -98,7 +98,7 @@ def bytes_of(spec: TensorSpec) -> int:
 
 
 def share_out(
-    specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Cut] | None = None
+    specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Sharding] | None = None
 ) -> list[dict[str, Box]]:
     """Divide the tensors of a checkpoint among its writers; return the share of each writer.
 
@@ -169,7 +169,7 @@ def finish(
     )
 
 
-def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
+def stored(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint whose files have been verified; each is read from disk on demand.
 
     Raises:
@@ -185,7 +185,7 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, Stored]:
             return {}
         contents = _Contents(directory, manifest)
         return {
-            name: Stored(torch.Size(spec.shape), dtype_of(spec), partial(contents.read, name))
+            name: StoredTensor(torch.Size(spec.shape), dtype_of(spec), partial(contents.read, name))
             for name, spec in manifest.tensors.items()
         }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.state.checkpoint import catalog, dcp
-from lockstep.state.checkpoint.catalog import Found, Key
+from lockstep.state.checkpoint.catalog import Key, ValidCheckpoint
 from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
 
 #: Name of the exported file in the run directory, if the user gives none.
@@ -25,7 +25,7 @@ def export(
     best: bool = False,
     model: int | None = None,
     force: bool = False,
-) -> tuple[Path, Found]:
+) -> tuple[Path, ValidCheckpoint]:
     """Write the weights of one of a run's models to a file; return the file and the checkpoint used.
 
     The checkpoint is that of `step`, the `best` one, or by default the newest. `model` is the model's
@@ -46,7 +46,7 @@ def export(
     return target, chosen
 
 
-def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Found:
+def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> ValidCheckpoint:
     """Return a verified checkpoint of a run: that of `step`, the best one, or the newest one.
 
     Raises:
@@ -97,7 +97,7 @@ def _steps(there: dict[Key, Path]) -> str:
     return ", ".join(map(str, sorted({step for step, _ in there})))
 
 
-def _chosen(there: dict[Key, Path], path: Path) -> Found:
+def _chosen(there: dict[Key, Path], path: Path) -> ValidCheckpoint:
     try:
         return catalog.look(path)
     except CheckpointError as error:
@@ -107,7 +107,7 @@ def _chosen(there: dict[Key, Path], path: Path) -> Found:
         ) from error
 
 
-def _names(chosen: Found, model: int | None) -> dict[str, str]:
+def _names(chosen: ValidCheckpoint, model: int | None) -> dict[str, str]:
     """Return a dictionary from the names of a model's tensors in the checkpoint to `state_dict` names."""
     models: dict[int, dict[str, str]] = {}
     for name in chosen.manifest.tensors:

@@ -28,7 +28,7 @@ from lockstep.state.checkpoint.catalog import (
     note_best,
     place,
 )
-from lockstep.state.checkpoint.parts import Box, Cut, cut_of, local, whole
+from lockstep.state.checkpoint.parts import Box, Sharding, cut_of, local, whole
 from lockstep.state.checkpoint.writer import (
     CheckpointWriter,
     DraftDirectory,
@@ -83,7 +83,7 @@ class CheckpointManager:
         self._buffers = Buffers()
         self._drafts: DraftDirectory | None = None
         self._attempts = 0
-        self._plan: tuple[dict[str, TensorSpec], dict[str, Cut]] | None = None
+        self._plan: tuple[dict[str, TensorSpec], dict[str, Sharding]] | None = None
         self._shares: list[dict[str, Box]] = []
         self._serial = 0
         self._last: tuple[int, str] | None = None  # step and text of the last saved state
@@ -166,7 +166,9 @@ class CheckpointManager:
         if self._drafts is not None and self._rank == 0:
             shutil.rmtree(self._drafts.path, ignore_errors=True)
 
-    def _own_share(self, specs: dict[str, TensorSpec], cuts: dict[str, Cut]) -> Mapping[str, Box]:
+    def _own_share(
+        self, specs: dict[str, TensorSpec], cuts: dict[str, Sharding]
+    ) -> Mapping[str, Box]:
         """Return the boxes of tensors that this rank writes; the first call makes the draft directory.
 
         `cuts` says how tensors are sharded over ranks.
@@ -334,7 +336,7 @@ class Buffers:
         return dict(self._kept)
 
 
-def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Cut]]:
+def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Sharding]]:
     """Return the specs (dtypes, shapes) of all tensors, and the cuts of those sharded over ranks."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}

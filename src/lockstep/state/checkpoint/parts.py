@@ -39,7 +39,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Sharding:
     """How a tensor is sharded along a dimension into `count` parts, one per rank, as by `torch.chunk`."""
 
     dimension: int
@@ -56,7 +56,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a checkpoint or snapshot, read on demand: whole, or only the part in a box."""
 
     shape: torch.Size
@@ -64,9 +64,9 @@ class Stored:
     fetch: Callable[[Box], torch.Tensor]  # returns a copy of the part on the CPU
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Stored:
-        """Return a `Stored` that reads from `tensor`, in memory; each part is copied when it is read."""
-        return Stored(tensor.shape, tensor.dtype, lambda box: box.of(tensor).clone())
+    def of(tensor: torch.Tensor) -> StoredTensor:
+        """Return a `StoredTensor` that reads from `tensor`; each part is copied when it is read."""
+        return StoredTensor(tensor.shape, tensor.dtype, lambda box: box.of(tensor).clone())
 
     def read(self) -> torch.Tensor:
         """Read and return the whole tensor."""
@@ -89,7 +89,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def cut_of(value: torch.Tensor) -> Cut | None:
+def cut_of(value: torch.Tensor) -> Sharding | None:
     """Return how a DTensor is sharded over ranks; `None` for a tensor that is whole on each rank."""
     if not is_dtensor(value):
         return None
@@ -98,7 +98,7 @@ def cut_of(value: torch.Tensor) -> Cut | None:
     (placement,) = value.placements
     if not isinstance(placement, Shard):
         return None
-    return Cut(placement.dim, value.device_mesh.size())
+    return Sharding(placement.dim, value.device_mesh.size())
 
 
 def whole(value: Any) -> Any:

@@ -132,7 +132,7 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class SavedPosition:
     """A run's place in its script, where its state is complete: between batches or epochs, or at a save."""
 
     points: int = 0  # number of such points before this one
@@ -153,7 +153,7 @@ class Position:
     @staticmethod
     def parse(
         content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> Position:
+    ) -> SavedPosition:
         """Return the position that `as_json` turned into `content`.
 
         Without `tensors`, each tensor in the value of a metric is `None`.
@@ -164,7 +164,7 @@ class Position:
         try:
             events = [_parse(event, tensors or {}) for event in content["events"]]
             counters = Counters.parse(content["counters"])
-            return Position(points=_count(content["points"]), counters=counters, events=events)
+            return SavedPosition(points=_count(content["points"]), counters=counters, events=events)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"a saved state does not say where the run was, as this version reads it ({error!r})",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 VARIABLE = "LOCKSTEP_MEMORY"
 #: The largest number of ranks of one launcher.
 SLOTS = 1024
-#: Names of collective calls, indexed by `Slot.waiting`; 0 is no call, 1 any call that is not listed.
+#: Names of collective calls, indexed by `ProgressSlot.waiting`; 0 is no call, 1 any call not listed.
 COLLECTIVES = (
     "",
     "a collective call",
@@ -103,19 +103,19 @@ class Descriptors:
 
 
 class _Word:
-    """A Python descriptor that reads and writes one 64-bit number of a `Slot` in shared memory."""
+    """A Python descriptor that reads and writes one 64-bit number of a `ProgressSlot` in shared memory."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
-    def __get__(self, owner: Slot, kind: object = None) -> int:
+    def __get__(self, owner: ProgressSlot, kind: object = None) -> int:
         return owner.words[owner.first + self._number]
 
-    def __set__(self, owner: Slot, value: int) -> None:
+    def __set__(self, owner: ProgressSlot, value: int) -> None:
         owner.words[owner.first + self._number] = value
 
 
-class Slot:
+class ProgressSlot:
     """One rank's progress (step, collective call, …) in shared memory, which the launcher reads.
 
     Counts only grow until ranks are restarted. Ranks that are in the same collective call have equal
@@ -143,9 +143,9 @@ class StatusPage:
         self._memory = mmap.mmap(descriptor, _PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
 
-    def slot(self, index: int) -> Slot:
-        """Return the `Slot` with the progress of the launcher's rank number `index`, from 0."""
-        return Slot(self._words, index)
+    def slot(self, index: int) -> ProgressSlot:
+        """Return the `ProgressSlot` with the progress of the launcher's rank number `index`, from 0."""
+        return ProgressSlot(self._words, index)
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:

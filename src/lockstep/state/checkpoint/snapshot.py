@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.state.checkpoint.parts import Box, Cut, Stored, cut_of, local
+from lockstep.state.checkpoint.parts import Box, Sharding, StoredTensor, cut_of, local
 from lockstep.state.checkpoint.shared_memory import (
     DATA,
     Buffer,
@@ -105,10 +105,10 @@ class Snapshot:
         """Whether the snapshot has all parts of all tensors, and none is in another launcher's memory."""
         return not self.cuts
 
-    def stored(self) -> dict[str, Stored]:
-        """Return the snapshot's tensors by name, as `Stored`: a part is copied when it is read."""
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return the snapshot's tensors by name, as `StoredTensor`: a part is copied when it is read."""
         return {
-            name: Stored(tensor.shape, tensor.dtype, partial(self._fetch, name))
+            name: StoredTensor(tensor.shape, tensor.dtype, partial(self._fetch, name))
             for name, tensor in self.tensors.items()
         }
 
@@ -116,7 +116,7 @@ class Snapshot:
         tensor = self.tensors[name]
         if name in self.cuts:
             dimension = self.cuts[name]
-            cut = Cut(dimension, self.size)
+            cut = Sharding(dimension, self.size)
             first, last = (cut.box(tensor.shape, rank) for rank in (self.ranks[0], self.ranks[-1]))
             start, stop = first.offsets[dimension], last.offsets[dimension] + last.sizes[dimension]
             begin = box.offsets[dimension]
@@ -232,7 +232,7 @@ class Snapshots:
         head = {"text": text, "layout": layout.as_json(), "ranks": ranks, "cuts": cuts}
         return json.dumps(head).encode()
 
-    def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Cut]:
+    def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Sharding]:
         """Return how tensors are cut, if they are sharded over ranks of several launchers."""
         if len(self._ranks) == self._size:
             return {}

@@ -37,7 +37,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class LockOwner:
     """The process that owns the lock of a run directory: the launcher, or rank 0 without a launcher."""
 
     host: str
@@ -47,7 +47,7 @@ class Owner:
     launch: str | None  # name of the launch
 
     @staticmethod
-    def of(environment: str, environ: Mapping[str, str], launch: str | None) -> Owner:
+    def of(environment: str, environ: Mapping[str, str], launch: str | None) -> LockOwner:
         """Return the owner of a lock that this rank takes: its launcher if that restarts it, else itself.
 
         `environment` is the name of the launcher, such as `torchrun`; `launch` is the name of the launch.
@@ -57,14 +57,14 @@ class Owner:
             pid = int(environ.get(LAUNCHER_VARIABLE, pid))
         elif environment == "torchrun":
             pid = os.getppid()
-        return Owner(host.name(), host.identity(), pid, _born(pid) or 0, launch)
+        return LockOwner(host.name(), host.identity(), pid, _born(pid) or 0, launch)
 
     @property
     def lives(self) -> bool:
         """Whether the owner's process exists on this host; always `False` for a process of another host."""
         return self.machine == host.identity() and self.born > 0 and _born(self.pid) == self.born
 
-    def is_launch_of(self, other: Owner) -> bool:
+    def is_launch_of(self, other: LockOwner) -> bool:
         """Whether this owner and `other` belong to one launch."""
         if self.launch is not None and self.launch == other.launch:
             return True
@@ -78,7 +78,7 @@ class DirectoryLock:
         RunDirectoryError: if another launch uses the directory, or the file cannot be made.
     """
 
-    def __init__(self, directory: Path, owner: Owner) -> None:
+    def __init__(self, directory: Path, owner: LockOwner) -> None:
         self._path, self._owner = directory / NAME, owner
         self._file: int | None = None
         deadline = time.monotonic() + _PATIENCE
@@ -179,7 +179,7 @@ def leave(directory: Path) -> None:
             os.close(file)
 
 
-def in_use(directory: Path, own: Owner | None = None) -> bool | None:
+def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
     """Return whether a launch different from that of `own` uses `directory`; `None` if unknown.
 
     `None` is for an owner on another host, or an unreadable lock file. The check takes the lock for a
@@ -239,12 +239,12 @@ def _lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _read(file: int) -> Owner | None:
+def _read(file: int) -> LockOwner | None:
     """Return the owner that a lock file names; `None` where the file is empty or damaged."""
     try:
         fields = json.loads(os.pread(file, 4096, 0))
         names = str(fields["host"]), str(fields["machine"])
-        return Owner(*names, int(fields["pid"]), int(fields["born"]), fields["launch"])
+        return LockOwner(*names, int(fields["pid"]), int(fields["born"]), fields["launch"])
     except (ValueError, TypeError, KeyError):
         return None
 

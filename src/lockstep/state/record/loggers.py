@@ -87,7 +87,7 @@ def make(
             return WandB(directory, identity, say)
         case "mlflow":
             return MLflow(directory, identity)
-    return _Own(logger)
+    return _UserLogger(logger)
 
 
 class TensorBoard(Backend):
@@ -192,7 +192,7 @@ class MLflow(Backend):
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class _Own(Backend):
+class _UserLogger(Backend):
     """Passes values to a logger object of the script."""
 
     def __init__(self, logger: Logger) -> None:

@@ -20,14 +20,14 @@ _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunRecords:
     """The records of a run: `run.json`, and its events, read once when they are first used."""
 
     directory: Path
     run: dict[str, Any]
 
     @staticmethod
-    def of(directory: Path) -> Recorded:
+    def of(directory: Path) -> RunRecords:
         """Read the records in a run directory.
 
         Raises:
@@ -40,7 +40,7 @@ class Recorded:
                 f"{directory} has no {run_file.NAME}; expected the directory of a run",
                 hint="runs/NAME/TIME, or what --run-dir named",
             )
-        return Recorded(directory, run)
+        return RunRecords(directory, run)
 
     @cached_property
     def ranks(self) -> dict[int, list[Event]]:

@@ -25,7 +25,7 @@ from lockstep.engine.data.microbatch import Microbatch
 from lockstep.errors import RunDirectoryError, shortened
 from lockstep.state.files import directory as directories
 from lockstep.state.files import lock, run_file
-from lockstep.state.files.lock import DirectoryLock, Owner
+from lockstep.state.files.lock import DirectoryLock, LockOwner
 from lockstep.state.files.run_file import Identity
 from lockstep.state.record import reproducibility, trainjob
 from lockstep.state.record.audits import Audits
@@ -164,7 +164,7 @@ class Recorder:
         if self._world.is_main:
             path = directories.create(self._settings.run_dir, self._settings.name)
             settings = self._settings
-            owner = Owner.of(self._world.environment, os.environ, settings.launch)
+            owner = LockOwner.of(self._world.environment, os.environ, settings.launch)
             self._lock = DirectoryLock(path, owner)
             run_file.check(path, self._identity, fresh=settings.fresh, restarted=settings.restarted)
             if self._settings.fresh:

@@ -12,14 +12,14 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.state.checkpoint import catalog
 from lockstep.state.files import lock, run_file
 from lockstep.state.files.directory import short
-from lockstep.state.files.lock import Owner
+from lockstep.state.files.lock import LockOwner
 
 #: Directory of all runs that are started without a given run directory.
 BASE = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class UnfinishedRun:
     """An unfinished run that can be resumed: it has a checkpoint, and no launch uses its directory."""
 
     directory: Path
@@ -28,8 +28,8 @@ class Unfinished:
 
 
 def find(
-    directories: Iterable[Path], meant: Mapping[str, Any], owner: Owner | None = None
-) -> list[Unfinished]:
+    directories: Iterable[Path], meant: Mapping[str, Any], owner: LockOwner | None = None
+) -> list[UnfinishedRun]:
     """Return the unfinished runs among `directories`, the newest first.
 
     Args:
@@ -45,7 +45,9 @@ def find(
     return sorted(found, key=lambda run: run.began, reverse=True)
 
 
-def require(found: list[Unfinished], what: str, where: Path, *, resume: str, run_dir: str) -> Path:
+def require(
+    found: list[UnfinishedRun], what: str, where: Path, *, resume: str, run_dir: str
+) -> Path:
     """Return the directory of the newest run of `found`.
 
     The other arguments are for the error message: the script with its arguments, the directory that was
@@ -72,7 +74,7 @@ def contradicting(resume: str, fresh: str) -> UsageError:
     )
 
 
-def note(found: list[Unfinished], *, resume: str, run_dir: str) -> str:
+def note(found: list[UnfinishedRun], *, resume: str, run_dir: str) -> str:
     """Return a message that the newest run of `found` could be resumed, when a new run begins instead."""
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""
@@ -87,7 +89,9 @@ def is_same(identity: Mapping[str, Any], meant: Mapping[str, Any]) -> bool:
     return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 
-def _look(directory: Path, meant: Mapping[str, Any], owner: Owner | None) -> Unfinished | None:
+def _look(
+    directory: Path, meant: Mapping[str, Any], owner: LockOwner | None
+) -> UnfinishedRun | None:
     # In this order: a run records its end before it releases its lock.
     used = lock.in_use(directory, owner)
     recorded = run_file.read(directory)
@@ -97,4 +101,4 @@ def _look(directory: Path, meant: Mapping[str, Any], owner: Owner | None) -> Unf
         return None
     steps = [step for step, _ in catalog.paths(directory / catalog.DIRECTORY)]
     began = recorded.get("generations", [{}])[-1].get("time", 0.0)
-    return Unfinished(directory, steps[0], began) if steps else None
+    return UnfinishedRun(directory, steps[0], began) if steps else None

@@ -8,7 +8,15 @@ from typing import Any
 
 from lockstep.tools.bench import table
 from lockstep.tools.bench.results import BY_WALL, Row, belongs, devices, group, label
-from lockstep.tools.report.page import Chart, Facts, Part, Section, Table, Text, graph_objects
+from lockstep.tools.report.page import (
+    Chart,
+    Paragraph,
+    Part,
+    Section,
+    Table,
+    ValueList,
+    graph_objects,
+)
 from lockstep.tools.report.page import write as write_page
 
 _PARTS = {"compute_seconds": "compute", "exchange_seconds": "exchange", "data_seconds": "data"}
@@ -28,7 +36,7 @@ def sections(content: Mapping[str, Any]) -> list[Section]:
     """Return the sections of the HTML page that shows the content of a results file."""
     rows = [row for row in content["results"] if row.get("measured_by")]
     comparison = content.get("comparison")
-    failed = map(Text, table.failures(content["results"]))
+    failed = map(Paragraph, table.failures(content["results"]))
     made = [Section("What was measured", [_facts(content), *failed])]
     if rows:
         by_wall = any(row["measured_by"] == BY_WALL for row in rows)
@@ -36,20 +44,20 @@ def sections(content: Mapping[str, Any]) -> list[Section]:
         speed: list[Part] = [_speedups(rows, comparison)]
         speed += [] if by_wall else [_steps(rows)]
         speed.append(_table([*columns, *table.TIMES], rows, "Medians of all repeats"))
-        made.append(Section("Speed", [*speed, *map(Text, table.notes(rows))]))
-        made.append(Section("Memory", [*_memory(rows)] or [Text("No memory was recorded.")]))
+        made.append(Section("Speed", [*speed, *map(Paragraph, table.notes(rows))]))
+        made.append(Section("Memory", [*_memory(rows)] or [Paragraph("No memory was recorded.")]))
     if "model" in content:
         made.append(Section("Projection", _projection(content)))
     if comparison is not None:
         beside = f"Beside {comparison['with']}"
         pair = [_table(one, comparison["rows"], beside) for one in (table.COMPARED, table.GAINS)]
-        made.append(Section("Beside another result", [*pair, *map(Text, comparison["notes"])]))
+        made.append(Section("Beside another result", [*pair, *map(Paragraph, comparison["notes"])]))
     return made
 
 
-def _facts(content: Mapping[str, Any]) -> Facts:
+def _facts(content: Mapping[str, Any]) -> ValueList:
     script, machine = content["script"], content["machine"]
-    return Facts(
+    return ValueList(
         {
             "script": " ".join([script["name"], *script["arguments"]]),
             "options": " ".join(content["options"]) or "none",
@@ -153,14 +161,17 @@ def _memory(rows: Sequence[Row]) -> list[Chart]:
 
 def _projection(content: Mapping[str, Any]) -> list[Part]:
     model = content["model"]
-    parts: list[Part] = [Text(f"No projection of {line}.") for line in model["refused"]]
+    parts: list[Part] = [Paragraph(f"No projection of {line}.") for line in model["refused"]]
     if content["projection"]:
         off = "How far the model is off where it was measured"
         parts.append(_projected(content["results"], content["projection"]))
         parts.append(_table(table.PROJECTED, content["projection"], "What the model says"))
         parts.append(_table(table.RESIDUALS, model["residuals"], off))
-        parts += [Text(model["formula"]), *map(Text, map(table.parameters, model["parameters"]))]
-        parts += [Text(f"Assumed: {line}.") for line in model["assumptions"]]
+        parts += [
+            Paragraph(model["formula"]),
+            *map(Paragraph, map(table.parameters, model["parameters"])),
+        ]
+        parts += [Paragraph(f"Assumed: {line}.") for line in model["assumptions"]]
     return parts
 
 

@@ -1,4 +1,4 @@
-"""`Given`: predicts step times from numbers that the user gives; nothing is measured."""
+"""`StepAssumptions`: predicts step times from numbers that the user gives; nothing is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.bench.comparing import FORMAT
 from lockstep.tools.bench.projecting import Projection, on_traffic, parameters_of, row_of
 from lockstep.tools.bench.projection import Batches, Cost, Link, Model, Parameters, buckets_of
-from lockstep.tools.bench.traffic import Layout, Way
+from lockstep.tools.bench.traffic import Layout, ReduceAlgorithm
 from lockstep.tools.quantities import seconds, size
 
 #: Kind of a results file without a measurement.
@@ -18,7 +18,7 @@ _KIND = "arithmetic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class StepAssumptions:
     """Gradient size and computing time of a step, given by the user; `content` predicts step times."""
 
     gradients: float  # bytes of all gradients
@@ -49,7 +49,7 @@ class Given:
 
     def content(self) -> dict[str, Any]:
         """Return the content of a results file with the predicted step time on each layout of `wanted`."""
-        way = Way.HOSTS if self.on_cpu else Way.FLAT
+        way = ReduceAlgorithm.HOSTS if self.on_cpu else ReduceAlgorithm.FLAT
         cost = Cost("tree", self.gradients, buckets_of(self.gradients), way)
         batches = Batches(1, per_rank=True, replicas=None)
         model = Model(Parameters(overhead_seconds=self.compute), cost, batches).over(self.link)

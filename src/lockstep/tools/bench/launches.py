@@ -17,9 +17,9 @@ from lockstep.errors import PREEMPTED, UsageError
 from lockstep.launch.command import RunCommand, verdict_in
 from lockstep.launch.devices.gpus import Gpu
 from lockstep.state.files import run_file
-from lockstep.state.record.reading import Recorded
+from lockstep.state.record.reading import RunRecords
 from lockstep.tools.bench.combinations import Combination
-from lockstep.tools.bench.measuring import Measured, measure, restart_seconds
+from lockstep.tools.bench.measuring import Measurements, measure, restart_seconds
 from lockstep.tools.bench.results import Row, Trial, add_speedups, row
 
 Listener = Callable[[str], None]
@@ -50,12 +50,12 @@ class Runner:
         record = run_file.read(directory / "run")
         if record is None:
             return trial
-        measured = measure(Recorded.of(directory / "run"), launched)
+        measured = measure(RunRecords.of(directory / "run"), launched)
         verdict = "" if measured else _TOO_SHORT.format(record.get("steps", 0))
         known = {"identity": record.get("identity", {}), "digest": record.get("digest")}
         return replace(trial, measured=measured, verdict=verdict, **known)
 
-    def restart(self, run: Measured, combination: Combination, directory: Path) -> float | None:
+    def restart(self, run: Measurements, combination: Combination, directory: Path) -> float | None:
         """Launch the script and kill a rank; return the seconds until the run resumed, or `None`.
 
         `run`: measurements of an earlier launch, from which the step of the kill is chosen.
@@ -64,7 +64,7 @@ class Runner:
         faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
         exit_code, _, _ = self._launch(combination, directory, {"LOCKSTEP_FAULTS": faults})
         recorded = run_file.read(directory / "run") if exit_code in (0, PREEMPTED) else None
-        return None if recorded is None else restart_seconds(Recorded.of(directory / "run"))
+        return None if recorded is None else restart_seconds(RunRecords.of(directory / "run"))
 
     def _launch(
         self, combination: Combination, directory: Path, variables: Mapping[str, str] | None = None

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.state.record.curves import split_generations
-from lockstep.state.record.reading import Event, Recorded
+from lockstep.state.record.reading import Event, RunRecords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurements:
     """Measurements of one run, without its warm-up: the first step after each (re)start."""
 
     steps: int
@@ -65,7 +65,7 @@ class _Rank:
         )
 
 
-def measure(recorded: Recorded, launched: float) -> Measured | None:
+def measure(recorded: RunRecords, launched: float) -> Measurements | None:
     """Return the measurements of a run; `None` if it has no steps after the warm-up."""
     alone = len(recorded.ranks) == 1
     ranks = {
@@ -81,7 +81,7 @@ def measure(recorded: Recorded, launched: float) -> Measured | None:
     steps = len(ranks) * max(one["step"] for one in _of(recorded.ranks[0], "pace"))
     traffic = [one for one in _all(recorded, "traffic") if "sent" in one]
     starts = _all(recorded, "start")
-    return Measured(
+    return Measurements(
         steps=main.steps,
         batch=main.samples / main.steps,
         step_seconds=main.seconds / main.steps,
@@ -104,7 +104,7 @@ def measure(recorded: Recorded, launched: float) -> Measured | None:
     )
 
 
-def restart_seconds(recorded: Recorded) -> float | None:
+def restart_seconds(recorded: RunRecords) -> float | None:
     """Return the seconds from a run's first failure to the end of the first step after the restart."""
     launchers = recorded.launchers.values()
     failures = [one["time"] for events in launchers for one in _of(events, "failure")]
@@ -115,18 +115,18 @@ def _of(events: Iterable[Event], kind: str) -> list[Event]:
     return [event for event in events if event["kind"] == kind]
 
 
-def _all(recorded: Recorded, kind: str) -> list[Event]:
+def _all(recorded: RunRecords, kind: str) -> list[Event]:
     return [event for events in recorded.ranks.values() for event in _of(events, kind)]
 
 
-def _first_step(recorded: Recorded, generation: int, since: float) -> float | None:
+def _first_step(recorded: RunRecords, generation: int, since: float) -> float | None:
     """Return the seconds from `since` until rank 0 ends its first step in a generation; 0 is the first."""
     found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
 
 
-def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
+def _peaks(recorded: RunRecords, kind: str) -> dict[int, int]:
     """Return each rank's peak memory: the recorded peak if there is one, else the largest sample."""
     peaks = {}
     for rank, events in recorded.ranks.items():
@@ -139,7 +139,7 @@ def _peaks(recorded: Recorded, kind: str) -> dict[int, int]:
     return dict(sorted(peaks.items()))
 
 
-def _samples(recorded: Recorded) -> list[Event]:
+def _samples(recorded: RunRecords) -> list[Event]:
     """Return recorded samples of CPU, memory and GPU use, without those of each generation's first step."""
     return [
         event

@@ -10,14 +10,14 @@ from lockstep.registry import STRATEGIES
 from lockstep.tools.bench.projection import (
     Batches,
     Cost,
+    FitPoint,
     Link,
     Model,
-    Point,
     cost_of,
     fit_model,
 )
 from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
-from lockstep.tools.bench.traffic import SHARDED, Layout, Way
+from lockstep.tools.bench.traffic import SHARDED, Layout, ReduceAlgorithm
 from lockstep.tools.quantities import rounded
 
 #: Strategies whose ranks do not each compute a share of the samples.
@@ -79,7 +79,7 @@ def _project_group(
     usable = [one for one in members if one.get("measured_by") == BY_STEPS]
     strategy = next((one["strategy_used"] for one in reversed(usable)), of[0])
     points = [
-        Point(
+        FitPoint(
             layout=_layout(one),
             batch=one["batch"],
             replicas=one["replicas"] or one["ranks"],
@@ -141,7 +141,7 @@ def _layout(one: Row) -> Layout:
 def _refusal(
     strategy: str | None,
     usable: Sequence[Row],
-    used: Sequence[Point],
+    used: Sequence[FitPoint],
     batches: Batches | None,
     cost: Cost | None,
 ) -> str | None:
@@ -156,7 +156,7 @@ def _refusal(
     return next((why for applies, why in checks if applies), None)
 
 
-def _no_speed(used: Sequence[Point], wanted: Sequence[Layout], link: Link) -> str | None:
+def _no_speed(used: Sequence[FitPoint], wanted: Sequence[Layout], link: Link) -> str | None:
     """Return a message if a speed of the network is neither measured nor given but needed, else `None`."""
     if link.bandwidth is None and all(one.ranks == 1 for one in used):
         return _NO_EXCHANGE
@@ -166,7 +166,7 @@ def _no_speed(used: Sequence[Point], wanted: Sequence[Layout], link: Link) -> st
     return None
 
 
-def _residual(model: Model, point: Point) -> Row:
+def _residual(model: Model, point: FitPoint) -> Row:
     """Return a row with a layout's measured step time, the model's prediction and its relative error."""
     predicted = model.step(point.layout)
     return {
@@ -223,14 +223,14 @@ def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
 #: Algorithms for summing the same bytes of gradients over ranks, each with the field of a row for the
 #: predicted step time.
 _BESIDE = {
-    Way.HOSTS: "hosts_step_seconds",
-    Way.FLAT: "flat_step_seconds",
-    Way.RING: "ring_step_seconds",
+    ReduceAlgorithm.HOSTS: "hosts_step_seconds",
+    ReduceAlgorithm.FLAT: "flat_step_seconds",
+    ReduceAlgorithm.RING: "ring_step_seconds",
 }
 
 
 def _assumptions(
-    model: Model, cost: Cost, link: Link, used: Sequence[Point], wanted: Sequence[Layout]
+    model: Model, cost: Cost, link: Link, used: Sequence[FitPoint], wanted: Sequence[Layout]
 ) -> list[str]:
     """Return, in words, what a projection assumes: of samples per step, of the fit and of the network."""
     counted = ", ".join(_named(one.layout) for one in used)
@@ -255,7 +255,7 @@ def _named(layout: Layout) -> str:
     return str(layout.ranks) if layout.hosts == 1 else f"{layout.hosts}x{layout.per_host}"
 
 
-def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[Point]) -> list[str]:
+def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[FitPoint]) -> list[str]:
     """Return, in words, what the fit assumes about the time in which gradients are summed."""
     several = [one for one in used if one.ranks > 1]
     lines = []
@@ -287,11 +287,14 @@ def on_traffic(model: Model, link: Link, wanted: Sequence[Layout]) -> list[str]:
 
 
 _COUNTED = {
-    Way.HOSTS: "ranks sum within their host first; then a rank sends 2 (H - 1) messages per sum to other "
-    "hosts (2 log2 H by recursive halving), and each of H hosts (C + 1) (H - 1) / H of the shared bytes, "
-    "for C tree nodes of a host",
-    Way.FLAT: "each rank sends its share to each other one, whichever host it is on",
-    Way.RING: "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes",
-    Way.SERVERS: "all ranks send their gradients over the one link of each server",
+    ReduceAlgorithm.HOSTS: "ranks sum within their host first; then a rank sends "
+    "2 (H - 1) messages per sum to other hosts (2 log2 H by recursive halving), and each of H hosts "
+    "(C + 1) (H - 1) / H of the shared bytes, for C tree nodes of a host",
+    ReduceAlgorithm.FLAT: "each rank sends its share to each other one, whichever host it is on",
+    ReduceAlgorithm.RING: "a rank sends 2 (N - 1) messages per sum, and 2 (N - 1) / N of the shared bytes",
+    ReduceAlgorithm.SERVERS: "all ranks send their gradients over the one link of each server",
 }
-_ON_ONE_HOST = {Way.HOSTS: Way.RING, Way.FLAT: Way.RING}
+_ON_ONE_HOST = {
+    ReduceAlgorithm.HOSTS: ReduceAlgorithm.RING,
+    ReduceAlgorithm.FLAT: ReduceAlgorithm.RING,
+}

@@ -20,8 +20,8 @@ from lockstep.engine.layout.replicas import block
 from lockstep.tools.bench.traffic import (
     SHARDED,
     Layout,
+    ReduceAlgorithm,
     Traffic,
-    Way,
     sent_by_rank,
     traffic,
     way_of,
@@ -56,7 +56,7 @@ class Cost:
     exchange: str
     volume: float  # bytes of all that is summed in a step
     sums: float  # sums in a step
-    way: Way = Way.HOSTS
+    way: ReduceAlgorithm = ReduceAlgorithm.HOSTS
 
     def traffic(self, layout: Layout, replicas: int | None = None) -> Traffic:
         """Return the messages and bytes of a step on a layout."""
@@ -94,7 +94,7 @@ def buckets_of(gradients: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class FitPoint:
     """The measured step time on one layout, to which the model is fitted."""
 
     layout: Layout
@@ -111,7 +111,7 @@ class Point:
         return self.layout.ranks
 
 
-Part = Callable[[Point], float]
+Part = Callable[[FitPoint], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Batches:
     replicas: int | None  # `None` if there are as many as ranks
 
     @staticmethod
-    def of(points: Sequence[Point]) -> Batches | None:
+    def of(points: Sequence[FitPoint]) -> Batches | None:
         """Return the batch size common to all points, in total or else per rank; `None` without one."""
         fixed = {point.replicas for point in points if point.replicas != point.ranks}
         replicas = fixed.pop() if len(fixed) == 1 else None
@@ -197,7 +197,7 @@ class Model:
             cost = replace(cost, exchange="tree")  # a link connects several hosts
         return Model(replace(self.parameters, **known), cost, self.batches)
 
-    def by(self, way: Way) -> Model:
+    def by(self, way: ReduceAlgorithm) -> Model:
         """Return the model of the same step in which the algorithm `way` sums gradients over ranks."""
         return replace(self, cost=replace(self.cost, way=way))
 
@@ -228,7 +228,7 @@ class Model:
         return self.batches.samples(layout.ranks) / self.step(layout)
 
 
-def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
+def fit_model(points: Sequence[FitPoint], cost: Cost, batches: Batches) -> Model:
     """Return the model that fits the points best; points marked `left_out` are not used.
 
     The error of each point is relative to its step time. If the time of the exchange was measured apart,
@@ -236,14 +236,14 @@ def fit_model(points: Sequence[Point], cost: Cost, batches: Batches) -> Model:
     """
     used = [point for point in points if not point.left_out]
 
-    def fitted(points: Sequence[Point], part: Part, **columns: Part) -> dict[str, float]:
+    def fitted(points: Sequence[FitPoint], part: Part, **columns: Part) -> dict[str, float]:
         scaled = {name: [take(one) / one.step for one in points] for name, take in columns.items()}
         return fit(scaled, [part(one) / one.step for one in points])
 
-    def samples(point: Point) -> float:
+    def samples(point: FitPoint) -> float:
         return batches.largest(point.ranks)
 
-    def moved(point: Point) -> Traffic:
+    def moved(point: FitPoint) -> Traffic:
         return cost.traffic(point.layout, point.replicas)
 
     compute: dict[str, Part] = {"compute_seconds_per_sample": samples}

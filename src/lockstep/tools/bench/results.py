@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.bench.combinations import Combination
-from lockstep.tools.bench.measuring import Measured
+from lockstep.tools.bench.measuring import Measurements
 from lockstep.tools.quantities import rounded
 
 Row = dict[str, Any]
@@ -24,7 +24,7 @@ class Trial:
     combination: Combination
     exit_code: int
     wall_seconds: float  # of the whole launch
-    measured: Measured | None = None  # `None` for a script without `lockstep.Run`
+    measured: Measurements | None = None  # `None` for a script without `lockstep.Run`
     identity: Mapping[str, object] = field(default_factory=dict)
     digest: str | None = None
     verdict: str = ""  # why the launch is no measurement

@@ -35,7 +35,7 @@ class Layout:
         return f"{counted(self.hosts, 'host')} of {counted(self.per_host, 'rank')}"
 
 
-class Way(StrEnum):
+class ReduceAlgorithm(StrEnum):
     """Algorithm by which gradients are summed over ranks, such as a ring."""
 
     HOSTS = "tree by hosts"  # exact: within each host first, then each share between hosts
@@ -44,15 +44,15 @@ class Way(StrEnum):
     SERVERS = "servers"  # parameter servers
 
 
-def way_of(exchange: str, strategy: str | None, *, on_cpu: bool) -> Way:
+def way_of(exchange: str, strategy: str | None, *, on_cpu: bool) -> ReduceAlgorithm:
     """Return the algorithm by which the named exchange or strategy sums gradients over ranks."""
     if exchange in AT_SERVERS:
-        return Way.SERVERS
+        return ReduceAlgorithm.SERVERS
     if strategy in SHARDED or exchange == "mpi":
-        return Way.FLAT
+        return ReduceAlgorithm.FLAT
     if exchange in ("tree", "shared-memory"):
-        return Way.HOSTS if on_cpu else Way.FLAT
-    return Way.RING
+        return ReduceAlgorithm.HOSTS if on_cpu else ReduceAlgorithm.FLAT
+    return ReduceAlgorithm.RING
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Traffic:
         )
 
 
-def traffic(way: Way, layout: Layout, replicas: int | None = None) -> Traffic:
+def traffic(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -> Traffic:
     """Return the messages of one sum by the algorithm `way`, and its bytes for each byte of gradients.
 
     `replicas`: number of replicas of the run; `None` if there are as many as ranks.
@@ -94,9 +94,9 @@ def traffic(way: Way, layout: Layout, replicas: int | None = None) -> Traffic:
     return _BETWEEN[way](layout, replicas or layout.ranks)
 
 
-def _everywhere(way: Way, count: int) -> Traffic:
+def _everywhere(way: ReduceAlgorithm, count: int) -> Traffic:
     """Return the traffic of a sum over `count` ranks between which all links are alike."""
-    if way == Way.SERVERS:  # a server's link carries the gradients of every rank
+    if way == ReduceAlgorithm.SERVERS:  # a server's link carries the gradients of every rank
         return Traffic(2, count)
     return Traffic(2 * (count - 1), 2 * (count - 1) / count)
 
@@ -106,7 +106,7 @@ def _by_hosts(layout: Layout, replicas: int) -> Traffic:
     blocks = _blocks(layout, replicas, layout.per_host)
     rounds = hosts.bit_length() - 1 if halving.pays(blocks, replicas) else hosts - 1
     own = max(len(nodes(one, replicas)) for one in blocks)
-    inside = _everywhere(Way.HOSTS, layout.per_host)
+    inside = _everywhere(ReduceAlgorithm.HOSTS, layout.per_host)
     sent = (own + 1) * (hosts - 1) / hosts
     return Traffic(2 * rounds, sent, inside.link_messages, inside.link_bytes)
 
@@ -131,19 +131,19 @@ def _blocks(layout: Layout, replicas: int, ranks: int) -> list[range]:
 
 #: For each algorithm, a function from layout and replicas to the traffic of one sum on several hosts. A
 #: ring crosses each host's link once, and its bytes within a host pass at the same time.
-_BETWEEN: Mapping[Way, Callable[[Layout, int], Traffic]] = {
-    Way.HOSTS: _by_hosts,
-    Way.FLAT: _flat,
-    Way.RING: lambda layout, _: _everywhere(Way.RING, layout.ranks),
-    Way.SERVERS: lambda layout, _: _everywhere(Way.SERVERS, layout.ranks),
+_BETWEEN: Mapping[ReduceAlgorithm, Callable[[Layout, int], Traffic]] = {
+    ReduceAlgorithm.HOSTS: _by_hosts,
+    ReduceAlgorithm.FLAT: _flat,
+    ReduceAlgorithm.RING: lambda layout, _: _everywhere(ReduceAlgorithm.RING, layout.ranks),
+    ReduceAlgorithm.SERVERS: lambda layout, _: _everywhere(ReduceAlgorithm.SERVERS, layout.ranks),
 }
 
 
-def sent_by_rank(way: Way, layout: Layout, replicas: int | None = None) -> float:
+def sent_by_rank(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -> float:
     """Return how many bytes a run records as sent by each rank, per byte of gradients that is summed."""
     made = traffic(way, layout, replicas)
-    if way == Way.SERVERS:
+    if way == ReduceAlgorithm.SERVERS:
         return 1.0
-    if way == Way.HOSTS and layout.hosts > 1:
+    if way == ReduceAlgorithm.HOSTS and layout.hosts > 1:
         return made.link_bytes / layout.per_host
     return _everywhere(way, layout.ranks).link_bytes

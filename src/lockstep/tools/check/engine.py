@@ -13,7 +13,7 @@ from lockstep.tools.check import config
 from lockstep.tools.check.config import Selection
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.project import Project
-from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN, Harm, Hit
+from lockstep.tools.check.rules import RULES, SYNTAX, UNKNOWN, Harm, Violation
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
 from lockstep.tools.check.syntax import last_name
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass
-class Outcome:
+class CheckResult:
     """Result of a check: findings by position, notes on files without a training loop, edits by file."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -85,13 +85,13 @@ def _without_collections() -> Iterator[None]:
 
 
 @_without_collections()
-def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
+def check(paths: Sequence[Path], flags: Selection | None = None) -> CheckResult:
     """Run the rules that `flags` select over files; return findings, notes and edits.
 
     Raises:
         UsageError: if a file cannot be read, or a pyproject.toml is wrong.
     """
-    project, outcome = Project(), Outcome()
+    project, outcome = Project(), CheckResult()
     modules = []
     for path in paths:
         try:
@@ -111,7 +111,7 @@ def check(paths: Sequence[Path], flags: Selection | None = None) -> Outcome:
 
 
 def _findings(
-    path: Path, script: Script, selection: Selection, outcome: Outcome
+    path: Path, script: Script, selection: Selection, outcome: CheckResult
 ) -> Iterator[Finding]:
     module = script.module
     for error in module.errors:
@@ -145,7 +145,7 @@ def _findings(
         outcome.edits[path] = module, edits
 
 
-def _ignored(module: Module, hit: Hit, code: str) -> bool:
+def _ignored(module: Module, hit: Violation, code: str) -> bool:
     """Whether a comment that ignores the rule is on the first or last line of a hit or of its statement."""
     if not module.ignored:
         return False
@@ -157,7 +157,7 @@ def _ignored(module: Module, hit: Hit, code: str) -> bool:
     return any(codes is None or code in codes for codes in comments)
 
 
-def _in_one_process(module: Module, hit: Hit) -> bool:
+def _in_one_process(module: Module, hit: Violation) -> bool:
     """Whether a hit is in a `unittest.TestCase`, whose code runs in a single process."""
     owner = module.enclosing_class(hit.node)
     return owner is not None and "TestCase" in [last_name(base) for base in owner.bases]

@@ -6,12 +6,12 @@ import json
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.tools.check.engine import Finding, Outcome
+from lockstep.tools.check.engine import CheckResult, Finding
 from lockstep.tools.check.rules import RULES
 from lockstep.version import __version__
 
 
-def text(outcome: Outcome) -> str:
+def text(outcome: CheckResult) -> str:
     """Return one line for each finding and note, and a last line with the number of findings."""
     lines = [line(finding) for finding in outcome.findings]
     lines += [f"note: {note}" for note in outcome.notes]
@@ -30,7 +30,7 @@ def line(finding: Finding) -> str:
     return f"{place}: {finding.code}{' [*]' * finding.fixable} {finding.message}"
 
 
-def as_json(outcome: Outcome) -> str:
+def as_json(outcome: CheckResult) -> str:
     """Return the findings as a JSON array of objects."""
     rows = [
         {
@@ -50,7 +50,7 @@ def as_json(outcome: Outcome) -> str:
     return json.dumps(rows, indent=1)
 
 
-def sarif(outcome: Outcome) -> str:
+def sarif(outcome: CheckResult) -> str:
     """Return the findings as a SARIF 2.1.0 log, a format for code scanning services."""
     rules = [
         {
@@ -83,7 +83,7 @@ def _result(finding: Finding) -> dict[str, Any]:
     }
 
 
-def github(outcome: Outcome) -> str:
+def github(outcome: CheckResult) -> str:
     """Return the findings as `::error` lines, which GitHub Actions turns into notes beside the code."""
     lines = []
     for finding in outcome.findings:

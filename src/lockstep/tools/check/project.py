@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from lockstep.tools.check.source import Module, Part, read
+from lockstep.tools.check.source import Module, UnpackedElement, read
 from lockstep.tools.check.syntax import Function, Scope, argument, method
 
 #: Methods that return their object, changed in place or moved to another device.
@@ -27,7 +27,7 @@ Value = tuple[Module, ast.expr]
 
 
 @dataclass(frozen=True)
-class Site:
+class ProjectCall:
     """A call of a function of the project: its arguments by position (without `self`) and by keyword."""
 
     call: ast.Call
@@ -102,7 +102,7 @@ class Project:
 
     def _class(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
         """Return the project's class of which an expression's value is an instance; `None` if unknown."""
-        values: list[ast.expr | Part] = [node] if isinstance(node, ast.Call) else []
+        values: list[ast.expr | UnpackedElement] = [node] if isinstance(node, ast.Call) else []
         if isinstance(node, ast.Name):
             values = module.bound.get((module.scope(node), node.id), [])
             values = values or module.bound.get((module.tree, node.id), [])
@@ -122,20 +122,20 @@ class Project:
     # Calls ---------------------------------------------------------------------------------------
 
     @cached_property
-    def sites(self) -> dict[ast.AST, list[tuple[Module, Site]]]:
+    def sites(self) -> dict[ast.AST, list[tuple[Module, ProjectCall]]]:
         """Calls of each function of the project; `mp.spawn(f)` counts as a call of `f`."""
-        found: dict[ast.AST, list[tuple[Module, Site]]] = defaultdict(list)
+        found: dict[ast.AST, list[tuple[Module, ProjectCall]]] = defaultdict(list)
         for module in self.modules.values():
             for call in module.calls:
                 called = self.definition(module, call.func)
-                site = Site(
+                site = ProjectCall(
                     call, tuple(call.args), {k.arg: k.value for k in call.keywords if k.arg}
                 )
                 if module.name(call.func) in ("mp.spawn", "mp.start_processes"):
                     target, given = argument(call, "fn", 0), argument(call, "args", 1)
                     called = self.definition(module, target) if target is not None else None
                     elements = given.elts if isinstance(given, ast.Tuple) else ()
-                    site = Site(call, (None, *elements), {})
+                    site = ProjectCall(call, (None, *elements), {})
                 elif isinstance(called, ast.ClassDef):
                     called = _method(called, "__init__")
                 if called is not None:
@@ -198,13 +198,17 @@ class Project:
                 return self._values(module, values) + given
             scope = module.scope(scope)
 
-    def _values(self, module: Module, values: Iterable[ast.expr | Part]) -> list[Value]:
+    def _values(self, module: Module, values: Iterable[ast.expr | UnpackedElement]) -> list[Value]:
         found: list[Value] = []
         for value in values:
-            found += self.elements(module, value) if isinstance(value, Part) else [(module, value)]
+            found += (
+                self.elements(module, value)
+                if isinstance(value, UnpackedElement)
+                else [(module, value)]
+            )
         return found
 
-    def elements(self, module: Module, part: Part) -> list[Value]:
+    def elements(self, module: Module, part: UnpackedElement) -> list[Value]:
         """Return the possible values of an unpacked name, such as `model` in `model, data = make()`."""
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):

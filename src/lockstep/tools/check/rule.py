@@ -19,7 +19,7 @@ SYNTAX, UNKNOWN = "LS001", "LS002"
 
 
 @dataclass(frozen=True)
-class Hit:
+class Violation:
     """A syntax node that a rule reports; `message` and `harm` are set if they differ from the rule's."""
 
     node: ast.expr | ast.stmt
@@ -28,7 +28,7 @@ class Hit:
     harm: Harm | None = None
 
 
-Finder = Callable[[Script], Iterator[Hit]]
+Finder = Callable[[Script], Iterator[Violation]]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ _PREFIXES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class UnpackedElement:
     """One element of a value that is unpacked into several names: `model, data = make()`."""
 
     value: ast.expr
@@ -100,8 +100,8 @@ class Module:
         self.classes: dict[str, ast.ClassDef] = {}
         self.loops: list[Loop] = []
         self.imports: dict[str, str] = {}
-        self.bound: dict[tuple[Scope, str], list[ast.expr | Part]] = defaultdict(list)
-        self.attributes: dict[tuple[ast.ClassDef | None, str], list[ast.expr | Part]]
+        self.bound: dict[tuple[Scope, str], list[ast.expr | UnpackedElement]] = defaultdict(list)
+        self.attributes: dict[tuple[ast.ClassDef | None, str], list[ast.expr | UnpackedElement]]
         self.attributes = defaultdict(list)
         self._matches: dict[str, list[str]] = {}
         self._index()
@@ -170,7 +170,7 @@ class Module:
             case ast.withitem(optional_vars=ast.expr() as target):
                 self._bind(target, node.context_expr)
 
-    def _bind(self, target: ast.expr, value: ast.expr | Part) -> None:
+    def _bind(self, target: ast.expr, value: ast.expr | UnpackedElement) -> None:
         match target:
             case ast.Name():
                 self.bound[self.scope(target), target.id].append(value)
@@ -180,13 +180,13 @@ class Module:
                 values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
                 same = len(values) == len(targets)
                 for index, element in enumerate(targets):
-                    self._bind(element, values[index] if same else Part(value, index))
+                    self._bind(element, values[index] if same else UnpackedElement(value, index))
 
     def _attribute_key(self, node: ast.Attribute) -> tuple[ast.ClassDef | None, str]:
         name = dotted(node)
         return self.enclosing_class(node) if name.startswith("self.") else None, name
 
-    def assigned(self, node: ast.Attribute) -> list[ast.expr | Part]:
+    def assigned(self, node: ast.Attribute) -> list[ast.expr | UnpackedElement]:
         """Return the values assigned to an attribute, in its class or in the file."""
         return self.attributes.get(self._attribute_key(node), [])
 

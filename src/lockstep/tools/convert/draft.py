@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit, Kind
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.source import Part
+from lockstep.tools.check.source import UnpackedElement
 from lockstep.tools.check.syntax import Function, Variable, dotted, receiver, start, variables
 
 #: Placeholder in the code of edits, which `run_scope.py` replaces by the variable that holds the run, such
@@ -99,14 +99,14 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
     found: list[ast.expr] = []
     for value in latest(script, node):
         parts = [value] if isinstance(value, ast.expr) else []
-        if isinstance(value, Part):
+        if isinstance(value, UnpackedElement):
             elements = script.project.elements(script.module, value)
             parts = [part for home, part in elements if home is script.module]
         found += (origin for part in parts for origin in origins(script, part, depth - 1))
     return list(dict.fromkeys(found))
 
 
-def latest(script: Script, node: Variable) -> list[ast.expr | Part]:
+def latest(script: Script, node: Variable) -> list[ast.expr | UnpackedElement]:
     """Return the values that a variable may have where `node` reads it, from assignments and arguments."""
     module = script.module
     if isinstance(node, ast.Attribute):
@@ -123,22 +123,24 @@ def latest(script: Script, node: Variable) -> list[ast.expr | Part]:
         scope = module.scope(scope)
 
 
-def _latest(script: Script, node: ast.expr, values: list[ast.expr | Part]) -> list[ast.expr | Part]:
+def _latest(
+    script: Script, node: ast.expr, values: list[ast.expr | UnpackedElement]
+) -> list[ast.expr | UnpackedElement]:
     """Return which of `values` was assigned last before `node`; several if that depends on a condition."""
     module = script.module
     conditions = set(module.above(node))
 
-    def place(value: ast.expr | Part) -> ast.expr:
-        return value.value if isinstance(value, Part) else value
+    def place(value: ast.expr | UnpackedElement) -> ast.expr:
+        return value.value if isinstance(value, UnpackedElement) else value
 
-    def end(value: ast.expr | Part) -> tuple[int, int]:
+    def end(value: ast.expr | UnpackedElement) -> tuple[int, int]:
         bound = place(value)
         return bound.end_lineno or bound.lineno, bound.end_col_offset or 0
 
     same = [one for one in values if module.scope(place(one)) is module.scope(node)]
     earlier = [one for one in same if end(one) < start(node)]
     before = [one for one in earlier if not module.exclusive(place(one), node)]
-    found: list[ast.expr | Part] = []
+    found: list[ast.expr | UnpackedElement] = []
     for value in sorted(before or values, key=end, reverse=True):
         if all(module.exclusive(place(value), place(other)) for other in found):
             found.append(value)

@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedScript:
     """The original script, its converted text, questions to the user, and notes.
 
     A note tells of a change in what the script computes, such as a larger batch; it needs no answer.
@@ -70,7 +70,7 @@ class Converted:
         return sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal")
 
 
-def convert(path: Path) -> Converted:
+def convert(path: Path) -> ConvertedScript:
     """Convert a script.
 
     Raises:
@@ -82,7 +82,7 @@ def convert(path: Path) -> Converted:
 
     script = _read(path)
     if (adapted := adapters.convert(script)) is not None:
-        return Converted(script.module, adapted[0], [], adapted[1])
+        return ConvertedScript(script.module, adapted[0], [], adapted[1])
     _check_loop(script, path)
     draft = Draft(script)
     for part in _PARTS:
@@ -91,7 +91,7 @@ def convert(path: Path) -> Converted:
     text = editor.apply(draft.module, edits)
     compile(text, str(path), "exec")
     text, found = _checked(draft, text)
-    return Converted(draft.module, text, _questions(draft, text) + found, draft.notes)
+    return ConvertedScript(draft.module, text, _questions(draft, text) + found, draft.notes)
 
 
 def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:

@@ -14,12 +14,12 @@ from lockstep.launch.agent.child import Child, LostError
 from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.launch.nodes.endpoint import Endpoint, enter, missing_hint
 from lockstep.launch.nodes.join import Join
-from lockstep.launch.nodes.keys import Card, RendezvousKeys
+from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher
 from lockstep.launch.nodes.server import ServerAddress
 from lockstep.world import host
 from lockstep.world.network import interfaces
-from lockstep.world.rendezvous.connectivity_check import Reach
+from lockstep.world.rendezvous.connectivity_check import MemberInterface
 from lockstep.world.rendezvous.members import Members
 from lockstep.world.rendezvous.membership_check import NodeInfo
 from lockstep.world.waiting import await_any, go_on
@@ -41,7 +41,9 @@ class NodeGroup:
     hosts: tuple[str, ...] = ()  # by node
     endpoint: Endpoint | None = None  # `None` for a single node
     interface: str | None = None
-    reach: tuple[Reach, ...] = ()  # address of each node, once all have connected to each other
+    reach: tuple[
+        MemberInterface, ...
+    ] = ()  # address of each node, once all have connected to each other
     #: child processes that start the ranks of a test all-reduce; forked before this process had threads
     starters: tuple[Child, ...] = ()
     _lost: set[int] = field(default_factory=set)
@@ -125,11 +127,11 @@ def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) 
     )
 
 
-def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[Card, ...]:
+def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[JoinEntry, ...]:
     """Join the other nodes; return what each node has published about itself, in the order of nodes."""
     keys = RendezvousKeys(endpoint.store, go_on)
     first = 0 if endpoint.hosts else config.count
-    card = Card(
+    card = JoinEntry(
         token=token,
         node=NodeInfo.here(os.getpid()),
         launcher=Launcher(ranks=1, name=host.name()),

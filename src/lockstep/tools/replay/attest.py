@@ -17,7 +17,7 @@ from lockstep.errors import CheckFailedError, CheckpointError, UsageError
 from lockstep.state.checkpoint import catalog
 from lockstep.tools.replay.comparison import Comparison
 from lockstep.tools.replay.recorded import RecordedRun
-from lockstep.tools.replay.replaying import Asked, replay
+from lockstep.tools.replay.replaying import ReplayOptions, replay
 
 #: Name of the file in a run directory.
 NAME = "attestation.json"
@@ -27,7 +27,7 @@ _PARTS = 100
 
 
 @dataclass(slots=True)
-class Checked:
+class AttestationResult:
     """Result of checking an attestation: the signature, the replayed parts, and the first difference."""
 
     signature: str | None  # what ssh-keygen says of it
@@ -79,7 +79,7 @@ def _parts(run: RecordedRun) -> Iterator[tuple[str, str]]:
 
 def check(
     file: Path, run: RecordedRun, segments: int, signers: Path | None, scratch: Path
-) -> Checked:
+) -> AttestationResult:
     """Compare a run's records with the attestation in `file`; replay `segments` random parts of its steps.
 
     `signers` is a file of allowed signers, as for `ssh-keygen`. With `None` the signature may be by any
@@ -100,7 +100,7 @@ def check(
         raise CheckFailedError(
             f"{file} is not signed; expected a signature", hint="leave out --signers"
         )
-    result = Checked(None if signature is None else _verify(links, signature, signers))
+    result = AttestationResult(None if signature is None else _verify(links, signature, signers))
     own = dict(_links(run))
     for name in own | links:
         if own.get(name) != links.get(name):
@@ -112,7 +112,7 @@ def check(
     chosen = random.SystemRandom().sample(parts, min(segments, len(parts)))
     for name in sorted(chosen, key=parts.index):
         _, first, _, last = name.split()
-        asked = Asked(step=int(first), until=int(last))
+        asked = ReplayOptions(step=int(first), until=int(last))
         seen = Comparison(run, asked, replay(run, asked, scratch / first))
         result.notes += [note for note in seen.notes() if note not in result.notes]
         if not seen.same:

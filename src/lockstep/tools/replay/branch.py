@@ -13,7 +13,7 @@ from lockstep.state.files import directory as directories
 from lockstep.state.files import run_file
 from lockstep.tools.replay.comparison import Comparison
 from lockstep.tools.replay.recorded import RecordedRun
-from lockstep.tools.replay.replaying import Asked, replay
+from lockstep.tools.replay.replaying import ReplayOptions, replay
 
 
 def branch(
@@ -68,7 +68,7 @@ def branch(
 
 def _computed(run: RecordedRun, step: int, scratch: Path) -> tuple[RecordedRun, Path]:
     """Compute the steps of a run up to `step` again; return the replay, and its checkpoint of that step."""
-    asked = Asked(step=step, until=step, saves=True)
+    asked = ReplayOptions(step=step, until=step, saves=True)
     asked.check(run)
     result = Comparison(run, asked, replay(run, asked, scratch))
     if not result.same:

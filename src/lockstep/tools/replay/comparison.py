@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.state.record.provenance import changed_files
 from lockstep.state.record.steps import KINDS, LOSS, Entry, Key
 from lockstep.tools.replay.recorded import RecordedRun
-from lockstep.tools.replay.replaying import Asked, Replayed
+from lockstep.tools.replay.replaying import ReplayOptions, ReplayResults
 
 #: Formats of `struct` for losses, by number of bytes; two bytes are float16 or bfloat16, and not unpacked.
 _FORMATS = {4: "<f", 8: "<d"}
@@ -22,8 +22,8 @@ class Comparison:
     """A comparison of a replay's results with the records of the original run."""
 
     run: RecordedRun
-    asked: Asked
-    replayed: Replayed
+    asked: ReplayOptions
+    replayed: ReplayResults
 
     @property
     def difference(self) -> str | None:

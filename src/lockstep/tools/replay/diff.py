@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.state.record.reading import Recorded
+from lockstep.state.record.reading import RunRecords
 from lockstep.state.record.steps import PARAMETERS, Entry, Key
 from lockstep.tools.replay.comparison import Comparison, changed, unequal, unlike
 from lockstep.tools.replay.recorded import RecordedRun
-from lockstep.tools.replay.replaying import Asked, Replayed, replay
+from lockstep.tools.replay.replaying import ReplayOptions, ReplayResults, replay
 from lockstep.tools.replay.sources import as_recorded
 
 _WHERE = ("in A", "in B")
@@ -40,7 +40,7 @@ def diff(directories: Sequence[Path], scratch: Path) -> Diff:
         UsageError: if a directory has no run, or nothing that both have can be compared.
     """
     one, other = runs = [
-        RecordedRun(path.absolute(), Recorded.of(path).run) for path in directories
+        RecordedRun(path.absolute(), RunRecords.of(path).run) for path in directories
     ]
     both = one.entries.keys() & other.entries.keys()
     result = Diff(_unlike(one.content, other.content), len(both))
@@ -91,7 +91,7 @@ def _locate(
     started = [RecordedRun.of(run.directory) for run in runs]
     placed = [as_recorded(run, scratch / f"source-{n}") for n, run in enumerate(started)]
     while True:
-        asked = Asked(step=min(begin, step - 1) + 1, until=step, traces=step)
+        asked = ReplayOptions(step=min(begin, step - 1) + 1, until=step, traces=step)
         a, b = (replay(run, asked, scratch / f"{n}-{step}") for n, run in enumerate(placed))
         found = _first(a.entries, b.entries, max(a.begin, b.begin))
         if found is None or found.step >= step:
@@ -107,11 +107,11 @@ def _locate(
     result.module = _first_call(a, b, step)
 
 
-def _traced(of: str, own: Replayed) -> list[dict[str, Any]]:
+def _traced(of: str, own: ReplayResults) -> list[dict[str, Any]]:
     return [line for line in own.trace if line["of"] == of]
 
 
-def _first_call(one: Replayed, other: Replayed, step: int) -> dict[str, Any] | None:
+def _first_call(one: ReplayResults, other: ReplayResults, step: int) -> dict[str, Any] | None:
     """Return the first call of a module that is not the same in two replays; `None` if all calls are.
 
     Calls differ in the module or in its output. The result has the names of the modules, the replica, and

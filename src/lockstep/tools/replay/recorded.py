@@ -17,7 +17,7 @@ from lockstep.state.checkpoint import catalog
 from lockstep.state.files import run_file
 from lockstep.state.files.atomic_file import make_directory
 from lockstep.state.record import steps
-from lockstep.state.record.reading import Recorded
+from lockstep.state.record.reading import RunRecords
 from lockstep.state.record.steps import Entry, Key
 
 
@@ -36,7 +36,7 @@ class RecordedRun:
             UsageError: if the directory has no run, or its script cannot be started again.
             RunDirectoryError: if `run.json` is damaged.
         """
-        run = RecordedRun(directory.absolute(), Recorded.of(directory).run)
+        run = RecordedRun(directory.absolute(), RunRecords.of(directory).run)
         command = run._command
         if not isinstance(command.get("script"), str):
             raise UsageError(

@@ -30,7 +30,7 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplayOptions:
     """Options of a replay: which steps to compute again, and what to show or save of them."""
 
     step: int  # the first step of interest, counted from 1
@@ -76,7 +76,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResults:
     """Results of steps that `lockstep replay` has computed again: losses, hashes, and sample ids."""
 
     begin: int  # the step after which it began
@@ -86,7 +86,7 @@ class Replayed:
     trace: list[dict[str, Any]]  # what `TracedStep` has written
 
 
-def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
+def replay(run: RecordedRun, asked: ReplayOptions, directory: Path) -> ReplayResults:
     """Compute steps of a recorded run again in the scratch directory `directory`; return the results.
 
     The options in `asked` are not checked; the method `asked.check` does that.
@@ -128,7 +128,7 @@ def replay(run: RecordedRun, asked: Asked, directory: Path) -> Replayed:
     if code:
         raise RunError(f"the script fails in the replay of {run.directory}\n{complaint}")
     key = None if state is None else catalog.key_of(state)
-    return Replayed(
+    return ReplayResults(
         begin=0 if key is None else key[0],
         content=run_file.read(scratch) or {},
         entries=steps.read(scratch),

@@ -9,7 +9,7 @@ from lockstep.state.record.curves import Generation
 from lockstep.state.record.reading import Event
 from lockstep.tools.quantities import rounded
 from lockstep.tools.report.page import COLOURS, Chart, graph_objects
-from lockstep.tools.report.runs import Shown
+from lockstep.tools.report.runs import ReportedRun
 from lockstep.tools.report.thin import Point, envelope, thin
 
 #: Largest number of points of a line, and of all lines of a chart together.
@@ -24,14 +24,14 @@ _GIB = 2**30
 class Clock:
     """The time axis of a report: time since each run's beginning, in a unit that fits the longest run."""
 
-    def __init__(self, runs: Sequence[Shown]) -> None:
+    def __init__(self, runs: Sequence[ReportedRun]) -> None:
         longest = max((run.ended - run.began for run in runs), default=0.0)
         units = (("s", 1, 600), ("min", 60, 36_000), ("h", 3600, float("inf")))
         self.unit, self._seconds = next(
             (unit, seconds) for unit, seconds, most in units if longest <= most
         )
 
-    def of(self, run: Shown, time: float) -> float:
+    def of(self, run: ReportedRun, time: float) -> float:
         """Return the position of a Unix time on this axis."""
         return (time - run.began) / self._seconds
 
@@ -68,7 +68,7 @@ def _line(objects: Any, name: str, points: Sequence[Point], colour: str) -> Any:
     )
 
 
-def curve_charts(runs: Sequence[Shown]) -> list[Chart]:
+def curve_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Return a chart for each logged number, with one line for each run that logged it."""
     charts = []
     for name in dict.fromkeys(name for run in runs for name in run.curves):
@@ -77,7 +77,7 @@ def curve_charts(runs: Sequence[Shown]) -> list[Chart]:
     return charts
 
 
-def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
+def speed_charts(runs: Sequence[ReportedRun], clock: Clock) -> list[Chart]:
     """Return charts of samples per second and of step times, both measured by the rank of lowest number."""
 
     def rate(pace: Event) -> float | None:
@@ -98,7 +98,7 @@ def speed_charts(runs: Sequence[Shown], clock: Clock) -> list[Chart]:
 
 
 def _points(
-    run: Shown, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
+    run: ReportedRun, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
 ) -> list[Point]:
     """Return a rank's measured value over time as points of a line, with a gap at each restart."""
     points: list[Point] = []
@@ -116,7 +116,7 @@ def _measured(generation: Generation, kind: str) -> list[Event]:
     return found[1:] if kind == "pace" else found
 
 
-def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
+def machine_charts(run: ReportedRun, clock: Clock, prefix: str) -> list[Chart]:
     """Return charts of memory and utilisation, with one line for each rank."""
     measures: list[tuple[str, str, float]] = [
         ("host", "Memory of the host (GiB)", _GIB),
@@ -141,7 +141,7 @@ def machine_charts(run: Shown, clock: Clock, prefix: str) -> list[Chart]:
     return charts
 
 
-def share_chart(run: Shown, prefix: str) -> Chart | None:
+def share_chart(run: ReportedRun, prefix: str) -> Chart | None:
     """Return a chart of how each rank's step time is divided; `None` if no step times are recorded."""
     spent = {rank: _spent(found) for rank, found in run.by_generation.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}

@@ -36,14 +36,14 @@ _POLICY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Paragraph:
     """A paragraph of the page."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ValueList:
     """A list of names with their values on the page, one below the other."""
 
     values: Mapping[str, object]
@@ -70,7 +70,7 @@ class Chart:
     log: bool = False  # whether a switch makes the y axis logarithmic
 
 
-Part = Text | Facts | Table | Chart
+Part = Paragraph | ValueList | Table | Chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ def build(title: str, sections: Sequence[Section]) -> str:
 
 def _part(part: Part) -> str:
     match part:
-        case Text(text):
+        case Paragraph(text):
             return f'<p class="wide">{escape(text)}</p>'
-        case Facts(values):
+        case ValueList(values):
             rows = (f"<dt>{escape(k)}</dt><dd>{escape(_shown(v))}</dd>" for k, v in values.items())
             return f'<dl class="wide">{"".join(rows)}</dl>'
         case Table():

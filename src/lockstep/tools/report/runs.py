@@ -12,15 +12,15 @@ from typing import Any
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.files.lock import in_use, status
 from lockstep.state.record.curves import Generation, curves, split_generations
-from lockstep.state.record.reading import Event, Recorded
+from lockstep.state.record.reading import Event, RunRecords
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportedRun:
     """A run of a report: its records, and values computed from them."""
 
     label: str  # unique in the report
-    recorded: Recorded
+    recorded: RunRecords
     used: bool | None  # whether a launch uses the run directory; `None` if not known
 
     @property
@@ -71,7 +71,7 @@ class Shown:
         return curves(self.ranks)
 
 
-def read(directories: Sequence[Path]) -> list[Shown]:
+def read(directories: Sequence[Path]) -> list[ReportedRun]:
     """Return the runs in `directories`, each once.
 
     Raises:
@@ -92,10 +92,10 @@ def read(directories: Sequence[Path]) -> list[Shown]:
     return shown
 
 
-def _shown(label: str, directory: Path) -> Shown:
+def _shown(label: str, directory: Path) -> ReportedRun:
     # In this order: a run records its end before it releases its lock.
     used = in_use(directory)
-    return Shown(label, Recorded.of(directory), used)
+    return ReportedRun(label, RunRecords.of(directory), used)
 
 
 def labels(directories: Sequence[Path]) -> list[str]:

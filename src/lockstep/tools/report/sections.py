@@ -15,20 +15,20 @@ from lockstep.tools.report.charts import (
     share_chart,
     speed_charts,
 )
-from lockstep.tools.report.page import Facts, Part, Section, Table, Text
-from lockstep.tools.report.runs import Shown
+from lockstep.tools.report.page import Paragraph, Part, Section, Table, ValueList
+from lockstep.tools.report.runs import ReportedRun
 
 _MIB = 2**20
 _NONE = "none: the run has not finished"
 
 
-def title(runs: Sequence[Shown]) -> str:
+def title(runs: Sequence[ReportedRun]) -> str:
     """Return the title of a report."""
     names = ", ".join(dict.fromkeys(str(run.identity.get("name")) for run in runs))
     return f"{names}: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs'}"
 
 
-def sections(runs: Sequence[Shown]) -> list[Section]:
+def sections(runs: Sequence[ReportedRun]) -> list[Section]:
     """Return all sections of a report on `runs`."""
     clock = Clock(runs)
     happened: list[Part] = []
@@ -52,32 +52,32 @@ def sections(runs: Sequence[Shown]) -> list[Section]:
     ]
 
 
-def _prefix(run: Shown, runs: Sequence[Shown]) -> str:
+def _prefix(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     return "" if len(runs) == 1 else f"{run.label}: "
 
 
 def _or_text(parts: Sequence[Part], text: str) -> Sequence[Part]:
-    return parts or [Text(text)]
+    return parts or [Paragraph(text)]
 
 
 # --- identity of the runs -----------------------------------------------------------------------
 
 
-def _about(runs: Sequence[Shown]) -> list[Part]:
+def _about(runs: Sequence[ReportedRun]) -> list[Part]:
     facts = [_facts(run) for run in runs]
     if len(runs) == 1:
-        return [Facts({name: value for name, value in facts[0].items() if value is not None})]
+        return [ValueList({name: value for name, value in facts[0].items() if value is not None})]
     rows = []
     for name in dict.fromkeys(name for one in facts for name in one):
         values = [None if one.get(name) is None else str(one[name]) for one in facts]
         rows += [[name, *values]] if any(value is not None for value in values) else []
     return [
-        Text(_compared(facts, [run.identity for run in runs])),
+        Paragraph(_compared(facts, [run.identity for run in runs])),
         Table(["", *(run.label for run in runs)], rows),
     ]
 
 
-def _facts(run: Shown) -> dict[str, object]:
+def _facts(run: ReportedRun) -> dict[str, object]:
     identity = run.identity
     versions = (f"{name} {one}" for name, one in identity.get("versions", {}).items())
     return {
@@ -89,7 +89,7 @@ def _facts(run: Shown) -> dict[str, object]:
     }
 
 
-def _own(run: Shown) -> dict[str, object]:
+def _own(run: ReportedRun) -> dict[str, object]:
     """Return facts of a run beside its identity: status, digest, steps, layout, devices and others."""
     content, generations = run.recorded.run, run.generations
     newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
@@ -126,7 +126,7 @@ def _audited(audits: Mapping[str, Any]) -> str | None:
     return f"{count} without a difference, up to step {audits.get('confirmed')}" if count else None
 
 
-def _audits(run: Shown, prefix: str) -> list[Table]:
+def _audits(run: ReportedRun, prefix: str) -> list[Table]:
     """Return a table of the audits that found a difference, with the rank that computed wrongly."""
     names = ("step", "rank", "host", "device", "confirmed")
     found = run.recorded.run.get("audits", {}).get("found", [])
@@ -135,7 +135,7 @@ def _audits(run: Shown, prefix: str) -> list[Table]:
     return [Table(heads, rows, f"{prefix}audits that found a difference")] if rows else []
 
 
-def _devices(run: Shown) -> str | None:
+def _devices(run: ReportedRun) -> str | None:
     """Return the names of the devices on which ranks have trained; `None` if none is recorded."""
     starts = (generation.events[0] for found in run.by_generation.values() for generation in found)
     names = dict.fromkeys(str(one["device_name"]) for one in starts if one.get("device_name"))
@@ -159,7 +159,7 @@ def _compared(
 # --- memory of each rank -------------------------------------------------------------------------
 
 
-def _memory(run: Shown, prefix: str) -> list[Table]:
+def _memory(run: ReportedRun, prefix: str) -> list[Table]:
     """Return a table of the memory of each rank at its end, in MiB."""
     known: dict[int, Event] = {}
     for rank, events in run.ranks.items():

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.state.record.reading import describe
 from lockstep.tools.report.charts import Clock
 from lockstep.tools.report.page import Chart, Table, graph_objects
-from lockstep.tools.report.runs import Shown
+from lockstep.tools.report.runs import ReportedRun
 
 #: Largest numbers of rows of a chart and of lines of a table; a note counts the rest.
 _ROWS, _LINES = 64, 200
@@ -37,7 +37,7 @@ class TimelineEntry:
     text: str
 
 
-def timeline_entries(run: Shown) -> list[TimelineEntry]:
+def timeline_entries(run: ReportedRun) -> list[TimelineEntry]:
     """Return starts, failures, checkpoints and other events of a run for its timeline, sorted by time."""
     found = [one for rank in run.ranks for one in _of_rank(run, rank)]
     for event in run.launchers:
@@ -48,7 +48,7 @@ def timeline_entries(run: Shown) -> list[TimelineEntry]:
     return sorted(found, key=lambda one: one.time)
 
 
-def _of_rank(run: Shown, rank: int) -> Iterator[TimelineEntry]:
+def _of_rank(run: ReportedRun, rank: int) -> Iterator[TimelineEntry]:
     row = f"rank {rank}"
     for generation in run.by_generation[rank]:
         known = {name: event[name] for event in generation.events[:2] for name in event}
@@ -61,7 +61,7 @@ def _of_rank(run: Shown, rank: int) -> Iterator[TimelineEntry]:
             yield TimelineEntry(event["time"], event["kind"], row, text)
 
 
-def chart(run: Shown, clock: Clock, title: str) -> Chart:
+def chart(run: ReportedRun, clock: Clock, title: str) -> Chart:
     """Return the timeline as a chart: a row for each rank, with a bar for each period in which it ran."""
     objects = graph_objects()
     rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
@@ -91,7 +91,7 @@ def chart(run: Shown, clock: Clock, title: str) -> Chart:
     )
 
 
-def _bars(objects: Any, run: Shown, clock: Clock, rows: Sequence[str]) -> Any:
+def _bars(objects: Any, run: ReportedRun, clock: Clock, rows: Sequence[str]) -> Any:
     x: list[float | None] = []
     y: list[str | None] = []
     for rank, found in run.by_generation.items():
@@ -108,7 +108,7 @@ def _bars(objects: Any, run: Shown, clock: Clock, rows: Sequence[str]) -> Any:
 
 
 def _marks(
-    objects: Any, run: Shown, clock: Clock, found: Sequence[TimelineEntry], kind: str
+    objects: Any, run: ReportedRun, clock: Clock, found: Sequence[TimelineEntry], kind: str
 ) -> Any:
     of_kind = [one for one in found if one.kind == kind]
     if not of_kind:
@@ -125,7 +125,7 @@ def _marks(
     )
 
 
-def table(run: Shown, caption: str) -> Table:
+def table(run: ReportedRun, caption: str) -> Table:
     """Return the timeline as a table, without checkpoints, which may be many."""
     found = [one for one in timeline_entries(run) if one.kind != "checkpoint"]
     rows = [[f"{one.time - run.began:.1f}", one.text] for one in found[:_LINES]]

@@ -8,8 +8,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.tools.verify.running import Outcome
-from lockstep.tools.verify.traces import Digests, Key, LoopKey, Seen, Traces, few, names, values
+from lockstep.tools.verify.running import LayoutResult
+from lockstep.tools.verify.traces import (
+    Digests,
+    Key,
+    LoopKey,
+    TracedMicrobatch,
+    Traces,
+    few,
+    names,
+    values,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,11 @@ def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -
 
 
 def _compare_seen(
-    step: int, one: dict[Key, Seen], other: dict[Key, Seen], name: str, other_name: str
+    step: int,
+    one: dict[Key, TracedMicrobatch],
+    other: dict[Key, TracedMicrobatch],
+    name: str,
+    other_name: str,
 ) -> Difference | None:
     for key in sorted({*one, *other}):
         _, _, epoch, _, batch, _, replica, nth = key
@@ -154,7 +167,7 @@ def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Co
 class VerifyResult:
     """The outcomes of all layouts, and the result of their comparison."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[LayoutResult]
     difference: Difference | None  # the earliest difference
     coverage: Coverage  # in all runs, each on the first layout where it is not exact, or the first
 
@@ -202,7 +215,7 @@ class VerifyResult:
         }
 
 
-def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
+def judge(outcomes: Sequence[LayoutResult]) -> VerifyResult:
     """Compare every layout with the first, and steps repeated after a restart with their first results.
 
     Of a script with several runs, each run is compared with the run of the same number.
@@ -227,7 +240,7 @@ def judge(outcomes: Sequence[Outcome]) -> VerifyResult:
     return VerifyResult(outcomes, found[0] if found else None, whole)
 
 
-def _seeds(outcomes: Sequence[Outcome]) -> Difference | None:
+def _seeds(outcomes: Sequence[LayoutResult]) -> Difference | None:
     """Return the difference between the seeds of two layouts, or `None`; it explains all others."""
     first = outcomes[0]
     for other in outcomes[1:]:
@@ -237,7 +250,9 @@ def _seeds(outcomes: Sequence[Outcome]) -> Difference | None:
     return None
 
 
-def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Difference | None:
+def _first_difference(
+    outcomes: Sequence[LayoutResult], traces: Sequence[Traces]
+) -> Difference | None:
     """Return the difference at the first step whose results differ, or `None` if there is none.
 
     The results differ between two layouts, or between two computations of the step on one layout.
@@ -250,7 +265,7 @@ def _first_difference(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> 
     return min(filter(None, found), key=lambda difference: difference.step, default=None)
 
 
-def _coverage(outcomes: Sequence[Outcome], traces: Sequence[Traces]) -> Coverage:
+def _coverage(outcomes: Sequence[LayoutResult], traces: Sequence[Traces]) -> Coverage:
     """Return a run's coverage on the first layout where it is not exact, else on the first layout."""
     own, complete = coverage(traces[0]), traces[0].complete
     # A layout whose ranks diverged has stopped early, so it lacks samples.

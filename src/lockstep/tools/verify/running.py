@@ -32,7 +32,7 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LayoutResult:
     """The result of a script on one layout; digest and steps are those of the first run in the script."""
 
     layout: Layout
@@ -53,7 +53,7 @@ class Outcome:
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 
-def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Iterable[Outcome]:
+def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Iterable[LayoutResult]:
     """Run a script on every layout, and yield the outcomes.
 
     Raises:
@@ -81,7 +81,7 @@ def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Itera
         yield outcome
 
 
-def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
+def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> LayoutResult:
     """Run a script on `layout`; `steps` is the number of steps of an undisturbed run, or 0.
 
     Raises:
@@ -105,7 +105,7 @@ def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> Outcome:
             break
     seconds = time.monotonic() - started
     content = run_file.read(recorded) or {}
-    outcome = Outcome(
+    outcome = LayoutResult(
         layout=layout,
         exit_code=exit_code,
         digest=content.get("digest"),
@@ -145,7 +145,7 @@ def _warnings(errors: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _check_faults(outcome: Outcome) -> None:
+def _check_faults(outcome: LayoutResult) -> None:
     """Raise an error if a fault (a kill or a preemption) of the layout did not happen.
 
     Each fault that happens causes a restart, so a run has one more start than faults.

@@ -34,7 +34,7 @@ Digests = dict[int, dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TracedMicrobatch:
     """Loss and sample ids of one replica's microbatch with a backward pass, read from a trace."""
 
     bits: str
@@ -46,7 +46,7 @@ class Seen:
 class Step:
     """The samples and losses of one step's backward passes, and digests of the training state after it."""
 
-    passes: dict[Key, Seen] = field(default_factory=dict)
+    passes: dict[Key, TracedMicrobatch] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)  # the state after the step
 
 
@@ -132,7 +132,7 @@ def _take(traces: Traces, steps: dict[int, Step], rank: int, entry: dict[str, An
             return
         passes = steps.setdefault(number, Step()).passes
         nth = next(n for n in itertools.count() if (number, *key, n) not in passes)
-        passes[number, *key, nth] = Seen(entry["loss"], entry["value"], samples)
+        passes[number, *key, nth] = TracedMicrobatch(entry["loss"], entry["value"], samples)
     elif kind == "step":
         steps.setdefault(entry["step"], Step()).digests[rank] = entry["digests"]
     elif kind == "end":

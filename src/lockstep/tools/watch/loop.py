@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lockstep.errors import PREEMPTED
 from lockstep.tools.watch.screen import Screen
-from lockstep.tools.watch.view import Moment
+from lockstep.tools.watch.view import EventLine
 from lockstep.tools.watch.watcher import Watcher
 
 #: Exit codes by the status of a run that has ended; any other status means that it continues.
@@ -67,7 +67,7 @@ def _live(watcher: Watcher, console: Console, seconds: float) -> int:
 
 def _lines(watcher: Watcher, seconds: float) -> int:
     """Print a line at each interval, and one for each new event."""
-    shown: tuple[Moment, ...] = ()
+    shown: tuple[EventLine, ...] = ()
     while True:
         view = watcher.look()
         for moment in view.moments[-_MOMENTS:]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.tools.quantities import binary_size, counted, seconds
-from lockstep.tools.watch.view import RankView, View
+from lockstep.tools.watch.view import RankView, RunView
 
 _percent = "{:.0%}".format
 _COLOURS = {"running": "green", "finished": "green", "preempted": "yellow"}
@@ -26,7 +26,7 @@ _FRAME = 9
 class Screen:
     """The display of one view of a run, cut to the terminal's height."""
 
-    def __init__(self, view: View, keys: str = "") -> None:
+    def __init__(self, view: RunView, keys: str = "") -> None:
         self._view, self._keys = view, keys
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

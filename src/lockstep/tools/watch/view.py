@@ -1,4 +1,4 @@
-"""`View`: the state of a run at one moment, and values computed from that state."""
+"""`RunView`: the state of a run at one moment, and values computed from that state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class EventLine:
     """An event of the run as a sentence to show, with its time."""
 
     time: float  # Unix seconds
@@ -48,13 +48,13 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RunView:
     """The state of a run at one moment, as `lockstep watch` shows it."""
 
     directory: str  # as the user wrote it
     content: Mapping[str, Any]  # of `run.json`
     ranks: Mapping[int, RankView]  # since the last (re)start
-    moments: tuple[Moment, ...]
+    moments: tuple[EventLine, ...]
     lines: tuple[str, ...]  # the last lines of a log
     time: float  # Unix seconds
     in_use: bool | None  # whether a launch uses the directory; `None` if not known

@@ -11,8 +11,8 @@ from pathlib import Path
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.files import run_file
 from lockstep.state.files.lock import in_use
-from lockstep.state.record.reading import Event, LineReader, Recorded, describe, values_of
-from lockstep.tools.watch.view import Moment, RankView, View
+from lockstep.state.record.reading import Event, LineReader, RunRecords, describe, values_of
+from lockstep.tools.watch.view import EventLine, RankView, RunView
 
 _LINES, _MOMENTS = 200, 500
 #: Number of bytes at the end of a long file that the first read takes.
@@ -38,11 +38,11 @@ class Watcher:
         self._log = LineReader(directory / "logs" / f"rank-{rank}.log", most=_MOST)
         self._events: dict[Path, LineReader] = {}
         self._ranks: dict[int, RankView] = {}
-        self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
+        self._moments: deque[EventLine] = deque(maxlen=_MOMENTS)
         self._lines: deque[str] = deque(maxlen=_LINES)
-        Recorded.of(directory)
+        RunRecords.of(directory)
 
-    def look(self) -> View:
+    def look(self) -> RunView:
         """Return the present state of the run.
 
         Raises:
@@ -50,7 +50,7 @@ class Watcher:
         """
         # In this order: a run records its end before it releases its lock.
         used = in_use(self._directory)
-        content = Recorded.of(self._directory).run
+        content = RunRecords.of(self._directory).run
         files = sorted((self._directory / "events").glob("*.jsonl"))
         found = [one for file in files for one in self._new(file)]
         self._moments.extend(sorted(found, key=lambda moment: moment.time))
@@ -59,7 +59,7 @@ class Watcher:
             self._lines.extend(filter(None, lines))
         generations = content.get("generations") or [{}]
         ranks = range(generations[-1].get("ranks", 1))
-        return View(
+        return RunView(
             directory=str(self._directory),
             content=content,
             ranks={rank: self._ranks.get(rank, RankView()) for rank in ranks},
@@ -69,7 +69,7 @@ class Watcher:
             in_use=used,
         )
 
-    def _new(self, file: Path) -> list[Moment]:
+    def _new(self, file: Path) -> list[EventLine]:
         """Read new events from the file of a rank or launcher; return those to show, in words."""
         events = self._events.setdefault(file, LineReader(file, most=_MOST)).events()
         kind, _, number = file.stem.partition("-")
@@ -81,7 +81,7 @@ class Watcher:
         return [moment for event in events if (moment := _of_rank(rank, int(number), event))]
 
 
-def _of_rank(rank: RankView, number: int, event: Event) -> Moment | None:
+def _of_rank(rank: RankView, number: int, event: Event) -> EventLine | None:
     kind = event["kind"]
     if kind == "start":
         rank.newest.clear()
@@ -92,15 +92,15 @@ def _of_rank(rank: RankView, number: int, event: Event) -> Moment | None:
         rank.values |= dict(values_of(event))
     if kind == "start" and number == 0 and event["step"]:
         text = f"resumed after step {event['step']} on {event['ranks']} ranks"
-        return Moment(event["time"], text)
+        return EventLine(event["time"], text)
     return _moment(event)
 
 
-def _moment(event: Event) -> Moment | None:
+def _moment(event: Event) -> EventLine | None:
     text = describe(event)
     if text is None:
         return None
-    return Moment(event["time"], plain(text), is_bad=event["kind"] == "failure")
+    return EventLine(event["time"], plain(text), is_bad=event["kind"] == "failure")
 
 
 def plain(line: str) -> str:

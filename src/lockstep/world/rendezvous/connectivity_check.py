@@ -63,7 +63,7 @@ _HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class MemberInterface:
     """Network interface of a member, with the address at which others connect to the member."""
 
     interface: str
@@ -84,7 +84,7 @@ class ProbeTarget:
 
     token: str
     port: int
-    offers: tuple[Reach, ...]
+    offers: tuple[MemberInterface, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +99,23 @@ class Attempt:
     """
 
     member: int
-    place: Reach
-    source: Reach | None
+    place: MemberInterface
+    source: MemberInterface | None
     failure: str
 
 
 Report = Sequence[Attempt]
 
 
-def offers(own: Iterable[Interface]) -> tuple[Reach, ...]:
+def offers(own: Iterable[Interface]) -> tuple[MemberInterface, ...]:
     """Return the first address of each interface, which Gloo uses; physical interfaces first."""
     first: dict[str, Interface] = {}
     for interface in own:
         first.setdefault(interface.name, interface)
     ranked = sorted(first.values(), key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
-    return tuple(Reach(interface.name, interface.address) for interface in ranked[:_MOST_OFFERS])
+    return tuple(
+        MemberInterface(interface.name, interface.address) for interface in ranked[:_MOST_OFFERS]
+    )
 
 
 def partners(index: int, count: int) -> list[int]:
@@ -139,7 +141,7 @@ def check_connectivity(
     patience: float = 30.0,
     check: Check = go_on,
     warn: Callable[[str], None] | None = None,
-) -> tuple[Reach, ...]:
+) -> tuple[MemberInterface, ...]:
     """Return, for each member, the interface and address at which all other members can connect to it.
 
     All members call this function together.
@@ -203,7 +205,7 @@ class _Member:
             raise
         return [decode(ProbeTarget, value) for value in found]
 
-    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Reach, ...]:
+    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[MemberInterface, ...]:
         """Try to connect to member 0, then to all others; return an address at which to reach each member.
 
         `cards` has the listening addresses of each member, from `introduce`. `now` is the time on this
@@ -229,11 +231,11 @@ class _Member:
             lambda values: self._result(cards, places, values),
             self._seconds * math.ceil(max(1, len(others)) / _AT_ONCE) + self._patience,
         )
-        return tuple(Reach(*place) for place in found)
+        return tuple(MemberInterface(*place) for place in found)
 
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
-    ) -> list[list[Reach]]:
+    ) -> list[list[MemberInterface]]:
         """Return the addresses to try for each member, after this member has tried to reach member 0.
 
         `own` is this member's clock and its attempts, which member 0 reads at the store key `question`. The
@@ -256,10 +258,13 @@ class _Member:
             return [[(place.interface, place.address) for place in there] for there in places]
 
         found = self._members.ask(question, own, answer, seconds + self._patience)
-        return [[Reach(*place) for place in there] for there in found]
+        return [[MemberInterface(*place) for place in there] for there in found]
 
     def _result(
-        self, cards: Sequence[ProbeTarget], places: Sequence[Sequence[Reach]], values: Sequence[Any]
+        self,
+        cards: Sequence[ProbeTarget],
+        places: Sequence[Sequence[MemberInterface]],
+        values: Sequence[Any],
     ) -> list[tuple[str, str]]:
         self._check_here(values, "left while the network was tried,")
         reports = [[decode(Attempt, attempt) for attempt in report] for report in values]
@@ -290,24 +295,27 @@ class _Member:
             )
 
     def _try(
-        self, cards: Sequence[ProbeTarget], targets: Sequence[tuple[int, Reach]], seconds: float
+        self,
+        cards: Sequence[ProbeTarget],
+        targets: Sequence[tuple[int, MemberInterface]],
+        seconds: float,
     ) -> list[Attempt]:
         """Try to connect to all targets, `_AT_ONCE` at a time, with a timeout of `seconds` each."""
 
-        def attempt(target: tuple[int, Reach]) -> Attempt:
+        def attempt(target: tuple[int, MemberInterface]) -> Attempt:
             member, place = target
             leaving = interface_towards(place.address, self._own)
             failure = _connect(cards[member], place, seconds)
             if failure and any(own.address == place.address for own in self._own):
                 failure = f"{self._labels[self._index]} has that address itself"
-            source = None if leaving is None else Reach(leaving.name, leaving.address)
+            source = None if leaving is None else MemberInterface(leaving.name, leaving.address)
             return Attempt(member, place, source, failure)
 
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
             return list(pool.map(attempt, targets))
 
 
-def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
+def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
     """Connect to a member at `place`, one of its addresses; return the reason of a failure, or `""`."""
     deadline = time.monotonic() + seconds
     try:
@@ -320,7 +328,7 @@ def _connect(card: ProbeTarget, place: Reach, seconds: float) -> str:
     return "" if message.get("token") == card.token else "answered by another launch"
 
 
-def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Reach]]:
+def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[MemberInterface]]:
     """Return the addresses to try for each member, after all members have tried to reach member 0.
 
     `cards` has the listening addresses of each member, `reports` its attempts to reach member 0. The result

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.engine.exchange.flat import (
-    Parts,
+    FlatLayout,
     as_real,
     as_typed,
     form,
@@ -32,7 +32,7 @@ PARAMETERS = {
 def test_a_part_holds_a_gradient_and_gives_it_back(name: str) -> None:
     first, parameter = torch.zeros(3), PARAMETERS[name]
     gradient = torch.randn(parameter.shape, dtype=parameter.dtype)
-    parts = Parts([form(first), form(parameter)])
+    parts = FlatLayout([form(first), form(parameter)])
     size = parts.size
     flat = torch.zeros(size + 1, dtype=parameter.dtype.to_real())  # notes may follow
     _, part = parts.of(flat)
@@ -49,20 +49,20 @@ def test_elements_lie_as_those_of_the_parameter_do() -> None:
         parameter = torch.randn(120)[: PARAMETERS[name].numel()]
         same = parameter.as_strided(PARAMETERS[name].shape, PARAMETERS[name].stride())
         flat = torch.zeros(same.numel())
-        Parts([form(same)]).of(flat)[0].copy_(same)
+        FlatLayout([form(same)]).of(flat)[0].copy_(same)
         assert torch.equal(flat, parameter)
 
 
 def test_where_there_are_gaps_elements_lie_in_the_order_of_indices() -> None:
     flat = torch.arange(12.0)
-    (part,) = Parts([form(PARAMETERS["gaps"])]).of(flat)
+    (part,) = FlatLayout([form(PARAMETERS["gaps"])]).of(flat)
     assert torch.equal(part, flat.view(4, 3))
 
 
 def test_a_bucket_that_is_complex_itself() -> None:
     parameter, gradient = PARAMETERS["complex"], torch.randn(3, 4, dtype=torch.complex64)
     flat = torch.zeros(12, dtype=torch.complex64)
-    Parts([form(parameter)]).of(flat)[0].copy_(as_real(gradient))
+    FlatLayout([form(parameter)]).of(flat)[0].copy_(as_real(gradient))
     assert torch.equal(flat.view(3, 4), gradient)
 
 
@@ -84,7 +84,7 @@ def test_shape_in_the_order_of_memory(name: str, shape: tuple[int, ...]) -> None
 def test_parts_of_a_flat_tensor_that_is_a_part_itself() -> None:
     """As a slot of shared memory is, and one with other numbers before and behind it."""
     memory = torch.zeros(10)
-    (part,) = Parts([form(PARAMETERS["contiguous"])]).of(memory[3:9])
+    (part,) = FlatLayout([form(PARAMETERS["contiguous"])]).of(memory[3:9])
     part.fill_(1)
     assert memory.tolist() == [0] * 3 + [1] * 6 + [0]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.messages import HEADER, Header, Kind, parse, pieces, view
 from lockstep.engine.parameter_server.remote_optimizer import deal
-from lockstep.engine.parameter_server.rows import Rows, Spec
+from lockstep.engine.parameter_server.rows import RowLayout, Spec
 from lockstep.errors import ModelError
 
 
@@ -33,7 +33,7 @@ def tensors() -> list[torch.Tensor]:
 
 def test_a_row_keeps_values_and_the_order_in_memory() -> None:
     values = tensors()
-    rows = Rows([Spec.of(one) for one in values])
+    rows = RowLayout([Spec.of(one) for one in values])
     assert rows.bytes % 64 == 0
     for one, found in zip(values, rows.views(rows.row(values)), strict=True):
         assert (found.dtype, found.shape) == (one.dtype, one.shape)
@@ -45,7 +45,7 @@ def test_a_row_keeps_values_and_the_order_in_memory() -> None:
 
 
 def test_no_two_tensors_share_memory() -> None:
-    rows = Rows([Spec.of(one) for one in tensors()])
+    rows = RowLayout([Spec.of(one) for one in tensors()])
     row = torch.zeros(rows.bytes, dtype=torch.uint8)
     for place in rows.views(row):
         assert not place.any()
@@ -54,14 +54,14 @@ def test_no_two_tensors_share_memory() -> None:
 
 def test_segments_cover_all_elements_of_a_type() -> None:
     values = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(5)]
-    rows = Rows([Spec.of(one) for one in values])
+    rows = RowLayout([Spec.of(one) for one in values])
     sizes = [(one.dtype, one.of(rows.row(values)).numel()) for one in rows.segments]
     assert sizes == [(torch.float64, 2), (torch.float32, 8)]
 
 
 def test_complex_numbers_are_summed_as_two_real_ones() -> None:
     """Torch multiplies what it adds to a complex number by one: -0.0 would be 0.0 afterwards."""
-    row = Rows([Spec.of(torch.zeros(3, dtype=torch.complex64))])
+    row = RowLayout([Spec.of(torch.zeros(3, dtype=torch.complex64))])
     (segment,) = row.segments
     one, other = (torch.full((3,), complex(-0.0, -0.0)) for _ in range(2))
     total = segment.of(row.row([one])).add_(segment.of(row.row([other])))

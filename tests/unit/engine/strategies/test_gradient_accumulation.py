@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.engine.exchange.flat import Parts, form
+from lockstep.engine.exchange.flat import FlatLayout, form
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import fold, merges, nodes, total
 from lockstep.engine.strategies.gradient_accumulation import (
@@ -120,7 +120,7 @@ def test_what_stands_for_a_missing_gradient_changes_no_bit() -> None:
         parameter = torch.zeros(2, dtype=dtype)
         zeros = torch.full_like(parameter, complex(-0.0, -0.0) if dtype.is_complex else -0.0)
         flat = torch.ones(4 if dtype.is_complex else 2)
-        write(flat, [None], Parts([form(parameter)]))
+        write(flat, [None], FlatLayout([form(parameter)]))
         assert torch.signbit(flat).all()
         (total,) = add([zeros.clone()], [missing_like(parameter)])
         assert bits(total) == bits(zeros)

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.recovery.checkpointing import StateSaver
-from lockstep.engine.recovery.resume import Saved, Search
+from lockstep.engine.recovery.resume import SavedState, StateSearch
 from lockstep.engine.training import carried_variables
 from lockstep.engine.training.carried_variables import SAVED, packed, unpacked
-from lockstep.state.checkpoint.parts import Stored
+from lockstep.state.checkpoint.parts import StoredTensor
 
 Make = Callable[..., Any]
 
@@ -220,12 +220,12 @@ def annealed(run: Any) -> None:
 def test_a_resume_names_what_was_lost_with_both_values(
     make_run: Make, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points: list[Saved] = []
+    points: list[SavedState] = []
 
     def keep(keeper: StateSaver) -> None:
         text, tensors = keeper._capture()
-        stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
-        points.append(Saved(text, stored, "test"))
+        stored = {name: StoredTensor.of(tensor.clone()) for name, tensor in tensors.items()}
+        points.append(SavedState(text, stored, "test"))
 
     monkeypatch.setattr(StateSaver, "at_point", keep)
     with make_run() as run:
@@ -234,7 +234,7 @@ def test_a_resume_names_what_was_lost_with_both_values(
     monkeypatch.setattr("lockstep.engine.recovery.resume.ResumeInfo.is_new", False)
     # The first batch of the third epoch; without fingerprints it is that of an earlier version.
     (saved,) = (one for one in points if one.position.steps == 7)
-    monkeypatch.setattr(Search, "find", lambda _: saved)
+    monkeypatch.setattr(StateSearch, "find", lambda _: saved)
     with make_run() as run:
         annealed(run)
     told = lines(capsys.readouterr())[0]
@@ -245,14 +245,14 @@ def test_a_resume_names_what_was_lost_with_both_values(
     assert "hint: state = run.state(rows=[], ratio=1.0)" in told
     assert not {"same", "epoch"} & set(names(told))
     content = {name: one for name, one in json.loads(saved.text).items() if name != "variables"}
-    monkeypatch.setattr(Search, "find", lambda _: replace(saved, text=json.dumps(content)))
+    monkeypatch.setattr(StateSearch, "find", lambda _: replace(saved, text=json.dumps(content)))
     with make_run() as run:
         annealed(run)
     assert "when the state was saved" not in capsys.readouterr().err
 
 
 def test_a_state_of_an_earlier_version_has_none() -> None:
-    assert Saved('{"position": {}, "state": {}}', {}, "disk").variables == ""
+    assert SavedState('{"position": {}, "state": {}}', {}, "disk").variables == ""
     assert unpacked("") == unpacked("no base64") == unpacked("bm8ganNvbg==") == {}
 
 

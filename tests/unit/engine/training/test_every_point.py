@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.engine.recovery.checkpointing import StateSaver
-from lockstep.engine.recovery.resume import Saved, Search
-from lockstep.state.checkpoint.parts import Stored
+from lockstep.engine.recovery.resume import SavedState, StateSearch
+from lockstep.state.checkpoint.parts import StoredTensor
 
 
 def data(count: int) -> TensorDataset:
@@ -418,13 +418,13 @@ def train(script: Callable[[lockstep.Run], None], directory: Path, number: int) 
     ],
 )
 def test_from_every_point(script, tmp_path, monkeypatch, capsys):
-    points: list[Saved] = []
+    points: list[SavedState] = []
 
     def keep(keeper: StateSaver) -> None:
         keeper._metrics.note_partial()
         text, tensors = keeper._capture()
-        stored = {name: Stored.of(tensor.clone()) for name, tensor in tensors.items()}
-        points.append(Saved(text, stored, "test"))
+        stored = {name: StoredTensor.of(tensor.clone()) for name, tensor in tensors.items()}
+        points.append(SavedState(text, stored, "test"))
 
     monkeypatch.setattr(StateSaver, "at_point", keep)
     whole = train(script, tmp_path, 0)
@@ -432,7 +432,7 @@ def test_from_every_point(script, tmp_path, monkeypatch, capsys):
     assert len(recorded) >= 6
     monkeypatch.setattr("lockstep.engine.recovery.resume.ResumeInfo.is_new", False)
     for number, saved in enumerate(recorded, 1):
-        monkeypatch.setattr(Search, "find", lambda _, saved=saved: saved)
+        monkeypatch.setattr(StateSearch, "find", lambda _, saved=saved: saved)
         assert train(script, tmp_path, number) == whole, saved.position
         # From there on it passes the same points, but for saves that follow from what is not registered.
         rest = recorded[number:]

@@ -7,15 +7,15 @@ import functools
 import pytest
 
 from lockstep.engine.training.heartbeat import Heartbeat
-from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Slot
+from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, ProgressSlot
 
 
 @pytest.fixture
-def slot() -> Slot:
-    return Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+def slot() -> ProgressSlot:
+    return ProgressSlot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
 
 
-def test_everything_that_happens_is_a_sign_of_life(slot: Slot) -> None:
+def test_everything_that_happens_is_a_sign_of_life(slot: ProgressSlot) -> None:
     heartbeat = Heartbeat(slot)
     beats = [slot.beat]
     for event in (
@@ -31,7 +31,7 @@ def test_everything_that_happens_is_a_sign_of_life(slot: Slot) -> None:
     assert beats == sorted(set(beats))
 
 
-def test_others_that_move_are_no_move_of_this_rank(slot: Slot) -> None:
+def test_others_that_move_are_no_move_of_this_rank(slot: ProgressSlot) -> None:
     heartbeat = Heartbeat(slot)
     before = heartbeat.beat
     heartbeat.others_move()
@@ -39,7 +39,7 @@ def test_others_that_move_are_no_move_of_this_rank(slot: Slot) -> None:
     assert slot.beat == before + 1
 
 
-def test_a_collective_call_is_entered_and_left(slot: Slot) -> None:
+def test_a_collective_call_is_entered_and_left(slot: ProgressSlot) -> None:
     heartbeat = Heartbeat(slot)
     with heartbeat.collective("run.barrier"):
         assert (slot.entered, COLLECTIVES[slot.waiting]) == (1, "run.barrier")
@@ -48,14 +48,14 @@ def test_a_collective_call_is_entered_and_left(slot: Slot) -> None:
     assert (slot.entered, slot.waiting, heartbeat.waits) == (1, 0, False)
 
 
-def test_a_collective_call_that_fails_is_left(slot: Slot) -> None:
+def test_a_collective_call_that_fails_is_left(slot: ProgressSlot) -> None:
     heartbeat = Heartbeat(slot)
     with pytest.raises(ValueError, match="x"), heartbeat.collective("run.mean"):
         raise ValueError("x")
     assert slot.waiting == 0
 
 
-def test_a_call_inside_of_another_returns_to_it(slot: Slot) -> None:
+def test_a_call_inside_of_another_returns_to_it(slot: ProgressSlot) -> None:
     """As of layers with collectives in a backward pass, in which ranks continue to wait."""
     heartbeat = Heartbeat(slot)
     inner = functools.partial(heartbeat.collective, "the statistics of BatchNorm")
@@ -74,7 +74,7 @@ def test_a_call_inside_of_another_returns_to_it(slot: Slot) -> None:
     assert (slot.waiting, heartbeat.waits) == (0, False)
 
 
-def test_an_inner_call_that_fails_ends_the_outer_call(slot: Slot) -> None:
+def test_an_inner_call_that_fails_ends_the_outer_call(slot: ProgressSlot) -> None:
     heartbeat = Heartbeat(slot)
     heartbeat.enter("run.backward")
     with pytest.raises(ValueError, match="x"), heartbeat.collective("run.mean"):
@@ -82,17 +82,17 @@ def test_an_inner_call_that_fails_ends_the_outer_call(slot: Slot) -> None:
     assert not heartbeat.waits
 
 
-def test_a_call_without_a_number_is_shown_as_some_collective_call(slot: Slot) -> None:
+def test_a_call_without_a_number_is_shown_as_some_collective_call(slot: ProgressSlot) -> None:
     Heartbeat(slot).enter("a call of tomorrow")
     assert COLLECTIVES[slot.waiting] == "a collective call"
 
 
-def test_steps_are_shown(slot: Slot) -> None:
+def test_steps_are_shown(slot: ProgressSlot) -> None:
     Heartbeat(slot).step_ends(12, None)  # type: ignore[arg-type]
     assert slot.step == 12
 
 
-def test_a_second_run_goes_on_counting(slot: Slot) -> None:
+def test_a_second_run_goes_on_counting(slot: ProgressSlot) -> None:
     first = Heartbeat.begin(slot, {})
     first.enter("run.barrier")
     first.leave()

@@ -23,7 +23,7 @@ class Probe:
 
     def __init__(self, look: Callable[[FrameType], liveness.Uses]) -> None:
         self._look = look
-        self.uses: dict[str, liveness.Use] = {}
+        self.uses: dict[str, liveness.VariableUse] = {}
 
     def __iter__(self) -> Iterator[int]:
         yield 0
@@ -50,7 +50,7 @@ def run(
     look: Callable[[FrameType], liveness.Uses] = liveness.carried,
     *,
     in_function: bool = True,
-) -> dict[str, liveness.Use]:
+) -> dict[str, liveness.VariableUse]:
     """Return which of `names` are found, with their uses, in a function or a module of this text."""
     probe = Probe(look)
     text = textwrap.dedent(body).strip("\n")

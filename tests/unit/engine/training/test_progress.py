@@ -15,7 +15,7 @@ from lockstep.state.checkpoint.position import (
     LoopEvent,
     MetricEvent,
     PhaseEvent,
-    Position,
+    SavedPosition,
     SaveEvent,
 )
 
@@ -39,7 +39,7 @@ def loop(*, stretch: int = 0, complete: bool = False, batches: int = 2) -> LoopE
 def back_to(*events: Event, steps: int = 6, stretch: int = 0) -> Progress:
     progress = Progress()
     counters = Counters(steps, stretch, 1, ((0, 1),))
-    progress.begin_replay(Position(points=6, counters=counters, events=events))
+    progress.begin_replay(SavedPosition(points=6, counters=counters, events=events))
     return progress
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.engine.recovery.resume import ResumeInfo, Search, launch_of, recall
+from lockstep.engine.recovery.resume import ResumeInfo, StateSearch, launch_of, recall
 from lockstep.engine.training.divergence import check_same
 from lockstep.settings import Settings
 from lockstep.world.model import World
@@ -57,7 +57,7 @@ EMPTY: Any = SimpleNamespace(newest_text=lambda: None, newest=lambda: None)
 @pytest.mark.parametrize("size", [2, 9])
 def test_the_search_reads_as_many_keys_on_each_rank_however_many_there_are(size: int) -> None:
     ranks = each_rank(size)
-    searches = [Search(one, None, None, EMPTY) for one in ranks]
+    searches = [StateSearch(one, None, None, EMPTY) for one in ranks]
     assert together(*(one.find for one in searches)) == [None] * size
     main, *others = keys_read(ranks)
     assert others == [2] * (size - 1)

@@ -30,7 +30,7 @@ from torch.utils.data import (
 import lockstep
 from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
-from lockstep.engine.layout.permutation import Shuffled
+from lockstep.engine.layout.permutation import ShuffledOrder
 from lockstep.engine.layout.replicas import share
 from lockstep.engine.layout.tree import total
 from lockstep.engine.training.digest import digest
@@ -74,7 +74,9 @@ class Noisy(Dataset):
 def plain_batches(epoch: int, loader: int = 0):
     """The batches of an epoch, made by hand from the same order and the same keys."""
     dataset = Noisy()
-    order = Shuffled(LENGTH, keys.derive(SEED, keys.ORDER, loader, epoch, 0))(0, LENGTH).tolist()
+    order = ShuffledOrder(LENGTH, keys.derive(SEED, keys.ORDER, loader, epoch, 0))(
+        0, LENGTH
+    ).tolist()
     for step, start in enumerate(range(0, LENGTH, BATCH)):
         samples = []
         for index in order[start : start + BATCH]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.training import liveness, variables
-from lockstep.engine.training.observations import Change, Observation
+from lockstep.engine.training.observations import Observation, VariableChange
 
 
 class Phase(enum.Enum):
@@ -99,7 +99,7 @@ class Liar:
 
 def changes(
     value: Any, change: Callable[[Any], Any], skip: frozenset[int] = frozenset()
-) -> list[Change]:
+) -> list[VariableChange]:
     """Return those of `all_changes` that are of `value`."""
     found = all_changes(value, change, skip)
     return [one for one in found if one.name.partition(".")[0] == "value"]
@@ -107,7 +107,7 @@ def changes(
 
 def all_changes(
     value: Any, change: Callable[[Any], Any], skip: frozenset[int] = frozenset()
-) -> list[Change]:
+) -> list[VariableChange]:
     """Return what changes where a loop carries `value`, and `change` acts on it, or returns another."""
     seen: list[Observation] = []
 

@@ -15,7 +15,7 @@ from lockstep.engine.training import watchdog
 from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.engine.training.watchdog import EVERY, SILENCE, Liveness, Watchdog
 from lockstep.errors import LockstepError, PeerError
-from lockstep.state.checkpoint.shared_memory import Slot
+from lockstep.state.checkpoint.shared_memory import ProgressSlot
 from lockstep.state.record.stacks import Frame
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
@@ -36,7 +36,7 @@ class Rank:
             environment="lockstep",
             reason="a test",
         )
-        self.slot = Slot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+        self.slot = ProgressSlot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
         self.heartbeat = Heartbeat(self.slot)
         self.told: list[LockstepError] = []
         self.place: Frame | None = None

@@ -27,8 +27,8 @@ from lockstep.launch.nodes import (
 from lockstep.launch.nodes.client import RoundOverError
 from lockstep.launch.nodes.config import Nodes, RendezvousConfig, rendezvous_config
 from lockstep.launch.nodes.join import Join, order
-from lockstep.launch.nodes.keys import Card, RendezvousKeys
-from lockstep.launch.nodes.membership import Common, Launcher, NotNeeded
+from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
+from lockstep.launch.nodes.membership import Common, LaunchEnded, Launcher
 from lockstep.launch.nodes.membership_rounds import Rounds
 from lockstep.launch.nodes.server import ServerAddress
 from lockstep.launch.plan import Generation
@@ -148,8 +148,8 @@ CARDS = st.builds(
 )
 
 
-def card(token: str, last: int, index: int) -> Card:
-    return Card(
+def card(token: str, last: int, index: int) -> JoinEntry:
+    return JoinEntry(
         token=token,
         node=NodeInfo(host="h", name=token, pid=1, versions={}),
         launcher=Launcher(ranks=1, name=token),
@@ -162,7 +162,7 @@ def card(token: str, last: int, index: int) -> Card:
 
 
 @given(st.lists(CARDS), st.integers(1, 5))
-def test_those_who_stay_keep_their_order(cards: list[Card], most: int) -> None:
+def test_those_who_stay_keep_their_order(cards: list[JoinEntry], most: int) -> None:
     found = order(cards, most)
     assert len(found) == min(most, len(cards))
     assert [one.round for one in found] == sorted((one.round for one in cards), reverse=True)[:most]
@@ -229,7 +229,7 @@ def test_one_that_waits_for_a_place_until_the_end(site: Callable[..., Any]) -> N
     assert a.decided == b.decided == "done"
     assert together(a.end, b.end) == [None, None]
     (c,) = waiting.end(10)
-    assert isinstance(c, NotNeeded)
+    assert isinstance(c, LaunchEnded)
 
 
 def test_all_that_ran_are_gone_and_one_that_waits_goes_on(site: Callable[..., Any]) -> None:
@@ -251,7 +251,9 @@ def test_of_three_at_once_the_third_waits_for_the_round_of_the_others(
     """It has seen no round, and round 1 starts without it: after its arrival, or before."""
     close, approach = RendezvousKeys.close, Rounds._approach
 
-    def close_in_time(own: RendezvousKeys, number: int, cards: Sequence[Card], token: str) -> None:
+    def close_in_time(
+        own: RendezvousKeys, number: int, cards: Sequence[JoinEntry], token: str
+    ) -> None:
         if is_late or own.arrived(1) == 3:
             close(own, number, cards, token)
 

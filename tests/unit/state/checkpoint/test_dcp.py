@@ -20,7 +20,7 @@ from lockstep.state.checkpoint import dcp
 from lockstep.state.checkpoint.catalog import DamagedError, FileSpec, Manifest, TensorSpec
 from lockstep.state.checkpoint.dcp import share_out
 from lockstep.state.checkpoint.manager import Buffers
-from lockstep.state.checkpoint.parts import Cut
+from lockstep.state.checkpoint.parts import Sharding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
 
@@ -42,7 +42,7 @@ def write(
     directory: Path,
     state: dict[str, Tensor],
     writers: int = 1,
-    cuts: dict[str, Cut] | None = None,
+    cuts: dict[str, Sharding] | None = None,
 ) -> Manifest:
     """Write a checkpoint as several ranks would."""
     directory.mkdir(exist_ok=True)
@@ -109,9 +109,9 @@ def test_tensors_are_read_whatever_their_strides(tmp_path: Path) -> None:
     assert same(read(tmp_path, told), state)
 
 
-def cut(state: dict[str, Tensor], count: int) -> dict[str, Cut]:
+def cut(state: dict[str, Tensor], count: int) -> dict[str, Sharding]:
     """Every tensor that can be cut is, along its last dimension."""
-    return {n: Cut(t.dim() - 1, count) for n, t in state.items() if t.dim() and t.numel()}
+    return {n: Sharding(t.dim() - 1, count) for n, t in state.items() if t.dim() and t.numel()}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -135,7 +135,7 @@ def test_any_part_is_read_whoever_wrote_which(tmp_path: Path, readers: int) -> N
     for name, stored in dcp.stored(tmp_path, told).items():
         for dimension in range(state[name].dim()):
             for part in range(readers):
-                box = Cut(dimension, readers).box(tuple(stored.shape), part)
+                box = Sharding(dimension, readers).box(tuple(stored.shape), part)
                 assert torch.equal(stored.fetch(box), box.of(state[name]))
 
 
@@ -154,7 +154,7 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
 def test_tensors_are_cut_as_torch_does_it(shape: tuple[int, int], count: int) -> None:
     tensor = torch.arange(shape[0] * shape[1]).view(shape)
     for dimension in (0, 1):
-        boxes = [Cut(dimension, count).box(shape, part) for part in range(count)]
+        boxes = [Sharding(dimension, count).box(shape, part) for part in range(count)]
         parts = [box.of(tensor) for box in boxes]
         expected = list(tensor.chunk(count, dimension))
         assert all(part.numel() == 0 for part in parts[len(expected) :])

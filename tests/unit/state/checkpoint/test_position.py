@@ -15,7 +15,7 @@ from lockstep.state.checkpoint.position import (
     LoopEvent,
     MetricEvent,
     PhaseEvent,
-    Position,
+    SavedPosition,
     SaveEvent,
 )
 
@@ -35,20 +35,22 @@ LOOP = LoopEvent(
 METRIC = MetricEvent(call="run.mean", done=True, value={"loss": 0.1, "top1": 3}, key=7, after=BEGIN)
 SUMS = MetricEvent(call="run.sum", value=[{"": [1, 0]}, {}], events=[LOOP])
 PHASE = PhaseEvent(epoch=2, begin=BEGIN, events=[METRIC, SaveEvent(), SUMS])
-POSITION = Position(points=9, counters=BEGIN, events=[PhaseEvent(epoch=1, complete=True), PHASE])
+POSITION = SavedPosition(
+    points=9, counters=BEGIN, events=[PhaseEvent(epoch=1, complete=True), PHASE]
+)
 
 
 def test_there_and_back() -> None:
     told, tensors = POSITION.as_json()
     assert not tensors
-    assert Position.parse(json.loads(json.dumps(told))) == POSITION
+    assert SavedPosition.parse(json.loads(json.dumps(told))) == POSITION
 
 
 def test_values_may_have_tensors() -> None:
     rows = torch.arange(6).view(3, 2)
     metric = MetricEvent(call="run.gather", done=True, value={"a": rows, "b": [rows[0], 1]})
-    told, tensors = Position(events=[metric]).as_json()
-    (back,) = Position.parse(json.loads(json.dumps(told)), tensors).events
+    told, tensors = SavedPosition(events=[metric]).as_json()
+    (back,) = SavedPosition.parse(json.loads(json.dumps(told)), tensors).events
     assert isinstance(back, MetricEvent)
     assert torch.equal(back.value["a"], rows)
     assert torch.equal(back.value["b"][0], rows[0])
@@ -61,15 +63,15 @@ def test_values_may_have_tensors() -> None:
 )
 def test_what_is_no_position_is_refused(told: dict) -> None:
     with pytest.raises(CheckpointError, match="does not say where the run was") as caught:
-        Position.parse(told)
+        SavedPosition.parse(told)
     assert "--fresh" in (caught.value.hint or "")
 
 
 def test_a_batch_of_no_samples_is_refused() -> None:
-    told, _ = Position(events=[LOOP]).as_json()
+    told, _ = SavedPosition(events=[LOOP]).as_json()
     told["events"][0]["batching"]["batch_size"] = 0
     with pytest.raises(CheckpointError, match="does not say where the run was"):
-        Position.parse(told)
+        SavedPosition.parse(told)
 
 
 def test_batches_of_a_batch_sampler_are_counted() -> None:
@@ -77,14 +79,14 @@ def test_batches_of_a_batch_sampler_are_counted() -> None:
     sampled = Batching(batch_size=None, samples=None, order="Buckets", drop_last=False, count=7)
     for batching, expected in ((sampled, 7), (BATCHING, None)):
         loop = LoopEvent(loader=0, stretch=0, round=0, batching=batching)
-        told, _ = Position(events=[loop]).as_json()
+        told, _ = SavedPosition(events=[loop]).as_json()
         if expected is None:
             del told["events"][0]["batching"]["count"]
-        (parsed,) = Position.parse(json.loads(json.dumps(told))).events
+        (parsed,) = SavedPosition.parse(json.loads(json.dumps(told))).events
         assert parsed == loop
         assert parsed.batching.batches == expected
     told["events"][0]["batching"] |= {"batch_size": None}
     with pytest.raises(CheckpointError):
-        Position.parse(told)
+        SavedPosition.parse(told)
     other = replace(sampled, count=8)
     assert sampled.differences(other) == ["count: 7 recorded, 8 now"]

@@ -14,10 +14,10 @@ import pytest
 
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files import lock
-from lockstep.state.files.lock import DirectoryLock, Owner
+from lockstep.state.files.lock import DirectoryLock, LockOwner
 from lockstep.world import host
 
-MINE = Owner.of("single", {}, "mine")
+MINE = LockOwner.of("single", {}, "mine")
 #: Another launch, whose launcher lives as long as these tests.
 LIVING = dataclasses.replace(MINE, pid=os.getppid(), born=lock._born(os.getppid()), launch="other")
 GONE = dataclasses.replace(LIVING, born=1)
@@ -32,8 +32,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def elsewhere(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock, as rank 0 of a launch named `elsewhere`."""
     code = (
-        "import sys, pathlib; from lockstep.state.files.lock import DirectoryLock, Owner\n"
-        "held = DirectoryLock(pathlib.Path(sys.argv[1]), Owner.of('single', {}, 'elsewhere'))\n"
+        "import sys, pathlib; from lockstep.state.files.lock import DirectoryLock, LockOwner\n"
+        "held = DirectoryLock(pathlib.Path(sys.argv[1]), LockOwner.of('single', {}, 'elsewhere'))\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -105,9 +105,9 @@ def test_a_child_does_not_keep_it(tmp_path: Path) -> None:
 
 
 def test_the_launcher_is_responsible_for_its_ranks() -> None:
-    assert Owner.of("lockstep", {lock.LAUNCHER_VARIABLE: "1"}, "x").pid == 1
-    assert Owner.of("torchrun", {}, None).pid == os.getppid()
-    assert Owner.of("slurm", {}, None).pid == os.getpid()
+    assert LockOwner.of("lockstep", {lock.LAUNCHER_VARIABLE: "1"}, "x").pid == 1
+    assert LockOwner.of("torchrun", {}, None).pid == os.getppid()
+    assert LockOwner.of("slurm", {}, None).pid == os.getpid()
 
 
 def test_whether_a_directory_is_in_use(tmp_path: Path, elsewhere) -> None:

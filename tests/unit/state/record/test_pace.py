@@ -12,7 +12,7 @@ import lockstep
 from lockstep.errors import RunDirectoryError, UsageError
 from lockstep.state.record.monitor import Monitor
 from lockstep.state.record.pace import Pace, Stopwatch
-from lockstep.state.record.reading import LineReader, Recorded
+from lockstep.state.record.reading import LineReader, RunRecords
 
 
 def test_a_stopwatch_measures_how_long_items_take_to_come() -> None:
@@ -77,7 +77,7 @@ def test_a_run_records_its_pace_and_its_checkpoints(tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             run.save(best=0.5)
-    recorded = Recorded.of(tmp_path / "run")
+    recorded = RunRecords.of(tmp_path / "run")
     events = recorded.ranks[0]
     assert events[0]["kind"] == "start"
     assert (events[0]["ranks"], events[0]["step"], events[0]["device"]) == (1, 0, "cpu")
@@ -105,7 +105,7 @@ def test_a_line_that_is_a_part_is_left_out(tmp_path: Path) -> None:
 
 def test_directories_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no run\.json"):
-        Recorded.of(tmp_path)
+        RunRecords.of(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(RunDirectoryError, match="format 2; expected 1 at most"):
-        Recorded.of(tmp_path)
+        RunRecords.of(tmp_path)

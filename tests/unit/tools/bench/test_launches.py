@@ -10,10 +10,10 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.tools.bench.combinations import Combination
 from lockstep.tools.bench.launches import Launches
-from lockstep.tools.bench.measuring import Measured
+from lockstep.tools.bench.measuring import Measurements
 from lockstep.tools.bench.results import Trial
 
-RUN = Measured(
+RUN = Measurements(
     steps=10,
     batch=64.0,
     step_seconds=0.1,
@@ -29,7 +29,7 @@ RUN = Measured(
 class Runner:
     """Launches nothing, and notes what would have been launched."""
 
-    def __init__(self, fails_at: int | None = None, measured: Measured | None = RUN) -> None:
+    def __init__(self, fails_at: int | None = None, measured: Measurements | None = RUN) -> None:
         self.fails_at, self.measured = fails_at, measured
         self.done: list[str] = []
 
@@ -45,7 +45,7 @@ class Runner:
             verdict="it broke" if failed else "",
         )
 
-    def restart(self, run: Measured, combination: Combination, directory: Path) -> float:
+    def restart(self, run: Measurements, combination: Combination, directory: Path) -> float:
         assert run is RUN
         directory.mkdir()
         self.done.append(f"{combination.ranks} killed")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.state.record.reading import Recorded
-from lockstep.tools.bench.measuring import Measured, measure, restart_seconds
+from lockstep.state.record.reading import RunRecords
+from lockstep.tools.bench.measuring import Measurements, measure, restart_seconds
 
 LAUNCHED = 1000.0
 
@@ -43,18 +43,18 @@ def machine(step: int, cpu: float, host: int, **more: Any) -> dict[str, Any]:
 def recorded(tmp_path: Path) -> Any:
     """Write files of events, and read them as the records of a run."""
 
-    def write(**files: list[dict[str, Any]]) -> Recorded:
+    def write(**files: list[dict[str, Any]]) -> RunRecords:
         (tmp_path / "events").mkdir()
         (tmp_path / "run.json").write_text(json.dumps({"format": 1, "status": "finished"}))
         for name, events in files.items():
             path = tmp_path / "events" / f"{name.replace('_', '-')}.jsonl"
             path.write_text("".join(json.dumps(event) + "\n" for event in events))
-        return Recorded.of(tmp_path)
+        return RunRecords.of(tmp_path)
 
     return write
 
 
-def measured(records: Recorded) -> Measured:
+def measured(records: RunRecords) -> Measurements:
     found = measure(records, LAUNCHED)
     assert found is not None
     return found

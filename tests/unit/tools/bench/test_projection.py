@@ -11,15 +11,15 @@ from lockstep.tools.bench.projecting import project
 from lockstep.tools.bench.projection import (
     Batches,
     Cost,
+    FitPoint,
     Link,
     Model,
     Parameters,
-    Point,
     cost_of,
     fit_model,
 )
 from lockstep.tools.bench.results import add_speedups
-from lockstep.tools.bench.traffic import Layout, Way, traffic
+from lockstep.tools.bench.traffic import Layout, ReduceAlgorithm, traffic
 
 COST = Cost("tree", volume=9e6, sums=2)
 TRUE = Parameters(
@@ -36,9 +36,11 @@ def on(layout: int | Layout) -> Layout:
     return layout if isinstance(layout, Layout) else Layout(1, layout)
 
 
-def points(model: Model, *layouts: int | Layout, apart: bool = True, **changes: Any) -> list[Point]:
+def points(
+    model: Model, *layouts: int | Layout, apart: bool = True, **changes: Any
+) -> list[FitPoint]:
     made = [
-        Point(
+        FitPoint(
             layout=layout,
             batch=model.batches.samples(layout.ranks),
             replicas=layout.ranks,
@@ -102,39 +104,53 @@ def test_speeds_between_hosts_and_within_them_come_back() -> None:
 @pytest.mark.parametrize(
     ("way", "layout", "expected"),
     [
-        (Way.HOSTS, Layout(1, 1), (0, 0, 0, 0)),
-        (Way.HOSTS, Layout(1, 4), (0, 0, 6, 1.5)),
-        (Way.HOSTS, Layout(4, 1), (6, 1.5, 0, 0)),
-        (Way.HOSTS, Layout(2, 4), (2, 1.0, 6, 1.5)),
-        (Way.HOSTS, Layout(7, 1), (12, 12 / 7, 0, 0)),
-        (Way.HOSTS, Layout(8, 1), (6, 14 / 8, 0, 0)),  # recursive halving
-        (Way.HOSTS, Layout(128, 8), (14, 2 * 127 / 128, 14, 1.75)),
-        (Way.HOSTS, Layout(8, 3), (14, 3 * 7 / 8, 4, 4 / 3)),  # three replicas are two nodes
-        (Way.HOSTS, Layout(2, 6), (2, 1.5, 10, 10 / 6)),  # six replicas are two nodes of the tree
-        (Way.FLAT, Layout(2, 4), (14, 4 * 4 / 8 + 7 / 8, 0, 10 / 8)),
-        (Way.FLAT, Layout(8, 1), (14, 14 / 8, 0, 0)),
-        (Way.RING, Layout(2, 4), (14, 14 / 8, 0, 0)),
-        (Way.RING, Layout(1, 4), (0, 0, 6, 1.5)),
-        (Way.SERVERS, Layout(2, 4), (2, 8, 0, 0)),
+        (ReduceAlgorithm.HOSTS, Layout(1, 1), (0, 0, 0, 0)),
+        (ReduceAlgorithm.HOSTS, Layout(1, 4), (0, 0, 6, 1.5)),
+        (ReduceAlgorithm.HOSTS, Layout(4, 1), (6, 1.5, 0, 0)),
+        (ReduceAlgorithm.HOSTS, Layout(2, 4), (2, 1.0, 6, 1.5)),
+        (ReduceAlgorithm.HOSTS, Layout(7, 1), (12, 12 / 7, 0, 0)),
+        (ReduceAlgorithm.HOSTS, Layout(8, 1), (6, 14 / 8, 0, 0)),  # recursive halving
+        (ReduceAlgorithm.HOSTS, Layout(128, 8), (14, 2 * 127 / 128, 14, 1.75)),
+        (
+            ReduceAlgorithm.HOSTS,
+            Layout(8, 3),
+            (14, 3 * 7 / 8, 4, 4 / 3),
+        ),  # three replicas are two nodes
+        (
+            ReduceAlgorithm.HOSTS,
+            Layout(2, 6),
+            (2, 1.5, 10, 10 / 6),
+        ),  # six replicas are two nodes of the tree
+        (ReduceAlgorithm.FLAT, Layout(2, 4), (14, 4 * 4 / 8 + 7 / 8, 0, 10 / 8)),
+        (ReduceAlgorithm.FLAT, Layout(8, 1), (14, 14 / 8, 0, 0)),
+        (ReduceAlgorithm.RING, Layout(2, 4), (14, 14 / 8, 0, 0)),
+        (ReduceAlgorithm.RING, Layout(1, 4), (0, 0, 6, 1.5)),
+        (ReduceAlgorithm.SERVERS, Layout(2, 4), (2, 8, 0, 0)),
     ],
     ids=str,
 )
-def test_messages_and_bytes(way: Way, layout: Layout, expected: tuple[float, ...]) -> None:
+def test_messages_and_bytes(
+    way: ReduceAlgorithm, layout: Layout, expected: tuple[float, ...]
+) -> None:
     assert dataclasses.astuple(traffic(way, layout)) == pytest.approx(expected)
 
 
 def test_hosts_with_more_replicas_than_ranks() -> None:
-    assert traffic(Way.HOSTS, Layout(2, 2), 8).link_bytes == 1.0
-    assert traffic(Way.HOSTS, Layout(2, 2), 6).link_bytes == 1.0  # of four and two replicas
-    assert traffic(Way.HOSTS, Layout(2, 2), 10).link_bytes == 1.5  # the first six are two nodes
-    assert traffic(Way.HOSTS, Layout(3, 2), 12).link_bytes == pytest.approx(2 * 2 / 3)
+    assert traffic(ReduceAlgorithm.HOSTS, Layout(2, 2), 8).link_bytes == 1.0
+    assert (
+        traffic(ReduceAlgorithm.HOSTS, Layout(2, 2), 6).link_bytes == 1.0
+    )  # of four and two replicas
+    assert (
+        traffic(ReduceAlgorithm.HOSTS, Layout(2, 2), 10).link_bytes == 1.5
+    )  # the first six are two nodes
+    assert traffic(ReduceAlgorithm.HOSTS, Layout(3, 2), 12).link_bytes == pytest.approx(2 * 2 / 3)
 
 
 def test_batches() -> None:
     def of(*pairs: tuple[int, float], replicas: int | None = None) -> Batches | None:
         fields = {"step": 1.0, "data": 0.0, "exchange": 0.0}
         return Batches.of(
-            [Point(layout=on(n), batch=b, replicas=replicas or n, **fields) for n, b in pairs]
+            [FitPoint(layout=on(n), batch=b, replicas=replicas or n, **fields) for n, b in pairs]
         )
 
     assert of((1, 64), (2, 63.5)) == Batches(64, per_rank=False, replicas=None)
@@ -158,7 +174,7 @@ def test_what_an_exchange_costs() -> None:
         return [(one.local_messages, one.local_bytes) for one in found]
 
     tree = cost("tree", sent=(on(4), 150e6))
-    assert (tree.volume, tree.sums, tree.way) == (100e6, 5, Way.HOSTS)
+    assert (tree.volume, tree.sums, tree.way) == (100e6, 5, ReduceAlgorithm.HOSTS)
     assert local(tree, 1, 2, 4) == [(0, 0), (10, 100e6), (30, 150e6)]
     assert cost("bf16").volume == 50e6
     assert cost("tree", "fsdp").volume == 150e6
@@ -167,10 +183,10 @@ def test_what_an_exchange_costs() -> None:
     server = cost("server", "ps", sent=(on(2), 100e6))
     assert local(server, 1, 2, 8) == [(0, 0), (10, 200e6), (10, 800e6)]
     assert cost("powersgd", sent=(on(4), 15e6)).volume == 10e6
-    assert cost("tree", "fsdp").way == cost("mpi").way == Way.FLAT
+    assert cost("tree", "fsdp").way == cost("mpi").way == ReduceAlgorithm.FLAT
     gpus = cost_of("tree", None, sent=None, gradients=100e6, on_cpu=False)
     assert gpus is not None
-    assert gpus.way == Way.FLAT
+    assert gpus.way == ReduceAlgorithm.FLAT
     assert cost_of("powersgd", None, sent=None, gradients=100e6) is None
 
 
@@ -240,7 +256,7 @@ def test_rows_of_several_hosts_have_the_other_ways_beside_them() -> None:
     assert [(one["ranks"], one["hosts"]) for one in done.rows] == [(4, 4), (12, 2)]
     assert row["step_seconds"] == row["hosts_step_seconds"]
     assert row["step_seconds"] == pytest.approx(model.step(Layout(2, 6)), rel=1e-5)
-    ring = model.by(Way.RING).step(Layout(2, 6))
+    ring = model.by(ReduceAlgorithm.RING).step(Layout(2, 6))
     assert row["ring_step_seconds"] == pytest.approx(ring, rel=1e-5)
     assert row["flat_step_seconds"] > row["ring_step_seconds"]
     # With a rank per host all three move the same bytes.

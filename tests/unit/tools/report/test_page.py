@@ -26,7 +26,11 @@ def figure() -> page.Chart:
 
 
 def test_all_text_is_escaped() -> None:
-    parts = [page.Text(NASTY), page.Facts({NASTY: NASTY}), page.Table([NASTY], [[NASTY]], NASTY)]
+    parts = [
+        page.Paragraph(NASTY),
+        page.ValueList({NASTY: NASTY}),
+        page.Table([NASTY], [[NASTY]], NASTY),
+    ]
     text = page.build(NASTY, [page.Section(NASTY, [*parts, figure()])])
     assert "<img" not in text.replace(get_plotlyjs(), "")
     assert text.count("<script") == text.count("</script>") == 3

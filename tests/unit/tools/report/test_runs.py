@@ -12,13 +12,13 @@ from lockstep.tools.report.charts import (
     share_chart,
     speed_charts,
 )
-from lockstep.tools.report.runs import Shown, labels, read
+from lockstep.tools.report.runs import ReportedRun, labels, read
 from lockstep.tools.report.sections import sections, title
 from tests.recorded import Run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Shown:
+def run(tmp_path: Path) -> ReportedRun:
     """A run with two kills."""
     return read([Run(tmp_path / "run", kills=[20, 40]).write()])[0]
 
@@ -38,7 +38,7 @@ def test_a_directory_that_is_named_twice_is_shown_once(tmp_path: Path) -> None:
     assert len(read([directory, directory])) == 1
 
 
-def test_a_curve_has_one_value_per_step(run: Shown) -> None:
+def test_a_curve_has_one_value_per_step(run: ReportedRun) -> None:
     (loss, accuracy) = curve_charts([run])
     (line,) = loss.figure.data
     assert list(line.x) == list(range(1, 61))
@@ -48,7 +48,7 @@ def test_a_curve_has_one_value_per_step(run: Shown) -> None:
     assert (accuracy.title, list(accuracy.figure.data[0].x)) == ("accuracy", [30, 60])
 
 
-def test_the_warm_up_of_a_generation_is_left_out(run: Shown) -> None:
+def test_the_warm_up_of_a_generation_is_left_out(run: ReportedRun) -> None:
     rate, step = speed_charts([run], Clock([run]))
     values = [y for y in rate.figure.data[0].y if y is not None]
     assert set(values) == {64.0}
@@ -56,7 +56,7 @@ def test_the_warm_up_of_a_generation_is_left_out(run: Shown) -> None:
     assert set(step.figure.data[0].y) == {900.0, None}
 
 
-def test_what_the_time_of_a_rank_went_to(run: Shown) -> None:
+def test_what_the_time_of_a_rank_went_to(run: ReportedRun) -> None:
     chart = share_chart(run, "")
     assert chart is not None
     assert {bar.name: [round(x) for x in bar.x] for bar in chart.figure.data} == {
@@ -83,7 +83,7 @@ def test_a_gpu_hides_its_exchange(tmp_path: Path) -> None:
     assert facts.values["devices"] == "GPU 9"
 
 
-def test_the_timeline_says_what_happened(run: Shown) -> None:
+def test_the_timeline_says_what_happened(run: ReportedRun) -> None:
     found = [(one.kind, one.row) for one in timeline.timeline_entries(run)]
     assert found.count(("start", "rank 1")) == 3
     assert found.count(("failure", "rank 1")) == 2

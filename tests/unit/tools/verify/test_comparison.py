@@ -1,5 +1,5 @@
 from lockstep.tools.verify.comparison import compare, coverage
-from lockstep.tools.verify.traces import Seen, Step, Traces
+from lockstep.tools.verify.traces import Step, TracedMicrobatch, Traces
 
 
 def traces(losses: dict[int, str], *, samples: tuple[int, ...] = (0, 1)) -> Traces:
@@ -7,7 +7,7 @@ def traces(losses: dict[int, str], *, samples: tuple[int, ...] = (0, 1)) -> Trac
     for step, bits in losses.items():
         key = (step, 0, 0, 0, step - 1, 0, 0, 0)
         found.steps[step] = Step(
-            {key: Seen(bits, 1.0, samples)}, {0: {"parameters": f"digest {bits}"}}
+            {key: TracedMicrobatch(bits, 1.0, samples)}, {0: {"parameters": f"digest {bits}"}}
         )
     return found
 

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.launch.command import RunCommand
 from lockstep.tools.verify.layouts import Layout
-from lockstep.tools.verify.running import Outcome, RunSpec
+from lockstep.tools.verify.running import LayoutResult, RunSpec
 from lockstep.tools.verify.traces import Traces
 
 
@@ -38,9 +38,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Note what would be started instead of starting it."""
     lines: list[str] = []
 
-    def run(layout: Layout, work: RunSpec, _: Path, steps: int) -> Outcome:
+    def run(layout: Layout, work: RunSpec, _: Path, steps: int) -> LayoutResult:
         lines.append(" ".join([layout.name, *work.command.words(layout.strategy, {})]))
-        return Outcome(layout, 0, "sha256:0", 1, 0.0, 0, 1, (Traces(),), "")
+        return LayoutResult(layout, 0, "sha256:0", 1, 0.0, 0, 1, (Traces(),), "")
 
     monkeypatch.setattr("lockstep.tools.verify.running.run", run)
     monkeypatch.chdir(tmp_path)

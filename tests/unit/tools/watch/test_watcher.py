@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.errors import UsageError
-from lockstep.state.files.lock import DirectoryLock, Owner
+from lockstep.state.files.lock import DirectoryLock, LockOwner
 from lockstep.tools.watch.screen import Screen
 from lockstep.tools.watch.watcher import Watcher, newest, plain
 from tests.recorded import Run
@@ -23,7 +23,7 @@ from tests.recorded import Run
 def going_on(tmp_path: Path) -> Iterator[Path]:
     """A run with two kills that goes on in this process."""
     directory = Run(tmp_path / "run", kills=[20, 40], status="running").write()
-    lock = DirectoryLock(directory, Owner.of("single", {}, "one"))
+    lock = DirectoryLock(directory, LockOwner.of("single", {}, "one"))
     yield directory
     lock.release(ends=True)
 

@@ -20,8 +20,8 @@ from lockstep.world.network import Interface, listen
 from lockstep.world.rendezvous import connectivity_check, members
 from lockstep.world.rendezvous.connectivity_check import (
     Attempt,
+    MemberInterface,
     ProbeTarget,
-    Reach,
     check_connectivity,
     choose,
     offers,
@@ -32,24 +32,29 @@ from lockstep.world.rendezvous.port_discovery import Announcer
 from tests.unit.threads import Party, together
 
 LO = Interface("lo", "127.0.0.1", loopback=True)
-LOOPBACK = Reach("lo", "127.0.0.1")
+LOOPBACK = MemberInterface("lo", "127.0.0.1")
 LABELS = ["node 0 (a)", "node 1 (b)", "node 2 (c)", "node 3 (d)"]
 
 
-def eth(member: int, name: str = "eth0") -> Reach:
-    return Reach(name, f"10.0.0.{member}")
+def eth(member: int, name: str = "eth0") -> MemberInterface:
+    return MemberInterface(name, f"10.0.0.{member}")
 
 
-def card(member: int, *offered: Reach) -> ProbeTarget:
+def card(member: int, *offered: MemberInterface) -> ProbeTarget:
     return ProbeTarget(f"token {member}", 4000 + member, offered or (eth(member), LOOPBACK))
 
 
-def reach(member: int, place: Reach | None = None, source: Reach | None = None) -> Attempt:
+def reach(
+    member: int, place: MemberInterface | None = None, source: MemberInterface | None = None
+) -> Attempt:
     return Attempt(member, place or eth(member), source, "")
 
 
 def miss(
-    member: int, place: Reach | None = None, source: Reach | None = None, why: str = "timed out"
+    member: int,
+    place: MemberInterface | None = None,
+    source: MemberInterface | None = None,
+    why: str = "timed out",
 ) -> Attempt:
     return Attempt(member, place or eth(member), source, why)
 
@@ -104,7 +109,7 @@ IB, DEAD = eth(0, "ib0"), eth(9, "eno1")
     ],
 )
 def test_where_members_are_tried(
-    cards: list[ProbeTarget], reports: list[list[Attempt]], places: list[list[Reach]]
+    cards: list[ProbeTarget], reports: list[list[Attempt]], places: list[list[MemberInterface]]
 ) -> None:
     assert choose(cards, reports) == places
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.engine.strategies.pipeline.p2p import Row
+from lockstep.engine.strategies.pipeline.p2p import RowCommunicator
 from lockstep.errors import MismatchError
 
 #: Value of `CallCheck.where` for a call of the model outside of all loops over batches.
@@ -38,7 +38,7 @@ class CallCheck:
         where: description of the batch that the script computes.
     """
 
-    def __init__(self, row: Row, number: int, name: str) -> None:
+    def __init__(self, row: RowCommunicator, number: int, name: str) -> None:
         self._row, self._number, self.name = row, number, name
         self._calls = 0
         self.where = OUTSIDE

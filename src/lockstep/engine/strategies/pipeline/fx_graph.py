@@ -23,7 +23,7 @@ from lockstep.world import accelerator
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class ForwardGraph:
     """A model's forward pass as a graph.
 
     Attributes:
@@ -66,7 +66,7 @@ def _mode() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-def trace(module: nn.Module, opened: frozenset[str]) -> Traced:
+def trace(module: nn.Module, opened: frozenset[str]) -> ForwardGraph:
     """Trace the forward pass of `module`, in training and in evaluation mode; `module` is not changed.
 
     `opened`: names of the submodules whose `forward` is traced, too. A model that cannot be traced, or
@@ -91,7 +91,7 @@ def trace(module: nn.Module, opened: frozenset[str]) -> Traced:
         own = {id(p): p for p in _parameters(module, node) if id(p) not in seen}
         seen |= own.keys()
         weights.append(sum(p.numel() * p.element_size() for p in own.values()))
-    return Traced(graph, constants, opened, fixed, steps, weights)
+    return ForwardGraph(graph, constants, opened, fixed, steps, weights)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import fx, nn
 
 from lockstep.engine.layout.balance import balance
-from lockstep.engine.strategies.pipeline.fx_graph import Traced, trace
+from lockstep.engine.strategies.pipeline.fx_graph import ForwardGraph, trace
 from lockstep.engine.strategies.pipeline.stage import (
     HINT,
     Program,
@@ -59,7 +59,7 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
 # --- where to cut ----------------------------------------------------------------------------------
 
 
-def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
+def _open(module: nn.Module, count: int, split: Sequence[str]) -> ForwardGraph:
     """Trace `module`; also trace into submodules, if the largest stage then has at least 10 % fewer bytes.
 
     `split`: names of submodules at which the user cuts. If there are any, only the submodules that contain
@@ -80,7 +80,7 @@ def _open(module: nn.Module, count: int, split: Sequence[str]) -> Traced:
     return best
 
 
-def _heaviest(traced: Traced, count: int) -> float:
+def _heaviest(traced: ForwardGraph, count: int) -> float:
     """Return the parameter bytes of the largest of `count` balanced stages.
 
     The result is infinite if the model has too few parts with parameters.
@@ -91,7 +91,7 @@ def _heaviest(traced: Traced, count: int) -> float:
     return max(sum(weights[place] for place in piece) for piece in balance(weights, count))
 
 
-def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) -> str | None:
+def _too_heavy(module: nn.Module, traced: ForwardGraph, count: int, closed: set[str]) -> str | None:
     """Return the name of the largest submodule traced as one node and too large for a balanced stage.
 
     `closed`: submodules that cannot be traced, which are left out. `None` if there is no such submodule.
@@ -109,7 +109,7 @@ def _too_heavy(module: nn.Module, traced: Traced, count: int, closed: set[str]) 
     return max(candidates)[1] if candidates else None
 
 
-def _begin(name: str, traced: Traced) -> int:
+def _begin(name: str, traced: ForwardGraph) -> int:
     """Return the index of the first step (node of the graph) that calls the submodule `name`."""
     for place, node in enumerate(traced.steps):
         if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
@@ -119,7 +119,7 @@ def _begin(name: str, traced: Traced) -> int:
     )
 
 
-def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
+def _balanced(traced: ForwardGraph, module: nn.Module, count: int) -> list[int]:
     """Return the index of each stage's first step, so that stages have similar bytes of parameters.
 
     A step is a node of the graph.
@@ -140,7 +140,7 @@ def _balanced(traced: Traced, module: nn.Module, count: int) -> list[int]:
     return starts
 
 
-def _alive(traced: Traced) -> list[list[fx.Node]]:
+def _alive(traced: ForwardGraph) -> list[list[fx.Node]]:
     """Return, for each step (node of the graph), earlier steps whose results this or a later step uses."""
     places = {node: place for place, node in enumerate(traced.steps)}
     end = len(traced.steps)
@@ -152,7 +152,7 @@ def _alive(traced: Traced) -> list[list[fx.Node]]:
 
 
 def _stage(
-    module: nn.Module, traced: Traced, steps: Sequence[fx.Node], keeps: tuple[str, ...]
+    module: nn.Module, traced: ForwardGraph, steps: Sequence[fx.Node], keeps: tuple[str, ...]
 ) -> Stage:
     """Return the stage that computes the nodes `steps`; `keeps`: names of values for later stages."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -19,7 +19,7 @@ from lockstep.engine.strategies.model_part_reducer import Reducer, SpreadModel, 
 from lockstep.engine.strategies.optimizer_state import numbered
 from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict
 from lockstep.engine.strategies.pipeline.consistency import OUTSIDE, CallCheck
-from lockstep.engine.strategies.pipeline.p2p import Row
+from lockstep.engine.strategies.pipeline.p2p import RowCommunicator
 from lockstep.engine.strategies.pipeline.partition import cut
 from lockstep.engine.strategies.pipeline.schedule import Schedule
 from lockstep.engine.strategies.pipeline.stage import Program
@@ -161,7 +161,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) 
         ExactnessError: with `exact`, for several chunks.
     """
     assert context.mesh is not None
-    row = Row(context.mesh.get_group("model"), context.device)
+    row = RowCommunicator(context.mesh.get_group("model"), context.device)
     chunks = _chunks(settings.get("chunks"), row.size, exact=context.exact)
     program = cut(module, row.size, settings.get("split"))
     inputs = _chunk_inputs(settings.get("chunk_inputs"), program)

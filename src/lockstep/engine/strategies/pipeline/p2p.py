@@ -79,7 +79,7 @@ class Message:
         return assemble(self.parts, self.tensors)
 
 
-class Row:
+class RowCommunicator:
     """Communication between the ranks of a row of the mesh, which hold one model together.
 
     Attributes:

@@ -23,7 +23,7 @@ from lockstep.engine.layout.keys import FORWARD, derive
 from lockstep.engine.strategies.model_context import Waiting
 from lockstep.engine.strategies.pipeline import chunks as chunking
 from lockstep.engine.strategies.pipeline.consistency import CallCheck, fingerprint
-from lockstep.engine.strategies.pipeline.p2p import Message, Row, assemble, dismantle
+from lockstep.engine.strategies.pipeline.p2p import Message, RowCommunicator, assemble, dismantle
 from lockstep.engine.strategies.pipeline.stage import Program, Stage
 from lockstep.errors import ModelError, StepError
 
@@ -61,7 +61,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, passing: _Pass, outputs: list[torch.Tensor], _leaf: torch.Tensor, *_: Any
+        ctx: Any, passing: _ModelCall, outputs: list[torch.Tensor], _leaf: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, ...]:
         ctx.passing = passing
         ctx.set_materialize_grads(False)
@@ -92,7 +92,7 @@ class Schedule:
     def __init__(
         self,
         program: Program,
-        row: Row,
+        row: RowCommunicator,
         chunks: tuple[int, Sequence[str] | None],
         calls: CallCheck,
         waiting: Waiting = nullcontext,
@@ -127,7 +127,7 @@ class Schedule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass, and return its output on all ranks of the model; collective."""
         values = self.program.bind(args, kwargs)
-        passing = _Pass(self, values)
+        passing = _ModelCall(self, values)
         with self.passing():
             message = passing.forward()
         tensors = message.tensors
@@ -160,7 +160,7 @@ class Schedule:
         self._is_interrupted = False
 
 
-class _Pass:
+class _ModelCall:
     """One call of the model: forward and backward passes of its chunks (parts of the batch)."""
 
     def __init__(self, schedule: Schedule, values: Values) -> None:

@@ -19,9 +19,9 @@ from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict
 from lockstep.engine.strategies.sharded.units import (
+    FsdpUnit,
     Gather,
     Gathers,
-    Unit,
     merged,
     names_of,
     refuse_graphs_of_gradients,
@@ -50,7 +50,7 @@ class ShardedModel(CutState, WrappedModel):
         self,
         module: nn.Module,
         context: ModelContext,
-        units: Sequence[Unit],
+        units: Sequence[FsdpUnit],
         scatter: TreeScatter | None,
         gather: str,
     ) -> None:
@@ -332,7 +332,7 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
     made = shard(module, context.mesh["data"], settings)
     names = names_of(module, made)
     reduce_type = getattr(settings.get("mp_policy"), "reduce_dtype", None)
-    units = [Unit(one, names[id(one)], reduce_type) for one in made]
+    units = [FsdpUnit(one, names[id(one)], reduce_type) for one in made]
     scatter = None
     if context.group is not None and dist.get_world_size(context.group) > 1:
         scatter = TreeScatter(clone_group(context.group), context.forest)

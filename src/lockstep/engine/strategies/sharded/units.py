@@ -26,7 +26,7 @@ from lockstep.errors import MismatchError, ModelError, StepError
 from lockstep.state.checkpoint.parts import local
 
 
-class Unit:
+class FsdpUnit:
     """A module that FSDP2 gathers separately, and its gradients on this rank.
 
     Args:

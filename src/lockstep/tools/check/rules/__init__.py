@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from lockstep.tools.check import rule
-from lockstep.tools.check.rule import SYNTAX, UNKNOWN, Harm, Hit, Rule
+from lockstep.tools.check.rule import SYNTAX, UNKNOWN, Harm, Rule, Violation
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
@@ -12,4 +12,4 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 #: All rules, by code.
 RULES = dict(sorted(rule.RULES.items()))
 
-__all__ = ["RULES", "SYNTAX", "UNKNOWN", "Harm", "Hit", "Rule"]
+__all__ = ["RULES", "SYNTAX", "UNKNOWN", "Harm", "Rule", "Violation"]

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import argument, dotted, last_name, true, variables
@@ -56,7 +56,7 @@ def option(script: Script, node: ast.expr) -> ast.Call | None:
     +     return DataLoader(dataset, batch_size=per_rank, sampler=DistributedSampler(dataset))
     """,
 )
-def multiplied_batch(script: Script) -> Iterator[Hit]:
+def multiplied_batch(script: Script) -> Iterator[Violation]:
     """Find per-rank loaders whose `batch_size` is multiplied by the number of ranks."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
@@ -67,7 +67,7 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
                 source for variable in variables(value) for source in script.sources(variable)
             ]
             if any(script.is_world_size(one) for one in (value, *factors)):
-                yield Hit(call)
+                yield Violation(call)
                 break
 
 
@@ -94,12 +94,12 @@ def multiplied_batch(script: Script) -> Iterator[Hit]:
     +     return DataLoader(dataset, own, sampler=DistributedSampler(dataset))
     """,
 )
-def whole_batch(script: Script) -> Iterator[Hit]:
+def whole_batch(script: Script) -> Iterator[Violation]:
     """Find per-rank loaders that get the global batch size, as its name or help text shows."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         if size is not None and _of_one_rank(script, call) and _means_all(script, size):
-            yield Hit(call)
+            yield Violation(call)
 
 
 def _means_all(script: Script, size: ast.expr) -> bool:
@@ -134,11 +134,11 @@ def _means_all(script: Script, size: ast.expr) -> bool:
     +     return DataLoader(val_set, batch_size=32)
     """,
 )
-def dropped_evaluation(script: Script) -> Iterator[Hit]:
+def dropped_evaluation(script: Script) -> Iterator[Violation]:
     """Find loaders of evaluation data with `drop_last`."""
     for call in script.calls("DataLoader"):
         if for_evaluation(script, call) and true(argument(call, "drop_last", 8)):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -162,7 +162,7 @@ def dropped_evaluation(script: Script) -> Iterator[Hit]:
     """,
     default=False,
 )
-def plain_learning_rate(script: Script) -> Iterator[Hit]:
+def plain_learning_rate(script: Script) -> Iterator[Violation]:
     """Find fixed learning rates in programs that neither scale the rate nor divide the batch size."""
     if not script.plain or "DDP" not in script.called:
         return
@@ -178,7 +178,7 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
         if rate is None or any(
             isinstance(value, ast.Constant) or option(script, value) for value in values
         ):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -200,10 +200,10 @@ def plain_learning_rate(script: Script) -> Iterator[Hit]:
     """,
     default=False,
 )
-def dropped_training(script: Script) -> Iterator[Hit]:
+def dropped_training(script: Script) -> Iterator[Violation]:
     """Find samplers and per-rank loaders of training data with `drop_last=True`."""
     for name, place in (("DistributedSampler", 5), ("DataLoader", 8)):
         for call in script.calls(name):
             drops = true(argument(call, "drop_last", place)) and not for_evaluation(script, call)
             if drops and (name == "DistributedSampler" or _of_one_rank(script, call)):
-                yield Hit(call)
+                yield Violation(call)

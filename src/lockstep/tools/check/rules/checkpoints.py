@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.order import conditions, launcher_only, precedes, wrapped_before
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.wrapping import always_wrapped
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import argument, dotted, receiver, spread
@@ -34,7 +34,7 @@ from lockstep.tools.check.syntax import argument, dotted, receiver, spread
     """,
     fix="puts the call under `if dist.get_rank() == 0:`, unless states are sharded or a run may have no process group there",
 )
-def save_everywhere(script: Script) -> Iterator[Hit]:
+def save_everywhere(script: Script) -> Iterator[Violation]:
     """Find `torch.save` calls that all ranks make with the same path."""
     if not script.plain:
         return
@@ -45,7 +45,7 @@ def save_everywhere(script: Script) -> Iterator[Hit]:
         if any(script.is_rank(value) for value in [path, *script.sources(path)]):
             continue
         if not _own(script, path) and not launcher_only(script, call):
-            yield Hit(call, None, tuple(_guarded(script, call)))
+            yield Violation(call, None, tuple(_guarded(script, call)))
 
 
 def _own(script: Script, path: ast.expr) -> bool:
@@ -99,7 +99,7 @@ def _has_group(script: Script, call: ast.Call) -> bool:
     """,
     fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
-def prefixed(script: Script) -> Iterator[Hit]:
+def prefixed(script: Script) -> Iterator[Violation]:
     """Find saves of a DDP wrapper's state, in programs that neither load states nor remove `module.`."""
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
     if script.matches(handled):
@@ -113,7 +113,7 @@ def prefixed(script: Script) -> Iterator[Hit]:
                         code = f"{ast.unparse(model)}.module.state_dict()"
                         sure = wrapped in script.module.parents
                         sure = sure and always_wrapped(script, model, "DDP")
-                        yield Hit(call, None, (Edit("replace", call, code),) if sure else ())
+                        yield Violation(call, None, (Edit("replace", call, code),) if sure else ())
 
 
 @rule(
@@ -138,7 +138,7 @@ def prefixed(script: Script) -> Iterator[Hit]:
           dist.destroy_process_group()
     """,
 )
-def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
+def loaded_into_wrapper(script: Script) -> Iterator[Violation]:
     """Find states loaded into a DDP wrapper, in programs that save only states of `model.module`."""
     saves = script.findall(r"(\w+)\.state_dict\(")
     if "module" not in saves or script.matches(r"['\"]module\.|consume_prefix"):
@@ -147,7 +147,7 @@ def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
         model = receiver(call)
         wrapped = isinstance(model, ast.Name) and wrapped_before(script, model, "DDP") is not None
         if wrapped and ast.unparse(model) not in saves:
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -169,7 +169,7 @@ def loaded_into_wrapper(script: Script) -> Iterator[Hit]:
     """,
     fix="""passes `map_location="cpu"`""",
 )
-def load_without_map(script: Script) -> Iterator[Hit]:
+def load_without_map(script: Script) -> Iterator[Violation]:
     """Find `torch.load` without `map_location` on several ranks of a program that uses GPUs."""
     if not script.plain or not script.cuda:
         return
@@ -179,7 +179,7 @@ def load_without_map(script: Script) -> Iterator[Hit]:
             for other in script.calls("torch.load")
         )  # a script with `if gpu is None: torch.load(path) else: …` handles devices
         if not given and script.guard(call) is None and not launcher_only(script, call):
-            yield Hit(call, None, (Edit("argument", call, '"cpu"', "map_location"),))
+            yield Violation(call, None, (Edit("argument", call, '"cpu"', "map_location"),))
 
 
 def _mapped(call: ast.Call) -> bool:

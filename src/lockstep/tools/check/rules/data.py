@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.order import launcher_only
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import argument, dotted, last_name, method, spread, true
 
@@ -34,7 +34,7 @@ from lockstep.tools.check.syntax import argument, dotted, last_name, method, spr
     +     return MNIST("data")
     """,
 )
-def download_everywhere(script: Script) -> Iterator[Hit]:
+def download_everywhere(script: Script) -> Iterator[Violation]:
     """Find downloads and unpacked archives that all ranks write to one path."""
     if script.matches("FileLock") or not script.flavours - {"lockstep"}:
         return
@@ -43,7 +43,7 @@ def download_everywhere(script: Script) -> Iterator[Hit]:
         fetches = unpacks or script.name(call.func) in _FETCHES or true(argument(call, "download"))
         hub = script.module.path.name == "hubconf.py"  # this file loads a model for `torch.hub`
         if fetches and not hub and script.guard(call) is None and not launcher_only(script, call):
-            yield Hit(call)
+            yield Violation(call)
 
 
 #: Functions that write files without a lock; `load_dataset` and `from_pretrained` have locks.
@@ -78,12 +78,12 @@ _FETCHES = {
     """,
     fix="puts `sorted(…)` around it",
 )
-def unordered(script: Script) -> Iterator[Hit]:
+def unordered(script: Script) -> Iterator[Violation]:
     """Find datasets whose samples are numbered in the order of an unsorted file listing or of a set."""
     for call in script.module.calls:
         if _numbers_set(script, call):
             name = ast.unparse(call)
-            yield Hit(call, f"{name} has a different order in every process: sort it")
+            yield Violation(call, f"{name} has a different order in every process: sort it")
         name = script.name(call.func)
         lists = method(call) in ("iterdir", "rglob", "glob")
         lists = lists or name in ("os.listdir", "os.scandir", "glob.glob", "glob.iglob")
@@ -94,7 +94,7 @@ def unordered(script: Script) -> Iterator[Hit]:
         edit = Edit("replace", call, f"sorted({script.module.source(call)})")
         how = "sort it by name" if entries else "sort it"
         message = f"{ast.unparse(call.func)} has a different order on another machine: {how}"
-        yield Hit(call, message, () if entries or managed else (edit,))
+        yield Violation(call, message, () if entries or managed else (edit,))
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
@@ -145,14 +145,14 @@ def _sorted(script: Script, call: ast.Call) -> bool:
       dist.destroy_process_group()
     """,
 )
-def whole_stream(script: Script) -> Iterator[Hit]:
+def whole_stream(script: Script) -> Iterator[Violation]:
     """Find iterable datasets that do not split their data by rank or DataLoader worker."""
     if not script.plain or script.matches(r"split_dataset_by_node|IterableDatasetShard"):
         return
     splits = r"rank|world|worker|shard|replica|num_parts|start|offset"
     for owner, iterator in script.module.iterators:
         if not re.search(splits, ast.unparse(owner)):
-            yield Hit(iterator)
+            yield Violation(iterator)
 
 
 @rule(
@@ -174,7 +174,7 @@ def whole_stream(script: Script) -> Iterator[Hit]:
     """,
     fix="passes a generator with seed 0, where torch is imported by its name",
 )
-def random_split(script: Script) -> Iterator[Hit]:
+def random_split(script: Script) -> Iterator[Violation]:
     """Find `random_split` without a generator, in programs without a seed or with one seed per rank."""
     splits = list(script.calls("torch.utils.data.random_split"))
     if "lockstep" in script.flavours or not splits:
@@ -190,7 +190,9 @@ def random_split(script: Script) -> Iterator[Hit]:
         if argument(call, "generator", 2) is None and not alike and not spread(call):
             code = "torch.Generator().manual_seed(0)"
             edit = Edit("argument", call, code, "generator")
-            yield Hit(call, None, (edit,) if script.module.imports.get("torch") == "torch" else ())
+            yield Violation(
+                call, None, (edit,) if script.module.imports.get("torch") == "torch" else ()
+            )
 
 
 @rule(
@@ -216,13 +218,13 @@ def random_split(script: Script) -> Iterator[Hit]:
     """,
     fix="adds `pin_memory=True` to the loader",
 )
-def not_pinned(script: Script) -> Iterator[Hit]:
+def not_pinned(script: Script) -> Iterator[Violation]:
     """Find loaders without pinned memory in programs that copy with `non_blocking=True`."""
     if not script.matches(r"non_blocking\s*=\s*True") or script.matches(r"pin_?memory"):
         return
     for call in script.calls("DataLoader"):
         if call in script.loaders and not spread(call):
-            yield Hit(call, None, (Edit("argument", call, "True", "pin_memory"),))
+            yield Violation(call, None, (Edit("argument", call, "True", "pin_memory"),))
 
 
 @rule(
@@ -243,7 +245,7 @@ def not_pinned(script: Script) -> Iterator[Hit]:
     +     return DataLoader(images, batch_size=32, sampler=DistributedSampler(images), num_workers=4)
     """,
 )
-def no_workers(script: Script) -> Iterator[Hit]:
+def no_workers(script: Script) -> Iterator[Violation]:
     """Find loaders of image folders without worker processes, in programs that use GPUs."""
     folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
     for call in script.calls("DataLoader"):
@@ -254,7 +256,7 @@ def no_workers(script: Script) -> Iterator[Hit]:
         made = [last_name(value.func) for value in values if isinstance(value, ast.Call)]
         none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
         if none and folders.intersection(made) and script.cuda and not spread(call):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -273,8 +275,8 @@ def no_workers(script: Script) -> Iterator[Hit]:
     """,
     default=False,
 )
-def no_seed(script: Script) -> Iterator[Hit]:
+def no_seed(script: Script) -> Iterator[Violation]:
     """Find calls that create a process group, in programs that set no seed."""
     if not script.matches(r"manual_seed|seed_everything|set_seed"):
         for call in script.calls("dist.init_process_group", "Accelerator", "Fabric"):
-            yield Hit(call)
+            yield Violation(call)

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.sampling import for_evaluation
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Loop, argument, method, receiver
@@ -59,7 +59,7 @@ def collective(script: Script, call: ast.Call) -> str | None:
               print(loss / dist.get_world_size())
     """,
 )
-def collective_of_one_rank(script: Script) -> Iterator[Hit]:
+def collective_of_one_rank(script: Script) -> Iterator[Violation]:
     """Find collectives that only some ranks call, unless the other ranks make the same call."""
     for call in script.module.calls:
         name = collective(script, call)
@@ -70,7 +70,7 @@ def collective_of_one_rank(script: Script) -> Iterator[Hit]:
         guard = script.guard(call) if group is None else None
         if isinstance(guard, ast.If | ast.expr) and not _matched(script, call, guard):
             message = f"{name} is called by some ranks only, and waits for the others: call it on all ranks"
-            yield Hit(call, message)
+            yield Violation(call, message)
 
 
 def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
@@ -112,7 +112,7 @@ def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
           dist.destroy_process_group()
     """,
 )
-def leaves_alone(script: Script) -> Iterator[Hit]:
+def leaves_alone(script: Script) -> Iterator[Violation]:
     """Find `break`, `continue` and `return` in training under conditions that differ between ranks."""
     if not script.plain or "DDP" not in script.called:
         return
@@ -128,9 +128,9 @@ def leaves_alone(script: Script) -> Iterator[Hit]:
             some = (
                 "only some ranks end here, and the others wait for them: let all ranks end together"
             )
-            yield Hit(last, some)
+            yield Violation(last, some)
         elif _by_own_loss(script, branch) or _by_own_samples(script, branch):
-            yield Hit(last)
+            yield Violation(last)
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:
@@ -180,7 +180,7 @@ def _in_training(script: Script, branch: ast.If) -> bool:
           dist.destroy_process_group()
     """,
 )
-def step_of_some(script: Script) -> Iterator[Hit]:
+def step_of_some(script: Script) -> Iterator[Violation]:
     """Find backward passes and optimizer steps that only some ranks execute."""
     backward = "only some ranks run this backward pass, which waits for the gradients of the others"
     step = "only some ranks take this step: the others have different weights afterwards"
@@ -193,4 +193,6 @@ def step_of_some(script: Script) -> Iterator[Hit]:
         if alone and not optimizer:
             continue
         if isinstance(script.guard(call), ast.If) and script.step_loop(call) is not None:
-            yield Hit(call, step if alone else backward, harm="corrupts" if alone else "hangs")
+            yield Violation(
+                call, step if alone else backward, harm="corrupts" if alone else "hangs"
+            )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.wrapping import always_wrapped
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import argument, method
@@ -34,13 +34,13 @@ from lockstep.tools.check.syntax import argument, method
     """,
     fix="writes `os.environ.setdefault` for the assignment",
 )
-def hard_coded_address(script: Script) -> Iterator[Hit]:
+def hard_coded_address(script: Script) -> Iterator[Violation]:
     """Find constants assigned to `os.environ["MASTER_…"]`, or used as the address of a process group."""
     for call in script.calls("dist.init_process_group"):
         place = argument(call, "init_method", 1)
         if isinstance(place, ast.Constant) and str(place.value).startswith("tcp://"):
             message = "this address and port are the same in every run: two runs on a machine collide; let a launcher choose them"
-            yield Hit(place, message)
+            yield Violation(place, message)
     for node, key, value in _environment(script):
         if not re.search(r"^MASTER_(ADDR|PORT)$", key) or not isinstance(value, ast.Constant):
             continue
@@ -50,7 +50,7 @@ def hard_coded_address(script: Script) -> Iterator[Hit]:
         assert isinstance(target, ast.Subscript)
         code = f'{ast.unparse(target.value)}.setdefault("{key}", {script.module.source(value)})'
         message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
-        yield Hit(node, message, (Edit("statement", node, code),))
+        yield Violation(node, message, (Edit("statement", node, code),))
 
 
 def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
@@ -87,14 +87,14 @@ def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
       dist.destroy_process_group()
     """,
 )
-def local_rank_option(script: Script) -> Iterator[Hit]:
+def local_rank_option(script: Script) -> Iterator[Violation]:
     """Find the option `--local_rank` in programs that do not read the variable `LOCAL_RANK`."""
     if script.matches(r"\bLOCAL_RANK\b") or script.flavours - {"ddp"}:
         return
     for call in script.methods("add_argument"):
         words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
         if {"--local_rank", "--local-rank"} & set(words):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -116,7 +116,7 @@ def local_rank_option(script: Script) -> Iterator[Hit]:
           dist.destroy_process_group()
     """,
 )
-def no_device(script: Script) -> Iterator[Hit]:
+def no_device(script: Script) -> Iterator[Violation]:
     """Find collectives of objects over NCCL in programs that set no device.
 
     `barrier` is not reported: its device is that of an earlier collective, or else follows from the rank.
@@ -133,7 +133,7 @@ def no_device(script: Script) -> Iterator[Hit]:
     for call in script.calls(*_OF_OBJECTS):
         group = argument(call, "group", _OF_OBJECTS[script.name(call.func)])
         if group is None and argument(call, "device") is None:
-            yield Hit(call)
+            yield Violation(call)
 
 
 _OF_OBJECTS = {  # collectives of objects, and the position of their argument `group`
@@ -169,7 +169,7 @@ def sets_device(script: Script) -> bool:
           dist.destroy_process_group()
     """,
 )
-def cuda_without_index(script: Script) -> Iterator[Hit]:
+def cuda_without_index(script: Script) -> Iterator[Violation]:
     """Find the first move to `cuda` without an index, in programs that set no device."""
     if sets_device(script) or not script.plain or "DDP" not in script.called:
         return
@@ -179,7 +179,7 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
         to = method(call) == "to" or (name == "torch.device" and argument(call, "index", 1) is None)
         first = call.args[0] if call.args else None
         if bare or (to and isinstance(first, ast.Constant) and first.value == "cuda"):
-            yield Hit(call)
+            yield Violation(call)
             return
 
 
@@ -203,7 +203,7 @@ def cuda_without_index(script: Script) -> Iterator[Hit]:
           dist.destroy_process_group()
     """,
 )
-def visible_devices_late(script: Script) -> Iterator[Hit]:
+def visible_devices_late(script: Script) -> Iterator[Violation]:
     """Find assignments to CUDA_VISIBLE_DEVICES after a use of CUDA in the same function."""
     for node, key, _ in _environment(script):
         if key != "CUDA_VISIBLE_DEVICES":
@@ -215,7 +215,7 @@ def visible_devices_late(script: Script) -> Iterator[Hit]:
             starts = starts or method(call) == "cuda"
             same = script.module.scope(call) is scope and call.lineno < node.lineno
             if starts and same and not script.module.exclusive(call, node):
-                yield Hit(node)
+                yield Violation(node)
                 break
 
 
@@ -243,14 +243,14 @@ _BEFORE_START = {
     +     dist.destroy_process_group()
     """,
 )
-def no_destroy(script: Script) -> Iterator[Hit]:
+def no_destroy(script: Script) -> Iterator[Violation]:
     """Find process groups that may use NCCL and are never destroyed."""
     if script.matches("destroy_process_group") or not script.plain or not script.trains:
         return
     for call in script.calls("dist.init_process_group"):
         backends = script.constants(argument(call, "backend", 0))
         if any("nccl" in str(one) for one in backends) or (not backends and script.cuda):
-            yield Hit(call)
+            yield Violation(call)
             return
 
 
@@ -282,9 +282,9 @@ def no_destroy(script: Script) -> Iterator[Hit]:
     + dist.destroy_process_group()
     """,
 )
-def both_wrappers(script: Script) -> Iterator[Hit]:
+def both_wrappers(script: Script) -> Iterator[Violation]:
     """Find models wrapped in both DataParallel and DistributedDataParallel."""
     for mine, other in (("DataParallel", "DDP"), ("DDP", "DataParallel")):
         for call in script.calls(mine):
             if call.args and always_wrapped(script, call.args[0], other):
-                yield Hit(call)
+                yield Violation(call)

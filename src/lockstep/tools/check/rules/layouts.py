@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
 from lockstep.tools.check.syntax import Function, last_name
@@ -42,7 +42,7 @@ _SEEDS = {"manual_seed", "seed", "set_state", "get_state", "setstate", "getstate
     +     loader = run.loader(data(), batch_size=32)
     """,
 )
-def computed_by_rank(script: Script) -> Iterator[Hit]:
+def computed_by_rank(script: Script) -> Iterator[Violation]:
     """Find seeds, data, batch sizes, losses and learning rates that contain the rank or the world size."""
     for call in script.module.calls:
         last = last_name(call.func)
@@ -50,12 +50,12 @@ def computed_by_rank(script: Script) -> Iterator[Hit]:
             continue
         named = [word.value for word in call.keywords if word.arg not in _FREE]
         if any(_of_layout(script, one) for one in (*call.args, *named)):
-            yield Hit(call)
+            yield Violation(call)
     for node in script.module.parents:
         match node:
             case ast.Subscript(slice=ast.Slice(step=ast.expr() as step)):
                 if _of_layout(script, step):
-                    yield Hit(node)
+                    yield Violation(node)
 
 
 def _of_layout(script: Script, node: ast.expr) -> bool:
@@ -87,13 +87,13 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
               optimizer.step()
     """,
 )
-def own_generator(script: Script) -> Iterator[Hit]:
+def own_generator(script: Script) -> Iterator[Violation]:
     """Find random draws in training steps and `__getitem__` from a generator that is made elsewhere."""
     for call in script.module.calls:
         if not _per_sample(script, call) and script.step_loop(call) is None:
             continue
         if any(_kept(script, one) for one in _drawn_from(call)):
-            yield Hit(call)
+            yield Violation(call)
 
 
 def _drawn_from(call: ast.Call) -> list[ast.expr]:
@@ -154,9 +154,9 @@ def _makes_generator(module: Module, value: ast.expr) -> bool:
           loader = run.loader(Lines(), batch_size=32)
     """,
 )
-def split_stream(script: Script) -> Iterator[Hit]:
+def split_stream(script: Script) -> Iterator[Violation]:
     """Find iterable datasets that read the rank or the loader worker's number, to split their data."""
     splits = r"get_worker_info|get_rank|\b(world_size|rank)\b"
     for _, iterator in script.module.iterators:
         if re.search(splits, ast.unparse(iterator)):
-            yield Hit(iterator)
+            yield Violation(iterator)

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument, dotted
@@ -34,7 +34,7 @@ from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument,
                   run.save(best=accuracy)
     """,
 )
-def not_registered(script: Script) -> Iterator[Hit]:
+def not_registered(script: Script) -> Iterator[Violation]:
     """Find variables outside `run.state` that an epoch loop tests and changes; resuming resets them."""
     for loop in script.module.loops:
         over = script.iterated(loop)
@@ -48,7 +48,7 @@ def not_registered(script: Script) -> Iterator[Hit]:
             before = name in tested and _starts_before(script, loop, name)
             if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
                 message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
-                yield Hit(node, message)
+                yield Violation(node, message)
 
 
 def _changed(node: ast.AST) -> str:
@@ -89,7 +89,7 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
           loader = run.loader(data, batch_size=32)
     """,
 )
-def early_draw(script: Script) -> Iterator[Hit]:
+def early_draw(script: Script) -> Iterator[Violation]:
     """Find draws from global random generators above the call of `lockstep.Run` in the same function."""
     if script.matches(r"manual_seed|random\.seed"):
         return
@@ -98,7 +98,7 @@ def early_draw(script: Script) -> Iterator[Hit]:
         for call in script.module.calls:
             drawn = re.match(draws, script.name(call.func)) and argument(call, "generator") is None
             if drawn and script.module.earlier(call, run):
-                yield Hit(call)
+                yield Violation(call)
 
 
 @rule(
@@ -118,7 +118,7 @@ def early_draw(script: Script) -> Iterator[Hit]:
     +     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     """,
 )
-def not_given(script: Script) -> Iterator[Hit]:
+def not_given(script: Script) -> Iterator[Violation]:
     """Find optimizers and schedulers of torch that are not passed to the run."""
     known = {
         value
@@ -146,7 +146,7 @@ def not_given(script: Script) -> Iterator[Hit]:
             continue  # a function without Lockstep, in the same file
         if kind == "optimizer" or call not in inner:
             message = f"the run does not know this {kind}: it acts on every microbatch, and is not saved; pass it through run.{kind}"
-            yield Hit(call, message)
+            yield Violation(call, message)
 
 
 @rule(
@@ -167,7 +167,7 @@ def not_given(script: Script) -> Iterator[Hit]:
               optimizer.step()
     """,
 )
-def own_backward(script: Script) -> Iterator[Hit]:
+def own_backward(script: Script) -> Iterator[Violation]:
     """Find `loss.backward()` in loops over a loader of `lockstep.Run`."""
     for loop in script.step_loops:
         values = script.sources(script.iterated(loop))
@@ -175,7 +175,7 @@ def own_backward(script: Script) -> Iterator[Hit]:
         of_run = any(dotted(func).endswith(".loader") for func in made)
         for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
-                yield Hit(call)
+                yield Violation(call)
 
 
 @rule(
@@ -198,6 +198,6 @@ def own_backward(script: Script) -> Iterator[Hit]:
     +         optimizer.step()
     """,
 )
-def nth_step(script: Script) -> Iterator[Hit]:
+def nth_step(script: Script) -> Iterator[Violation]:
     """Find optimizer steps under a modulo condition in loops of `lockstep.Run`."""
-    yield from map(Hit, every_nth(script))
+    yield from map(Violation, every_nth(script))

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, variables
 
@@ -44,7 +44,7 @@ _SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "wr
           dist.destroy_process_group()
     """,
 )
-def loss_of_one_rank(script: Script) -> Iterator[Hit]:
+def loss_of_one_rank(script: Script) -> Iterator[Violation]:
     """Find losses printed or logged on rank 0 only, in programs that average no value over ranks."""
     if not script.plain or "DDP" not in script.called or script.matches(_REDUCED):
         return
@@ -53,7 +53,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
             continue
         losses = any(_LOSS.match(dotted(read)) for read in variables(*all_arguments(call)))
         if losses and not script.evaluates(call):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -82,7 +82,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Hit]:
       dist.destroy_process_group()
     """,
 )
-def mean_of_means(script: Script) -> Iterator[Hit]:
+def mean_of_means(script: Script) -> Iterator[Violation]:
     """Find evaluations that average the mean losses of batches, as in `total / len(loader)`."""
     if "lockstep" in script.flavours or script.matches(r"drop_last\s*=\s*True"):
         return
@@ -103,7 +103,7 @@ def mean_of_means(script: Script) -> Iterator[Hit]:
                     and dotted(script.iterated(loop) or loop) == loader
                 ]
                 if any(_sums(script, loop, total) for loop in loops):
-                    yield Hit(node)
+                    yield Violation(node)
 
 
 def _sums(script: Script, loop: Loop, total: str) -> bool:

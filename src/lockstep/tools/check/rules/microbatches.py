@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, variables
 
@@ -37,7 +37,7 @@ _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_
     +         run.backward(loss, weight=(y != 0).sum())
     """,
 )
-def no_weight(script: Script) -> Iterator[Hit]:
+def no_weight(script: Script) -> Iterator[Violation]:
     """Find losses that are not means over samples and are passed to `backward` without a weight."""
     for call in script.methods("backward"):
         if not call.args or argument(call, "weight", 1) is not None:
@@ -45,10 +45,10 @@ def no_weight(script: Script) -> Iterator[Hit]:
         losses = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
         names = {name for one in losses for name in counts_otherwise(script, one)}
         if "ignore_index" in names:
-            yield Hit(call)
+            yield Violation(call)
         elif names:
             message = "this loss is a mean over class weights: give run.backward the sum of those as weight="
-            yield Hit(call, message)
+            yield Violation(call, message)
 
 
 def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
@@ -85,7 +85,7 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
               ema.update_parameters(model)
     """,
 )
-def per_microbatch(script: Script) -> Iterator[Hit]:
+def per_microbatch(script: Script) -> Iterator[Violation]:
     """Find model averages, gradient changes and step counters that a loop updates once per microbatch."""
     updates = [call for call in script.module.calls if _updates(script, call)]
     model = (
@@ -94,7 +94,7 @@ def per_microbatch(script: Script) -> Iterator[Hit]:
     parameters = "parameters are changed, or gradients read, once per microbatch: the whole gradient is there in the last one, for run.clip_grad_norm_ and the optimizer"
     count = "{} counts microbatches, whose number depends on the layout: use run.step"
     for call in updates:
-        yield Hit(call, model)
+        yield Violation(call, model)
     inside = {script.callee(call) for call in updates}
     for node in ast.walk(script.module.tree):
         match node:
@@ -102,11 +102,11 @@ def per_microbatch(script: Script) -> Iterator[Hit]:
                 if script.module.scope(over) in inside or not _in_step(script, over):
                     continue
                 if _over_parameters(script, over):
-                    yield Hit(over, parameters)
+                    yield Violation(over, parameters)
             case ast.AugAssign(target=target, op=ast.Add(), value=ast.Constant(value=1)):
                 name = dotted(target)
                 if name and _in_step(script, node) and _decides(script, node, name):
-                    yield Hit(node, count.format(name))
+                    yield Violation(node, count.format(name))
 
 
 def _in_step(script: Script, node: ast.AST) -> bool:

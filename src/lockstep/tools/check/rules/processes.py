@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Function, argument
 
@@ -33,7 +33,7 @@ from lockstep.tools.check.syntax import Function, argument
     +     mp.spawn(work, nprocs=torch.cuda.device_count())
     """,
 )
-def cannot_start(script: Script) -> Iterator[Hit]:
+def cannot_start(script: Script) -> Iterator[Violation]:
     """Find `mp.spawn` of functions that cannot be pickled, and forks where CUDA is used."""
     for call in script.calls("mp.spawn"):
         target = argument(call, "fn", 0)
@@ -42,14 +42,16 @@ def cannot_start(script: Script) -> Iterator[Hit]:
             script.module.scope(definition or call), Function
         )
         if isinstance(target, ast.Lambda) or local:
-            yield Hit(call, "mp.spawn pickles its function: define it at the top of the module")
+            yield Violation(
+                call, "mp.spawn pickles its function: define it at the top of the module"
+            )
     for call in script.calls("mp.set_start_method", "mp.get_context", "mp.start_processes"):
         method = argument(call, "method", 0) or argument(call, "start_method")
         starts = "mp.Process" in script.called or ".Process" in script.called
         starts = starts or script.name(call.func) != "mp.get_context"
         if starts and script.constants(method) == ["fork"] and script.matches("nccl"):
             message = "a forked process cannot use CUDA if this one has: start processes by spawn"
-            yield Hit(call, message)
+            yield Violation(call, message)
 
 
 @rule(
@@ -72,12 +74,12 @@ def cannot_start(script: Script) -> Iterator[Hit]:
     +     mp.spawn(work, nprocs=2)
     """,
 )
-def no_main_guard(script: Script) -> Iterator[Hit]:
+def no_main_guard(script: Script) -> Iterator[Violation]:
     """Find calls that start processes and run on import of the script, for lack of a `__main__` guard."""
     spawns = script.matches(r"set_start_method\(\s*[^)]*['\"](spawn|forkserver)")
     for call in script.module.calls:
         if _starts_fresh(script, call, always=spawns) and _at_import(script, call):
-            yield Hit(call)
+            yield Violation(call)
 
 
 def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:

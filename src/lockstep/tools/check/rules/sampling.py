@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import EVALUATION, Script
 from lockstep.tools.check.syntax import argument, spread, true
 
@@ -44,7 +44,7 @@ def for_evaluation(script: Script, call: ast.Call) -> bool:
     """,
     fix="puts `set_epoch` at the head of the loop over epochs, where sampler and loop are in one function",
 )
-def no_set_epoch(script: Script) -> Iterator[Hit]:
+def no_set_epoch(script: Script) -> Iterator[Violation]:
     """Find samplers of training data in programs that never call `set_epoch`."""
     framework = {".prepare", ".setup_dataloaders"} & script.called
     if ".set_epoch" in script.called or framework or script.matches("set_epoch"):
@@ -54,7 +54,7 @@ def no_set_epoch(script: Script) -> Iterator[Hit]:
         shuffle = argument(call, "shuffle", 3)
         if not epochs or for_evaluation(script, call) or False in script.constants(shuffle):
             continue
-        yield Hit(call, None, tuple(_set_epoch(script, call)))
+        yield Violation(call, None, tuple(_set_epoch(script, call)))
 
 
 def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
@@ -89,14 +89,16 @@ def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
     """,
     fix="removes `shuffle=True`",
 )
-def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
+def shuffle_with_sampler(script: Script) -> Iterator[Violation]:
     """Find loaders with both `shuffle=True` and a sampler."""
     for call in script.calls("DataLoader"):
         sampler = argument(call, "sampler", 3)
         both = sampler is not None and true(argument(call, "shuffle", 2))
         if both and None not in script.constants(sampler):
             keyword = argument(call, "shuffle") is not None
-            yield Hit(call, None, (Edit("argument", call, name="shuffle"),) if keyword else ())
+            yield Violation(
+                call, None, (Edit("argument", call, name="shuffle"),) if keyword else ()
+            )
 
 
 @rule(
@@ -120,13 +122,13 @@ def shuffle_with_sampler(script: Script) -> Iterator[Hit]:
     """,
     default=False,
 )
-def padding_sampler(script: Script) -> Iterator[Hit]:
+def padding_sampler(script: Script) -> Iterator[Violation]:
     """Find samplers of evaluation data that repeat samples to give all ranks equally many."""
     if script.matches("gather_for_metrics"):
         return
     for call in script.calls("DistributedSampler"):
         if for_evaluation(script, call) and not true(argument(call, "drop_last", 5)):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -153,7 +155,7 @@ def padding_sampler(script: Script) -> Iterator[Hit]:
           dist.destroy_process_group()
     """,
 )
-def no_sampler(script: Script) -> Iterator[Hit]:
+def no_sampler(script: Script) -> Iterator[Violation]:
     """Find training loaders without a sampler, in programs that split the data in no other way."""
     if not script.plain or "DDP" not in script.called or script.matches("IterableDataset"):
         return
@@ -164,7 +166,7 @@ def no_sampler(script: Script) -> Iterator[Hit]:
         whole = call in script.loaders and not spread(call) and not for_evaluation(script, call)
         dataset = argument(call, "dataset", 0)
         if whole and dataset is not None and not any(map(script.is_rank, script.sources(dataset))):
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -185,14 +187,14 @@ def no_sampler(script: Script) -> Iterator[Hit]:
     +     return DistributedSampler(dataset, seed=42)
     """,
 )
-def seed_by_rank(script: Script) -> Iterator[Hit]:
+def seed_by_rank(script: Script) -> Iterator[Violation]:
     """Find samplers and random splits whose seed contains the rank."""
     for call in script.calls("DistributedSampler"):
         if any(map(script.is_rank, script.sources(argument(call, "seed", 4)))):
-            yield Hit(call)
+            yield Violation(call)
     for call in script.calls("torch.utils.data.random_split"):
         for made in script.sources(argument(call, "generator", 2)):
             match made:
                 case ast.Call(func=ast.Attribute(attr="manual_seed"), args=[seed]):
                     if any(map(script.is_rank, script.sources(seed))):
-                        yield Hit(call)
+                        yield Violation(call)

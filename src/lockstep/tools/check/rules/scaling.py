@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import Function
 
@@ -31,7 +31,7 @@ from lockstep.tools.check.syntax import Function
           scaler.update()
     """,
 )
-def clip_before_unscale(script: Script) -> Iterator[Hit]:
+def clip_before_unscale(script: Script) -> Iterator[Violation]:
     """Find clipping after a scaled backward pass in the same function, without `unscale_` in between."""
     if ".unscale_gradients" in script.called:
         return
@@ -44,7 +44,7 @@ def clip_before_unscale(script: Script) -> Iterator[Hit]:
             for one in script.methods("unscale_")
         )
         if before and not unscaled and isinstance(scope, Function | ast.Module):
-            yield Hit(call)
+            yield Violation(call)
 
 
 def scaled_loss(call: ast.Call) -> bool:
@@ -78,7 +78,7 @@ def scaled_loss(call: ast.Call) -> bool:
           dist.destroy_process_group()
     """,
 )
-def wrong_scaler(script: Script) -> Iterator[Hit]:
+def wrong_scaler(script: Script) -> Iterator[Violation]:
     """Find optimizers that step with scaled gradients, and loss scalers that are never updated."""
     for backward in script.methods("backward"):
         if not scaled_loss(backward):
@@ -89,7 +89,9 @@ def wrong_scaler(script: Script) -> Iterator[Hit]:
         for step in steps:
             plain = re.search(r"optim|opt$", ast.unparse(step.func)) and not step.args
             if plain and not by_scaler and not script.module.exclusive(step, backward):
-                yield Hit(step, "these gradients are scaled: call scaler.step(optimizer) instead")
+                yield Violation(
+                    step, "these gradients are scaled: call scaler.step(optimizer) instead"
+                )
         if by_scaler and ".update" not in script.called:
             second = "the second step raises RuntimeError: call scaler.update() after each"
-            yield Hit(by_scaler[0], second, harm="fails")
+            yield Violation(by_scaler[0], second, harm="fails")

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.divergence import collective
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import all_arguments, last_name, method_calls, receiver
@@ -39,7 +39,7 @@ _SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "floa
           dist.destroy_process_group()
     """,
 )
-def waits_each_step(script: Script) -> Iterator[Hit]:
+def waits_each_step(script: Script) -> Iterator[Violation]:
     """Find copies of GPU tensors to the host, such as `loss.item()`, in every training step."""
     if not script.cuda or "lockstep" in script.flavours:
         return
@@ -47,7 +47,7 @@ def waits_each_step(script: Script) -> Iterator[Hit]:
         what = _reads(script, call)
         if what and not script.evaluates(call) and script.step_loop(call, always=True) is not None:
             message = f"{what} waits for the GPU in each step: keep the tensor, and read it every so many steps"
-            yield Hit(call, message)
+            yield Violation(call, message)
 
 
 def _reads(script: Script, call: ast.Call) -> str:
@@ -109,13 +109,13 @@ def _is_tensor(script: Script, node: ast.expr) -> bool:
           dist.destroy_process_group()
     """,
 )
-def barrier_each_step(script: Script) -> Iterator[Hit]:
+def barrier_each_step(script: Script) -> Iterator[Violation]:
     """Find barriers in every training step."""
     for call in script.module.calls:
         name = collective(script, call) or ""
         waits = name.endswith(("barrier", "wait_for_everyone")) and script.guard(call) is None
         if waits and script.step_loop(call, always=True) is not None:
-            yield Hit(call)
+            yield Violation(call)
 
 
 @rule(
@@ -145,13 +145,13 @@ def barrier_each_step(script: Script) -> Iterator[Hit]:
           dist.destroy_process_group()
     """,
 )
-def no_no_sync(script: Script) -> Iterator[Hit]:
+def no_no_sync(script: Script) -> Iterator[Violation]:
     """Find optimizer steps every n-th iteration (accumulated gradients), in programs without `no_sync`."""
     if "DDP" not in script.called or not script.plain:
         return
     if script.matches(r"no_sync|grad_sync|gradient_sync"):
         return
-    yield from map(Hit, every_nth(script))
+    yield from map(Violation, every_nth(script))
 
 
 def every_nth(script: Script) -> Iterator[ast.Call]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.order import conditions, wrapped_before
-from lockstep.tools.check.rule import Hit, rule
+from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import argument, dotted, receiver, true, variables
 
@@ -32,7 +32,7 @@ from lockstep.tools.check.syntax import argument, dotted, receiver, true, variab
           return model, optimizer
     """,
 )
-def early_optimizer(script: Script) -> Iterator[Hit]:
+def early_optimizer(script: Script) -> Iterator[Violation]:
     """Find calls that move or shard a model after an optimizer of its parameters was made."""
     if script.matches(r"\[['\"]params['\"]\]\s*="):
         return  # the script replaces the optimizer's parameters itself
@@ -42,11 +42,13 @@ def early_optimizer(script: Script) -> Iterator[Hit]:
         match argument(made, "params", 0):
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="parameters")):
                 calls = [call for call in script.module.calls if script.module.earlier(made, call)]
-                sharded = [Hit(call) for call in calls if _shards(script, call, name)]
+                sharded = [Violation(call) for call in calls if _shards(script, call, name)]
                 # A move keeps the parameters, but PyTorch's documentation asks for the same order.
                 moved = "the optimizer above was made before the model is moved: make it after"
                 moves = [call for call in calls if _moves(script, call, name)]
-                yield from (sharded or [Hit(call, moved, harm="misleads") for call in moves])[:1]
+                yield from (sharded or [Violation(call, moved, harm="misleads") for call in moves])[
+                    :1
+                ]
 
 
 def _shards(script: Script, call: ast.Call, name: str) -> bool:
@@ -86,7 +88,7 @@ def _moves(script: Script, call: ast.Call, name: str) -> bool:
     +     return DDP(net)
     """,
 )
-def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
+def late_sync_batchnorm(script: Script) -> Iterator[Violation]:
     """Find `convert_sync_batchnorm` of a model that is already wrapped."""
     for call in script.methods("convert_sync_batchnorm"):
         model = argument(call, "module", 0)
@@ -98,9 +100,9 @@ def late_sync_batchnorm(script: Script) -> Iterator[Hit]:
         )
         if sharded or always_wrapped(script, model, "FSDP"):
             message = "FSDP gathers parameters for the layers before this, and the new ones compute with shards: convert before"
-            yield Hit(call, message, harm="fails")
+            yield Violation(call, message, harm="fails")
         elif always_wrapped(script, model, "DDP"):
-            yield Hit(call)
+            yield Violation(call)
 
 
 def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
@@ -139,7 +141,7 @@ def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
       dist.destroy_process_group()
     """,
 )
-def needless_search(script: Script) -> Iterator[Hit]:
+def needless_search(script: Script) -> Iterator[Violation]:
     """Find `find_unused_parameters=True` for a model whose forward pass uses each of its layers."""
     for call in script.calls("DDP"):
         if not call.args or not true(argument(call, "find_unused_parameters")):
@@ -149,7 +151,7 @@ def needless_search(script: Script) -> Iterator[Hit]:
         known = [owner for owner in owners if owner is not None]
         if len(known) == len(made) == 1 and _straight(known[0]):
             message = f"forward of {known[0].name} has no branch, so no parameter is left out: "
-            yield Hit(call, message + "find_unused_parameters only costs time")
+            yield Violation(call, message + "find_unused_parameters only costs time")
 
 
 def _straight(owner: ast.ClassDef) -> bool:
@@ -188,13 +190,13 @@ def _straight(owner: ast.ClassDef) -> bool:
           return model
     """,
 )
-def moved_wrapper(script: Script) -> Iterator[Hit]:
+def moved_wrapper(script: Script) -> Iterator[Violation]:
     """Find moves to a device (`model.to`) after the same function has wrapped the model in DDP."""
     for call in script.methods("to", "cuda"):
         model = receiver(call)
         for made in script.made_by(model, "DDP") if isinstance(model, ast.Name) else ():
             if made in script.module.parents and script.module.earlier(made, call):
-                yield Hit(call)
+                yield Violation(call)
                 break
 
 
@@ -219,11 +221,11 @@ def moved_wrapper(script: Script) -> Iterator[Hit]:
           dist.destroy_process_group()
     """,
 )
-def around_wrapper(script: Script) -> Iterator[Hit]:
+def around_wrapper(script: Script) -> Iterator[Violation]:
     """Find forward passes `model.module(…)` in training steps, which bypass the DDP wrapper `model`."""
     for call in script.module.calls:
         match call.func:
             case ast.Attribute(value=ast.expr() as model, attr="module"):
                 wrapped = script.made_by(model, "DDP") and script.step_loop(call) is not None
                 if wrapped and not script.evaluates(call):
-                    yield Hit(call)
+                    yield Violation(call)

@@ -13,7 +13,7 @@ from lockstep.errors import MismatchError
 
 
 class Pair:
-    """A row of two ranks, of which the other says what a test wants; it cuts words as `Row` does."""
+    """A row of two ranks, the other says what a test wants; words are cut as by `RowCommunicator`."""
 
     def __init__(self, other: bytes) -> None:
         self.rank, self._other = 0, other

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.strategies.pipeline.consistency import CallCheck
-from lockstep.engine.strategies.pipeline.p2p import Row
+from lockstep.engine.strategies.pipeline.p2p import RowCommunicator
 from lockstep.engine.strategies.pipeline.partition import cut
 from lockstep.engine.strategies.pipeline.schedule import Schedule
 from lockstep.errors import StepError
@@ -33,7 +33,7 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("bad", [1.0, 2.0], ids=["forward", "backward"])
 def test_a_pass_after_one_that_failed(lone_group: Any, bad: float) -> None:
-    row = Row(lone_group, torch.device("cpu"))
+    row = RowCommunicator(lone_group, torch.device("cpu"))
     program = cut(nn.Sequential(nn.Identity(), Failing()), 1, None)
     model = Schedule(program, row, (1, None), CallCheck(row, 0, "Net"))
     x = torch.full((3,), bad, requires_grad=True)
