@@ -179,14 +179,15 @@ class Run(RunMetrics):
         return self._session.models.add(module, settings)
 
     def sync_batchnorm(self, module: ModelT) -> ModelT:
-        """Make the BatchNorm layers of `module` use statistics of the global batch; return the module.
+        """Make BatchNorm layers of `module` use statistics of the global batch; return `module`.
 
         Like `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, it replaces every BatchNorm, and every
         SyncBatchNorm, by a layer with the same parameters and buffers. It works on any device. All ranks
         call it, before `run.model`.
 
         Raises:
-            ExactnessError: with more replicas than ranks, since a rank computes them one after the other.
+            ExactnessError: with `exact` and more replicas than ranks, since a rank computes its
+                replicas one after the other.
             ModelError: if `run.model` has taken the module, or a layer cannot be converted.
         """
         session = self._session
@@ -345,13 +346,16 @@ class Run(RunMetrics):
             optimizers.clip_values(optimizers.listed(parameters), float(clip_value), models)
 
     def log(self, **values: Any) -> None:
-        """Record numbers, or tensors of one element, of this step, without waiting for ranks or device."""
+        """Record values for this step, without waiting for other ranks or the device.
+
+        `values`: by name, numbers or tensors of one element.
+        """
         if not (self._loop.is_replaying or self._loop.is_audited):
             self._step_values.logged(values)
             self._session.context.record.log(values)
 
     def print(self, *values: object, sep: str = " ") -> None:
-        """Print on the main rank, above the progress bar."""
+        """Print `values`, separated by `sep`, on the main rank, above the progress bar."""
         repeats = self._loop.is_replaying and self._loop.progress.depth > 0
         if not (repeats or self._loop.is_audited):  # else the same text would be printed twice
             self._session.context.record.print(sep.join(map(str, values)))

@@ -14,7 +14,10 @@ Check = Callable[[Any, str], object]
 
 
 def at_least(least: int, kind: type = int) -> Check:
-    """Return a function that raises `UsageError` unless a value is a finite `kind` of at least `least`."""
+    """Return a check that raises `UsageError` unless a value is finite and at least `least`.
+
+    `kind`: `int` to accept only integers, `float` to accept other numbers, too.
+    """
 
     def check(value: Any, origin: str) -> None:
         number = isinstance(value, int) or (kind is float and isinstance(value, float))
@@ -34,21 +37,27 @@ def check_seed(value: Any, origin: str) -> None:
 
 
 def audit_steps(value: str) -> int | None:
-    """Return the number of steps from one audit to the next; 0 for `first`, `None` for `off`.
+    """Return the number of steps from one audit to the next, for a value of the setting `audit`.
 
-    An audit computes a microbatch twice and compares the bits; `first` audits only first batches of loops.
+    It is 0 for `first`, which audits only the first batches of loops, and `None` for `off`.
     """
     return {"off": None, "first": 0}[value] if value in ("off", "first") else int(value)
 
 
 def check_audit(value: Any, origin: str) -> None:
-    """Raise `UsageError` unless `value` is `off`, `first` or a positive number of steps."""
+    """Raise `UsageError` unless `value` is `off`, `first` or a positive number of steps.
+
+    `origin`: the flag, variable or argument that gave the value.
+    """
     if str(value) not in ("off", "first") and not (str(value).isdecimal() and int(value) > 0):
         raise UsageError(f"{origin} is {value!r}; expected off, first or a number of steps")
 
 
 def check_directory(value: Any, origin: str) -> None:
-    """Raise `UsageError` if `value` is a URL, such as `s3://bucket/run`, and not a directory."""
+    """Raise `UsageError` if `value` is a URL, such as `s3://bucket/run`, and not a directory.
+
+    `origin`: the flag, variable or argument that gave the value.
+    """
     scheme, separator, rest = str(value).partition(":/")  # a `Path` has one slash of two
     if separator and "/" not in scheme:
         raise UsageError(
@@ -63,6 +72,8 @@ _UNFIT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal
 
 def signal_of(name: str, origin: str) -> signal.Signals:
     """Return the signal with the given name, such as `USR1` or `SIGUSR1`.
+
+    `origin`: the flag, variable or argument that gave the name.
 
     Raises:
         UsageError: if no signal has this name, or the signal cannot be used to end a run.

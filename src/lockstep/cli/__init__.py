@@ -109,8 +109,8 @@ def _end_as_exceptions_do() -> None:
 def whole_parser(only: str | None = None) -> Parser:
     """Return the parser of `lockstep`, with a sub-parser for each command.
 
-    If `only` names a command, the other sub-parsers have no flags: `lockstep run` starts without modules of
-    other commands.
+    If `only` names a command, only its sub-parser has flags, so that modules of other commands are not
+    imported.
     """
     parser = Parser(
         prog="lockstep",
@@ -144,7 +144,7 @@ def _print_error(error: LockstepError) -> int:
 
 
 def _flush() -> None:
-    """Flush standard output; ignore a closed pipe, as of `| head`."""
+    """Flush standard output; ignore an error if its reader has closed the pipe, as `head` does."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -152,7 +152,10 @@ def _flush() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit after the exit functions, without the teardown of modules, which takes 0.3 s with torch."""
+    """Run the `atexit` functions and exit with `code`, without the teardown of modules.
+
+    The teardown takes 0.3 s if torch is imported.
+    """
     atexit._run_exitfuncs()
     _flush()
     os._exit(code)

@@ -39,7 +39,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Write the attestation of a run, or check it; return 3 if something differs."""
+    """Write the attestation of a run, or check one; return the exit code, 3 if a check fails."""
     from lockstep.tools.replay.attest import NAME, attest, check
     from lockstep.tools.replay.recorded import RecordedRun
 

@@ -160,7 +160,10 @@ def _value(options: argparse.Namespace, flag: str) -> str | None:
 
 
 def _show_given(options: argparse.Namespace) -> int:
-    """Print predicted times of a step with given `--gradients` and `--compute`, no script run; return 0."""
+    """Print predicted times of a step, from `--gradients` and `--compute`; return exit code 0.
+
+    No script runs.
+    """
     from lockstep.tools.bench.given import StepAssumptions
     from lockstep.tools.quantities import parse_latency, parse_size
 
@@ -205,7 +208,7 @@ def _report(line: str) -> None:
 
 
 def _write(content: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print the results; write the files of `--json` and `--html`."""
+    """Print the results in `content`, and write them to the files of `--json` and `--html`."""
     from rich.console import Console
 
     from lockstep.tools.bench import table

@@ -86,7 +86,10 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _fixed(outcome: CheckResult, paths: list[Path], flags: Selection) -> CheckResult:
-    """Apply the safe fixes, and check again; return the new findings."""
+    """Apply the safe fixes of `outcome` to the files, check again, and return the new outcome.
+
+    `paths` are the files to check, and `flags` the rules that the command line selects.
+    """
     from lockstep.tools.check import engine, fix
 
     for path, module, text in _edited(outcome):
@@ -99,9 +102,10 @@ def _fixed(outcome: CheckResult, paths: list[Path], flags: Selection) -> CheckRe
 
 
 def of_target(target: str, kind: str) -> list[str]:
-    """Return a line for each hang or wrong result that `lockstep check` finds in a script, and a count.
+    """Return lines about the hangs and wrong results that `lockstep check` finds in a script.
 
-    `target` is the path of a script or, if `kind` is `module`, the dotted name of a module.
+    There is one line for each, and a last one with their number. `target` is the path of a script or, if
+    `kind` is `module`, the dotted name of a module.
     """
     from lockstep.tools.check import engine
     from lockstep.tools.check.output import line
@@ -118,7 +122,10 @@ def of_target(target: str, kind: str) -> list[str]:
 
 
 def _edited(outcome: CheckResult) -> Iterator[tuple[Path, Module, str]]:
-    """Yield the path, the parsed module and the new text of each file that the fixes change."""
+    """Yield the path, the parsed module and the new text of each file that the fixes change.
+
+    `outcome` is the result of a check, which contains the fixes.
+    """
     from lockstep.tools.check import editor
 
     for path, (module, edits) in outcome.edits.items():

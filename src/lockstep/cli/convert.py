@@ -71,7 +71,11 @@ def _write(out: Path, made: ConvertedScript) -> None:
 
 
 def _print_questions(script: Path, out: Path | None, made: ConvertedScript) -> None:
-    """Print the notes and open questions of a conversion on standard error."""
+    """Print the notes and open questions of the conversion `made` on standard error.
+
+    `script` is the original file. `out` is the file that was written; `None` if there is none, and then
+    questions have line numbers of `script`.
+    """
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
     for question in made.questions:

@@ -39,7 +39,10 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Compare the two runs and print the first difference; return 3 if there is one."""
+    """Compare the two runs and print the first difference.
+
+    Returns the exit code, 3 if the runs differ.
+    """
     from lockstep.tools.replay.diff import diff
 
     with kept_directory(options.keep_runs, "diff") as directory:

@@ -34,7 +34,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def of_script(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the script's arguments: all words after SCRIPT, without a leading `--`."""
+    """Return the script's arguments: `words`, which follow SCRIPT, without a leading `--`."""
     return tuple(words[1:] if words[:1] == ["--"] else words)
 
 
@@ -95,7 +95,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=hint or self._see)
 
     def add_script(self, what: str, *, optional: bool = False) -> None:
-        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT."""
+        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT.
+
+        `what` is the help text of SCRIPT.
+        """
         self.add_argument("target", metavar="SCRIPT", nargs="?" if optional else None, help=what)
         rest = self.add_argument(
             "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
@@ -121,7 +124,10 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean(flag, known, cutoff=0.7)
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Return the flags that `option_string` may mean, with underscores for dashes, or abbreviated."""
+        """Return the flags that `option_string` may mean.
+
+        A flag may be written with underscores for dashes, and some flags may be abbreviated.
+        """
         if not option_string.startswith("--"):
             return super()._get_option_tuples(option_string)
         flag, equals, value = option_string.partition("=")

@@ -106,9 +106,9 @@ def read(options: argparse.Namespace, asked: TorchrunFlags) -> tuple[LaunchSpec,
 
 
 def _command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the arguments of `lockstep run` that a message shows for continuing a preempted run.
+    """Return the arguments of this `lockstep run` without `--run-dir`, `--resume` and `--fresh`.
 
-    They are those of this command line without `--run-dir`, `--resume` and `--fresh`.
+    A message about a preempted run shows them in the command that continues the run.
     """
     script = [options.target, *options.args]
     flags, kept = iter(options.words[1 : -len(script)]), []

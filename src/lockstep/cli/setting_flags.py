@@ -10,7 +10,10 @@ from lockstep.settings import TABLE, Setting, boolean, names
 
 
 def add_group(group: argparse._ActionsContainer, named: str) -> None:
-    """Add the flags of all settings in a named group, such as `training`, to `group`."""
+    """Add the flags of a group of settings, such as `training`, to a group of the parser.
+
+    `named` is the name of the group of settings.
+    """
     add(group, *(name for name, one in TABLE.items() if one.flag and one.flag[0] == named))
 
 

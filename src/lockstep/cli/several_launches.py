@@ -44,9 +44,10 @@ def add_shared_flags(
 def run_command(
     options: argparse.Namespace, *chosen_here: str
 ) -> tuple[RunCommand, Sequence[str | None]]:
-    """Return the command for all launches, and the strategies to run it with; `None`: the script's own.
+    """Return the command for all launches, and the strategies to run it with.
 
-    The command leaves out the flags of settings in `chosen_here`: the caller sets these for each launch.
+    A strategy `None` stands for the one that the script chooses. The command leaves out the flags of
+    settings in `chosen_here`, which the caller sets for each launch.
 
     Raises:
         UsageError: if a flag is invalid.
@@ -67,6 +68,8 @@ def run_command(
 @contextlib.contextmanager
 def kept_directory(keep: Path | None, verb: str) -> Iterator[Path]:
     """Context manager: yield a directory for the runs of a command, `keep` or a temporary one.
+
+    `verb` is the command's name, which the temporary directory's name contains.
 
     Raises:
         UsageError: if `keep` exists already.

@@ -94,7 +94,13 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _act(backend: Backend, asked: dict[str, str], options: argparse.Namespace) -> int:
-    """Do what `--status`, `--logs` or `--cancel` asks for an existing job; return the exit code."""
+    """Show or cancel an existing job; return the exit code.
+
+    `asked` maps the name of the given flag, `status`, `logs` or `cancel`, to the job's name.
+
+    Raises:
+        UsageError: if several of these flags are given, or a script too.
+    """
     from lockstep.tools.submit import job
 
     if len(asked) > 1 or options.target is not None:
@@ -107,7 +113,7 @@ def _act(backend: Backend, asked: dict[str, str], options: argparse.Namespace) -
 
 
 def _check_flags(options: argparse.Namespace, chosen: str) -> None:
-    """Raise `UsageError` if a flag is given that only another job scheduler than `chosen` has."""
+    """Raise `UsageError` if a flag of a job scheduler other than `chosen` is given."""
     for name in backends.names():
         if name == chosen:
             continue
@@ -122,7 +128,9 @@ def _check_flags(options: argparse.Namespace, chosen: str) -> None:
 
 
 def _spec(options: argparse.Namespace, backend: Backend) -> LaunchSpec:
-    """Return the `lockstep run` that the job executes on each node, checked before the job is submitted.
+    """Return the options of the `lockstep run` that the job executes on each node.
+
+    They are checked here, before the job is submitted.
 
     Raises:
         UsageError: if a flag is invalid, or the script does not exist.

@@ -63,7 +63,10 @@ def add_flags(parser: Parser) -> None:
 
 
 def one_layout_each(words: Sequence[str]) -> list[str]:
-    """Rewrite `--layouts A B` as `--layouts A --layouts B`: argparse then takes no SCRIPT for a layout."""
+    """Return `words` with `--layouts A B` rewritten as `--layouts A --layouts B`.
+
+    Each `--layouts` then has a single value, so that argparse does not take SCRIPT for a layout.
+    """
     done: list[str] = []
     follows = False
     for word in words:
@@ -76,7 +79,10 @@ def one_layout_each(words: Sequence[str]) -> list[str]:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Run the script on all layouts, and print the comparison of the results; return 3 if they differ."""
+    """Run the script on all layouts, and print the comparison of the results.
+
+    Returns the exit code, 3 if the results differ.
+    """
     from lockstep.tools.verify.comparison import judge
     from lockstep.tools.verify.layouts import parse
     from lockstep.tools.verify.running import RunSpec, outcomes

@@ -90,7 +90,7 @@ def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
 
 
 def _expected_generation(launch: Launch) -> Generation:
-    """Return the workers' rendezvous to show in a dry run.
+    """Return the `Generation` whose settings a dry run shows.
 
     The other nodes are not asked: each is expected to start as many ranks as this one.
     """
@@ -109,7 +109,10 @@ def _expected_generation(launch: Launch) -> Generation:
 
 
 def _adapted(spec: LaunchSpec) -> LaunchSpec:
-    """Add the `--local_rank` option of an old script to `spec`; print a message about it."""
+    """Return `spec`, with the option `--local_rank` if the script is an old one that expects it.
+
+    If the option is added, a message says so.
+    """
     spec, note = old_scripts.adapt(spec)
     if note is not None:
         say(note)
@@ -117,7 +120,11 @@ def _adapted(spec: LaunchSpec) -> LaunchSpec:
 
 
 def _prepare(spec: LaunchSpec, sources: Sources) -> LaunchSpec:
-    """Import torch before workers are forked; return `spec`, with `start="spawn"` if forks are unsafe."""
+    """Import torch before workers are forked; return `spec`, adapted if forks are unsafe.
+
+    The start method is then `spawn`. `sources` are facts about the script's source, such as the packages
+    that it imports.
+    """
     if spec.start != "fork":
         return spec
     with openmp.loaded_unbound(threads_of_workers(spec)):

@@ -20,10 +20,10 @@ _OF_SERVERS = tuple(TABLE[name].variable for name in OF_SERVERS)
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """A command `lockstep run`: the script, and the options that all of its launches share.
+    """A command `lockstep run` for a script, with options that all of its launches share.
 
     Attributes:
-        of_servers: options that only a strategy with parameter servers gets.
+        of_servers: options that are used only with a strategy that has parameter servers.
     """
 
     script: Sequence[str]
@@ -31,7 +31,11 @@ class RunCommand:
     of_servers: Sequence[str]
 
     def words(self, strategy: str | None, environ: Mapping[str, str]) -> list[str]:
-        """Return the options of `lockstep run` for a strategy; by default, `ps` gets one server."""
+        """Return the options of `lockstep run` for a launch with `strategy`.
+
+        `None` stands for the strategy that the script chooses. Strategy `ps` gets the option `--servers 1`
+        if neither the options nor `environ` give a number of servers.
+        """
         if strategy is None:
             return [*self.options, *self.of_servers]
         words = [*self.options, "--strategy", strategy]
@@ -41,7 +45,11 @@ class RunCommand:
         return [*words, *self.of_servers, *(() if is_given else ("--servers", "1"))]
 
     def environ(self, strategy: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` without variables that apply to a single launch, such as torchrun's `PET_*`."""
+        """Return `environ` without variables that apply to a single launch.
+
+        Examples are torchrun's `PET_*`. Variables of parameter servers are left out too, if
+        `strategy` has no such servers.
+        """
         others = _OURS if strategy in (None, WITH_SERVERS) else (*_OURS, *_OF_SERVERS)
         return {
             name: value
@@ -77,7 +85,10 @@ class RunCommand:
 
 
 def verdict_in(errors: Path) -> str:
-    """Return the failure message in `errors`, the file with the launcher's standard error."""
+    """Return the failure message in `errors`, the file with the launcher's standard error.
+
+    If the file has no such message, its last eight lines are returned.
+    """
     lines = errors.read_text(errors="replace").rstrip().splitlines()
     marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
@@ -95,7 +106,13 @@ def parse_strategies(text: str) -> list[str]:
 
 
 def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> list[str]:
-    """Parse the comma-separated names in a flag's value; raise `UsageError` for an unknown name."""
+    """Parse the comma-separated names in a flag's value.
+
+    `flag` is the flag's name for the error, `known` the valid names, and `example` the error's hint.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -112,7 +129,10 @@ def choose_strategies(
 
     An element `None` stands for the strategy that the script chooses.
 
-    `of_servers` are the given flags that require a strategy with parameter servers.
+    Args:
+        one: value of `--strategy`, if given.
+        several: value of `--strategies`, if given.
+        of_servers: the given flags that require a strategy with parameter servers.
 
     Raises:
         UsageError: if the flags contradict each other, or a strategy is unknown.

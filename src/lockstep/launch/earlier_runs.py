@@ -25,7 +25,10 @@ _FLAGS = {"resume": "--resume", "run_dir": "--run-dir "}
 
 
 def finished(spec: LaunchSpec) -> str | None:
-    """Return a message if an earlier launch has completed this command in its directory, else `None`."""
+    """Return a message if an earlier launch of this command has finished the run; else `None`.
+
+    Only the run in the given run directory is looked at.
+    """
     if spec.run_dir is None or spec.settings.value("fresh", os.environ) or not _is_only(spec):
         return None
     recorded: dict[str, Any] = {}
@@ -68,9 +71,9 @@ def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
 
 
 def stamp(spec: LaunchSpec, name: str) -> str | None:
-    """Return the name, within `runs/NAME/`, of the directory of the run that this launcher would resume.
+    """Return the directory's name, in `runs/NAME/`, of the run that this launcher would resume.
 
-    Returns `None` if the launcher would begin a new run. `name` is the NAME.
+    `name` stands for NAME. Returns `None` if the launcher would begin a new run.
     """
     found = _find(spec, name) if spec.run_dir is None and _resumes(spec) else []
     return found[0].directory.name if found else None
@@ -78,6 +81,9 @@ def stamp(spec: LaunchSpec, name: str) -> str | None:
 
 def check(spec: LaunchSpec, name: str, common: Common) -> None:
     """Check that a launch on several nodes with `--resume` has found a run to resume.
+
+    `name` is the name of the run's directory in `runs/`. `common` are the constants that the first launcher
+    chose, such as the run to resume.
 
     Raises:
         UsageError: if `--resume` is set and the first launcher has found no unfinished run.
@@ -87,7 +93,10 @@ def check(spec: LaunchSpec, name: str, common: Common) -> None:
 
 
 def note(spec: LaunchSpec, name: str) -> str | None:
-    """If the launch begins a new run, return a note about the command's newest unfinished run, if any."""
+    """Return a note about the command's newest unfinished run, if the launch begins a new run.
+
+    Returns `None` if the launch resumes a run, or there is no unfinished one.
+    """
     found = _find(spec, name) if spec.run_dir is None and not _resumes(spec) else []
     return unfinished.note(found, **_FLAGS) if found else None
 
@@ -107,7 +116,10 @@ def _resumes(spec: LaunchSpec) -> bool:
 
 
 def _identity(spec: LaunchSpec) -> dict[str, Any]:
-    """Return settings and arguments that a run to resume must have; `None` stands for any value."""
+    """Return the settings and arguments by which the unfinished runs of a launch are recognized.
+
+    Their values must be the same in the run; `None` stands for any value.
+    """
     names = ("seed", "replicas", "threads", "precision")
     fixed = {name: spec.settings.value(name, os.environ) for name in names}
     if spec.kind == "module":  # its directory has its name

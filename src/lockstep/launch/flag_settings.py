@@ -9,7 +9,7 @@ from lockstep.settings import TABLE, write
 
 
 class FlagSettings(dict[str, Any]):
-    """Settings given by command-line flags, by name; a value `None` counts as not given.
+    """Dictionary of settings given by command-line flags, by name; `None` counts as not given.
 
     Raises:
         UsageError: for an invalid value.

@@ -278,7 +278,10 @@ def _drop_parent_state() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """Exit this forked process without module teardown: the modules are copies of the parent's."""
+    """Exit this forked process with exit code `code`, after joining threads and running `atexit`.
+
+    The modules are not torn down, since they are copies of the parent's.
+    """
     worker.limit_end(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

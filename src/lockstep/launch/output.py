@@ -71,7 +71,10 @@ class _Sink:
 
 @dataclass(slots=True)
 class _Cursor:
-    """State of the terminal: `in_line` is set if the last output, as of a progress bar, has no newline."""
+    """State of the terminal; `in_line` says that the last output did not end with a newline.
+
+    Progress bars write such output.
+    """
 
     in_line: bool = False
 
@@ -81,9 +84,9 @@ _CURSOR = _Cursor()
 
 @dataclass(slots=True)
 class _Source:
-    """An output stream of a worker, and the places to copy it to.
+    """An output stream of a worker, with the sinks that receive its bytes.
 
-    `log` is the rank's log file, `shown` the terminal, where each line begins with `prefix`.
+    Sink `log` is the rank's log file, and `shown` the terminal, where each line begins with `prefix`.
     """
 
     shown: Sink
@@ -115,7 +118,10 @@ class _Source:
 
 
 def say(text: str) -> None:
-    """Print a message of the launcher to standard error, on a new line after a rank's progress bar."""
+    """Print a message of the launcher to standard error.
+
+    The message begins on a new line, even if a rank's progress bar has left the terminal in a line.
+    """
     begin = "\n" * (_CURSOR.in_line and sys.stderr.isatty())
     _CURSOR.in_line = False
     # A single write, so that no output of ranks comes in between.

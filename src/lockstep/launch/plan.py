@@ -42,10 +42,15 @@ MAX_RANKS_PER_CORE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A requested launch with the facts of this machine; made by `resolve`.
+    """A requested launch, with all that is known before its processes start; made by `resolve`.
 
     Attributes:
+        spec: the requested launch.
+        sources: facts about the script's source.
+        machine: cores and GPUs of this machine.
+        environ: environment variables of the launcher.
         ranks: number of ranks that this launcher starts.
+        servers: number of parameter servers of the launch.
         nodes: rendezvous of several launchers; `None` for a single launcher.
     """
 
@@ -132,6 +137,8 @@ def resolve(
 ) -> Launch:
     """Check the requested launch `spec` against the cores and GPUs of `machine`; return the launch.
 
+    `sources` are facts about the script's source, and `environ` the launcher's environment variables.
+
     Raises:
         DeviceError: if the machine lacks the devices.
         UsageError: if flags or variables contradict each other.
@@ -165,11 +172,17 @@ def make_plan(
     log_dir: Path | None = None,
     error_dir: Path,
 ) -> Plan:
-    """Return the commands, environment variables, devices and files of the processes of one generation.
+    """Return the commands, environment variables, devices and files of one generation's processes.
 
     A generation is the set of processes that this launcher starts together, until the next restart.
 
-    Log files are in `log_dir`, by default `logs/` in `run_dir`; error files in `error_dir`.
+    Args:
+        launch: what to launch, and the facts of this machine.
+        generation: rendezvous settings; by default those of the first generation of a single
+            launcher.
+        run_dir: the run directory.
+        log_dir: directory of log files, by default `logs/` in `run_dir`.
+        error_dir: directory of files in which processes report exceptions.
 
     Raises:
         DeviceError: if the machine lacks the devices.
@@ -257,6 +270,7 @@ def count_ranks(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) 
 
     Raises:
         DeviceError: if the machine has too few devices.
+        UsageError: if `-n` and a list of GPUs in `--devices` give different numbers.
     """
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):

@@ -63,10 +63,11 @@ class RunDirectory:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def make(self, stamp: str | None, private: Path) -> Path:
-        """Make the directories; return the run directory, named `stamp` if launcher 0 chose a name.
+        """Make the directories of this launch; return the run directory.
 
-        Temporary logs get a link in `private`; if this launcher is killed, the next launcher
-        removes the logs and `private`.
+        The run directory is named `stamp`, if launcher 0 chose a name. If the log files are in a temporary
+        directory, a link in `private` leads to it: if this launcher is killed, a later launcher removes
+        both.
 
         Raises:
             RunDirectoryError: if a directory cannot be made or written.

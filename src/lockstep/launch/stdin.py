@@ -1,6 +1,7 @@
-"""Standard input of ranks: a single rank reads the launcher's input; of several ranks, only rank 0 may.
+"""Choose the standard input of each rank: the launcher's standard input or the null device.
 
-Of several ranks, rank 0 reads the launcher's input only if it is a terminal.
+A rank that is the only one gets the launcher's input. Of several ranks, rank 0 gets a terminal, and no rank
+gets a pipe or file.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ def descriptor(rank: int, size: int, kind: str) -> int:
     """Return a descriptor for the standard input of a rank; the caller closes it.
 
     If the launcher's standard input is a terminal, and the launcher is in its foreground, rank 0 gets the
-    terminal. If it is a pipe or file, whose data ranks could not share, only the single rank of a script
-    gets it. In all other cases, a rank gets the null device.
+    terminal. If the input is a pipe or file, whose data ranks could not share, a rank gets it only if it is
+    the single one (`size` is 1) and runs no function (`kind` is the kind of target). In all other cases, a
+    rank gets the null device.
     """
     if rank == 0 and sys.__stdin__ is not None:  # otherwise descriptor 0 is another file
         is_only = size == 1 and kind != "function"
@@ -28,7 +30,10 @@ def descriptor(rank: int, size: int, kind: str) -> int:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Context manager: restore the terminal's settings, which a killed debugger leaves without echo."""
+    """Context manager: restore the settings of the terminal at the end.
+
+    A debugger that was killed leaves the terminal without echo.
+    """
     is_foreground = sys.__stdin__ is not None and os.isatty(0) and _is_foreground()
     before = termios.tcgetattr(0) if is_foreground else None
     try:

@@ -1,8 +1,7 @@
-"""`Streams`: the ranks' output that the terminal shows.
+"""`Streams`: selection of the ranks' output streams that the terminal shows.
 
-It is set by the flags `--redirects`, `--tee` and `--local-ranks-filter`.
-
-The log file of a rank always receives its standard output and standard error.
+The flags `--redirects`, `--tee` and `--local-ranks-filter` make the selection. The log file of a rank
+always receives its standard output and standard error.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def parse_bits(flag: str, text: str) -> Bits:
 
 
 def parse_ranks_filter(text: str) -> frozenset[int] | None:
-    """Parse a list of local ranks; return `None` (all ranks) for an empty one.
+    """Parse a comma-separated list of local ranks; return `None` (all ranks) for an empty text.
 
     Raises:
         UsageError: if `text` is not a list of numbers.

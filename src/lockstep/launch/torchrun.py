@@ -101,6 +101,8 @@ class TorchrunFlags:
     def kind(self, *, module: bool) -> TargetKind:
         """Return the kind of target: `module`, `program` or `script`.
 
+        `module` is whether `-m` is given.
+
         Raises:
             UsageError: if `-m` and `--no-python` are both given.
         """
@@ -140,6 +142,9 @@ def rendezvous_nodes(
 ) -> tuple[Nodes, tuple[str, ...]]:
     """Return the settings of a launch on several nodes, and messages about flags without effect.
 
+    `asked` are the flags that only torchrun has. `nodes` are the other flags for nodes, by their names as
+    arguments of `Nodes`.
+
     Raises:
         UsageError: if flags contradict each other.
     """
@@ -176,8 +181,9 @@ def rendezvous_nodes(
 def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
     """Remove settings from `given` that `--rdzv-endpoint` replaces; return messages about them.
 
-    With a `--node-rank`, and without torchrun's c10d backend, the endpoint's host becomes the main address;
-    otherwise nodes are numbered as they join.
+    `given` are arguments of `Nodes`, and `backend` is the value of `--rdzv-backend`. With a `--node-rank`,
+    and without the backend `c10d`, the endpoint's host becomes the main address; otherwise nodes are
+    numbered as they join.
     """
     address, port = endpoint_place(str(given["endpoint"]))
     idle = [name for name in ("main_address", "main_port") if given.pop(name, None) is not None]

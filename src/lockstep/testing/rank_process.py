@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Result or error of a test rank."""
+    """Result or error of a test rank, and the moment at which its function ended."""
 
     value: Any = None
     error: str | None = None

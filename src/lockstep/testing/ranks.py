@@ -20,7 +20,7 @@ _GRACE_SECONDS = 2.0  # for the reports of other ranks, once one has failed
 
 
 class RankError(LockstepError):
-    """A rank raised an exception or died.
+    """Raised if a rank raised an exception or died.
 
     Attributes:
         rank: number of the rank that failed first.
@@ -32,7 +32,7 @@ class RankError(LockstepError):
 
 
 class RankTimeoutError(LockstepError):
-    """Ranks were still running at the timeout."""
+    """Raised if ranks were still running at the timeout."""
 
 
 @dataclass(slots=True)

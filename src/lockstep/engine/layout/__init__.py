@@ -1,1 +1,1 @@
-"""Functions without tensors: replicas of each rank, order of samples, random seeds, order of additions."""
+"""Functions on numbers only: replicas of each rank, order of samples, seeds, order of additions."""

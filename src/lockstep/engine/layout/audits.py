@@ -18,7 +18,10 @@ def is_due(step: int, every: int) -> bool:
 
 
 def partner(rank: int, size: int) -> int:
-    """Return the next rank in a ring of `size` ranks, whose last microbatch `rank` recomputes."""
+    """Return the rank that follows `rank` in a ring of `size` ranks.
+
+    In an audit `rank` recomputes the last microbatch of the rank that follows.
+    """
     return (rank + 1) % size
 
 
@@ -29,7 +32,8 @@ class AuditDifference:
     Attributes:
         host: rank to which the microbatch belongs.
         auditor: rank that recomputed the microbatch, for comparison.
-        odd: the rank that probably computes wrongly, if all differences involve this rank; else `None`.
+        odd: rank that is involved in all differences, and so probably computes wrongly; `None` if
+            there is no such rank.
     """
 
     host: int

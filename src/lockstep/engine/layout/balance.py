@@ -25,7 +25,10 @@ def balance(weights: Sequence[int], parts: int) -> list[range]:
 
     @cache
     def lightest(start: int, left: int) -> tuple[int, int]:
-        """Split from `start` into `left` ranges; return the largest sum and the end of the first range."""
+        """Split `range(start, len(weights))` into `left` ranges.
+
+        Return the largest sum of weights of a range, which is minimal, and the end of the first range.
+        """
         if left == 1:
             return sums[count] - sums[start], count
         ends = range(start + 1, count - left + 2)

@@ -25,5 +25,9 @@ def is_possible(blocks: Sequence[range], replicas: int) -> bool:
 
 
 def pays(blocks: Sequence[range], replicas: int) -> bool:
-    """Return whether recursive halving is possible for hosts with the replicas `blocks`, and is faster."""
+    """Return whether hosts should sum by recursive halving.
+
+    This holds if it is possible and there are at least `FEWEST` hosts, so that it is faster. `blocks`: the
+    replicas of each host.
+    """
     return len(blocks) >= FEWEST and is_possible(blocks, replicas)

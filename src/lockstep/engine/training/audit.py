@@ -104,13 +104,14 @@ class Audit:
     # --- which microbatches ----------------------------------------------------------------------
 
     def plan(self, start: Start, phase: int, steps: int) -> Audited:
-        """Choose the batches to audit in a loop that begins at `start`, in `run.epochs` call `phase`.
+        """Return a function that maps a batch's number to the replica that an audit computes again.
 
-        Returns a function: for a batch's number in the loop, it returns the replica whose microbatch this
-        rank computes twice, or `None` without an audit. Audited are all steps for which `is_due` is true,
-        and one batch of each of the run's first loops: the first batch or, if the loop has run no backward
-        pass yet, the second, since a script may take the first one alone, by `next`. `steps`: steps before
-        batch `start.batch`.
+        The function returns `None` for a batch without an audit. Audited are all steps for which `is_due`
+        is true, and one batch in each of the run's first loops. This is the first batch, or the second if
+        the loop has run no backward pass yet, since a script may take the first batch alone, by `next`.
+
+        `start`: position at which the loop begins. `phase`: number of calls of `run.epochs` so far.
+        `steps`: number of finished steps before batch `start.batch`.
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
@@ -140,9 +141,10 @@ class Audit:
         return audited
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether to compute an audit's extra microbatch: only if the loop has run a backward pass before.
+        """Whether to run the loop's body on `microbatch`, the extra microbatch of an audit.
 
-        The answer is the same in all iterations over a global batch, since a body may count microbatches.
+        True if the loop has run a backward pass before and audits are on. All iterations over one global
+        batch get the answer of the first iteration, so that each of them yields equally many microbatches.
         """
         if not microbatch.turn:
             self._takes = self._loops[microbatch.loop][0] in self._trained and not self._is_off
@@ -212,7 +214,10 @@ class Audit:
             self._guarded(self._watch.begins)
 
     def step(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, an optimizer's step, which alone may change parameters; return its result."""
+        """Call `act`, which performs the step of an optimizer; return its result.
+
+        In an audited microbatch no other code may change parameters.
+        """
         return self._watch.step(act) if self._watch.is_on else act()
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
@@ -244,7 +249,11 @@ class Audit:
                     self._context.record.audit_agrees(step)
 
     def warn_of_counts(self) -> None:
-        """Warn if the script left the last loop early and never read `run.step` or `run.batch_index`."""
+        """Warn if the script left its latest loop early and never read `run.step`.
+
+        `run.batch_index` counts as well. A script that reads neither probably counts microbatches, whose
+        number depends on the layout.
+        """
         left, self._left, found, self._found = self._left, False, self._found, []
         was_read, self.step_was_read = self.step_was_read, False
         if left and not was_read:
@@ -262,7 +271,10 @@ class Audit:
             self._context.record.warn(f"lockstep: warning: {text}")
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """Call `look`, which observes the script; if that fails, the run continues without audits."""
+        """Call `look`, a function that observes the script; if it fails, switch audits off.
+
+        The run continues then. Only a `LockstepError` is passed on.
+        """
         if self._has_failed and self._is_alone:
             return  # ranks that pass through a model together make extra passes all the same
         try:
@@ -381,13 +393,20 @@ class Audit:
 
 
 def _place(frame: FrameType) -> _Place:
-    """Return file, line and bytecode offset of the script's code that takes the next microbatch."""
+    """Return the file, line and bytecode offset where the script takes its next microbatch.
+
+    The script's code is the innermost user code among `frame` and its callers.
+    """
     user = next(script_frames(frame), None)
     return ("", 0, 0) if user is None else (user.f_code.co_filename, user.f_lineno, user.f_lasti)
 
 
 def _is_taken_by_next(frame: FrameType | None) -> bool:
-    """Whether the script takes microbatches by `next(…)` instead of `for`, also in its own generators."""
+    """Whether the script takes microbatches by `next(…)` instead of a `for` loop.
+
+    The script's code is searched from `frame` outwards. A generator of the script that passes microbatches
+    on is skipped: the code that iterates over the generator counts.
+    """
     while frame is not None and stacks.is_own(frame.f_code.co_filename):
         frame = frame.f_back
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:

@@ -58,11 +58,17 @@ class Record:
             self._gradients[key] = bits(gradient)
 
     def samples_are(self, data: Any) -> None:
-        """Record a checksum of a microbatch's collated samples, to tell whether two passes had the same."""
+        """Record a checksum of a microbatch's collated samples.
+
+        It shows whether the loader gave both passes of an audit the same samples.
+        """
         self.samples = _number(checksum(data))
 
     def step(self, optimizer: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Record `groups`, the parameter groups of optimizer number `optimizer`, without parameters."""
+        """Record the settings, such as the learning rate, of optimizer number `optimizer`.
+
+        `groups`: the optimizer's parameter groups, whose entry `params` is left out.
+        """
         rows = [
             sorted((name, _text(v)) for name, v in g.items() if name != "params") for g in groups
         ]

@@ -57,10 +57,11 @@ class Finding:
 
 
 def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
-    """Return the error for an audit in which two passes of the loop's body over one microbatch differ.
+    """Return the error for an audit whose two passes over one microbatch gave different values.
 
-    `by`: text that names the ranks which computed the passes. The cause is state that the body keeps
-    between passes, or, if the text `suspect` names a rank, perhaps wrong computation by this rank.
+    `finding`: the microbatch and the differences. `by`: text that names the ranks which computed the
+    passes. `suspect`: text that names a rank which may compute wrongly; without it the message blames state
+    that the loop's body keeps between passes.
     """
     named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
     cause = f"the pass changed {named}"
@@ -111,11 +112,11 @@ def collectives(calls: int) -> AuditError:
 
 
 def wrong_rank(finding: Finding, place: str, agreed: int, *, rank: int | None) -> AuditError:
-    """Return the error for one rank whose losses or gradients in audits differ from all other ranks'.
+    """Return the error for one rank that computes other values in audits than all other ranks.
 
-    `place`: text that names the rank, its node and its device. `agreed`: the last step whose state audits
-    have confirmed. `rank`: number of the rank; `None` if the script may be the cause, since ranks compute
-    unequal numbers of microbatches.
+    `place`: text that names the rank, its node and its device. `agreed`: number of the last step that
+    audits have confirmed. `rank`: number of the rank; `None` if ranks compute unequal numbers of
+    microbatches, so that the script may be the cause, too.
     """
     message = (
         f"{place} computes something else than the other ranks: {finding.where}: "

@@ -21,10 +21,11 @@ _DEPTH = 16
 
 
 class Averages(Listener):
-    """Set of modules that the run does not train, such as averages of a model's weights (EMA, SWA).
+    """Modules that the run does not train, such as averages of a model's weights (EMA, SWA).
 
-    On all ranks their buffers are set to those of replica 0. `followed` has an `UntrainedModule` for each
-    module, whose methods the run's loop calls before and after each microbatch.
+    On every rank the modules' buffers are set to the values that replica 0 has. `followed` is a list of
+    wrappers, one `UntrainedModule` per module; the run's loop calls the wrappers' methods before and after
+    each microbatch.
     """
 
     def __init__(self, context: ModelContext, models: Sequence[WrappedModel]) -> None:
@@ -33,7 +34,11 @@ class Averages(Listener):
         self._passing: list[UntrainedModule] = []  # modules that leave at the end of the loop
 
     def add(self, value: Any) -> UntrainedModule | None:
-        """Add an untrained module; return its new wrapper, or `None` for a known module or other value."""
+        """Wrap `value` in an `UntrainedModule`, add the wrapper to `followed`, and return it.
+
+        Return `None` if `value` is no module, if it shares modules with a known one, and in a run with one
+        replica.
+        """
         if not isinstance(value, nn.Module) or self._context.replicas == 1:
             return None
         if _share_parts(value, [*self._models, *self.followed]):
@@ -43,7 +48,11 @@ class Averages(Listener):
         return own
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """If torch's `update_bn` runs this loop, add its model until the loop ends."""
+        """Add the model of torch's `update_bn` until the loop ends, if `update_bn` runs the loop.
+
+        Also remove modules that the script has passed to `run.model` in the meantime. The arguments are
+        those of `Listener.loop_begins`.
+        """
         for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
             one.leave()  # the script has passed it to `run.model` since
             self.followed.remove(one)
@@ -54,7 +63,10 @@ class Averages(Listener):
             self._passing.append(added)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Remove the modules that were added only until this loop ends."""
+        """Remove the model that `loop_begins` added for the duration of this loop.
+
+        The arguments are those of `Listener.loop_ends`.
+        """
         while self._passing:
             followed = self._passing.pop()
             followed.leave()

@@ -105,7 +105,10 @@ class Backward:
             self._context.watchdog.backward_ends()
 
     def _compute(self, loss: torch.Tensor, weight: float | None) -> None:
-        """Compute the gradients of `weight * loss`; for `None`, gradients of zero (no samples)."""
+        """Compute the gradients of `weight * loss`; with `None` as weight, gradients of zero.
+
+        `None` marks a microbatch that is left out, whose loss may be NaN.
+        """
         if weight is None:  # 0 times NaN would be NaN
             leaves = list(_leaves_behind(loss))
             torch.autograd.backward(leaves, [missing_like(leaf) for leaf in leaves])
@@ -115,7 +118,11 @@ class Backward:
     def _begin(
         self, microbatch: Microbatch, loss: torch.Tensor, models: Sequence[WrappedModel]
     ) -> None:
-        """Report to the watchdog that the backward pass begins, and record the loss."""
+        """Count a backward pass that begins; report it to the watchdog, and record its `loss`.
+
+        `models`: the models whose parameters the loss depends on. While a resumed run repeats the script,
+        and in an audit's extra microbatch, the loss is not recorded.
+        """
         if (watchdog := self._context.watchdog) is not None:
             numbers = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, numbers)
@@ -155,7 +162,10 @@ class Backward:
         )
 
     def _weight(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return the weight as a tensor with the dtype and shape of `loss`, for `loss.backward`."""
+        """Return a tensor filled with `weight`, with the dtype and shape of `loss`.
+
+        The backward pass takes it as the gradient of the loss.
+        """
         key = weight, loss.dtype, loss.shape
         if key not in self._weights:
             if len(self._weights) > _CACHED:  # numbers of tokens differ between batches
@@ -180,10 +190,12 @@ class Weighting:
     ) -> float:
         """Return the factor of a microbatch's gradients in the sum over its global batch.
 
+        `models`: the models whose parameters `loss` depends on. `weight`: argument of `run.backward`.
+
         Raises:
-            StepError: if the weight is invalid, only some microbatches of the batch have a weight, or the
-                only replica has weight 0 and a loss that is not finite.
-            UsageError: if parameters are updated before all weights are known.
+            StepError: if the weight is invalid, only some microbatches of the batch have a weight,
+                or the only replica has weight 0 and a loss that is not finite.
+            UsageError: if the strategy updates parameters before all weights are known.
         """
         if weight is None:
             if self._weights:
@@ -222,7 +234,11 @@ class Weighting:
     def _check_all(
         self, microbatch: Microbatch, models: Sequence[WrappedModel], expected: int
     ) -> None:
-        """Raise an error unless `expected` of this rank's microbatches in the batch had a `weight=`."""
+        """Raise `StepError` unless `expected` of this rank's microbatches had a `weight=`.
+
+        `expected`: 0, or the number of the rank's microbatches in the global batch. `models`: the models
+        whose parameters the losses depend on.
+        """
         weights = self._weights.get(_key(models), {})
         if not expected and microbatch.first:
             weights.clear()
@@ -233,7 +249,13 @@ class Weighting:
             )
 
     def finish(self, microbatch: Microbatch, models: Sequence[WrappedModel]) -> None:
-        """Divide the summed gradients by the sum of weights; raise `StepError` if that sum is zero."""
+        """Divide the gradients of `models`, summed over all replicas, by the sum of the weights.
+
+        It does nothing before this rank's last microbatch of the global batch, or with one replica.
+
+        Raises:
+            StepError: if the sum of the weights is zero.
+        """
         if not microbatch.last or self._context.replicas == 1:
             return
         weights = torch.zeros(self._context.replicas, dtype=torch.float64)
@@ -269,9 +291,10 @@ def _check_loss(loss: torch.Tensor) -> None:
 def _check_whole(
     microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
 ) -> None:
-    """Raise an error for a loss that has weight 0, is not finite, and comes from a model split over ranks.
+    """Raise `StepError` if the loss, of weight 0 and not finite, comes from a split model.
 
-    Its backward pass cannot be left out, since all ranks with parts of the model run it together.
+    The backward pass of a model split over ranks cannot be left out, since all ranks with parts of the
+    model run it together.
     """
     for model in models:
         if model.is_split:
@@ -295,7 +318,10 @@ def _key(models: Sequence[WrappedModel]) -> tuple[int, ...]:
 
 
 def _unit(microbatch: Microbatch) -> float:
-    """Return the largest power of two up to the global batch's size, by which weights are divided."""
+    """Return the largest power of two that is at most the number of samples in the global batch.
+
+    Weights are divided by this number, which changes no bits of their mantissas.
+    """
     return float(1 << (microbatch.total.bit_length() - 1))
 
 

@@ -1,4 +1,7 @@
-"""`run.sync_batchnorm`: makes BatchNorm layers use statistics of the global batch; errors if impossible."""
+"""`run.sync_batchnorm`: makes BatchNorm layers use statistics of the global batch.
+
+It raises an error where this is impossible, for instance with a strategy that cuts microbatches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CallSites`: counts calls of `run.model` and the like; raises if one is made in each epoch or batch."""
+"""`CallSites`: counts calls of methods such as `run.model`; raises an error for calls in loops."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _Site = tuple[str, tuple[stacks.Frame, ...]]
 
 
 class CallSites:
-    """Counts calls such as `run.model`; raises an error if a line calls again in a later epoch or batch.
+    """Counts the script's calls of methods such as `run.model`.
 
-    A resumed run skips finished epochs and batches, and would make fewer objects than before.
+    An error is raised if a line of the script makes its call again in a later epoch or batch. A resumed run
+    skips finished epochs and batches, and would make fewer objects than before the restart.
     """
 
     def __init__(self, loop: Loop) -> None:

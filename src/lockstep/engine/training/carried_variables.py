@@ -72,7 +72,8 @@ class CarriedVariables(PointListener):
 
     Attributes:
         loaders: loaders of the run, whose datasets are read too.
-        resumed: the result of `saved` in the state that the run resumes from.
+        resumed: text that `saved` returned when the state was saved from which the run resumes;
+            empty in a new run.
     """
 
     def __init__(self, loop: Loop, state: State, world: World, warn: Callable[[str], None]) -> None:
@@ -90,7 +91,11 @@ class CarriedVariables(PointListener):
         self.resumed = ""
 
     def opens(self) -> None:
-        """Number the script's stack frames around `with lockstep.Run(…)`, to identify their variables."""
+        """Assign numbers to the script's stack frames around `with lockstep.Run(…)`.
+
+        By the number of its frame, a local variable is told apart from the same variable in another call of
+        the function.
+        """
         self._frames.hold("run", sys._getframe(1))
 
     def epoch_begins(self) -> None:
@@ -102,7 +107,11 @@ class CarriedVariables(PointListener):
         self._is_new = True
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Number the script's stack frames around a loop; before the first loop, record the variables."""
+        """Assign numbers to the script's stack frames around a loop that begins.
+
+        Before the run's first loop, the main rank also records fingerprints of the script's variables. The
+        arguments are those of `Listener.loop_begins`.
+        """
         place = (loader, epoch, round_)
         self._frames.hold(place, sys._getframe(1))
         self._is_new = True
@@ -112,7 +121,11 @@ class CarriedVariables(PointListener):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Record the variables after an outermost loop over a loader, to compare them in the next epoch."""
+        """Record fingerprints of the script's variables after an outermost loop over a loader.
+
+        `epoch_begins` compares them with the values at the beginning of the next epoch. The arguments are
+        those of `Listener.loop_ends`.
+        """
         self._frames.release((loader, epoch, round_))
         is_outermost = self._loop.microbatch is None and not self._loop.is_replaying
         if is_outermost and not self._rank and self._looks < _LOOPS:
@@ -122,7 +135,7 @@ class CarriedVariables(PointListener):
     # --- in a run ---------------------------------------------------------------------------------
 
     def at_point(self) -> None:
-        """Warn of script variables that a run's first batches or epochs change, and a crash would lose."""
+        """Warn of unsaved script variables that the first batches or epochs of a run change."""
         if self._rank or not (self._is_new or self._points < _FIRST):
             return
         self._points += 1
@@ -175,13 +188,17 @@ class CarriedVariables(PointListener):
             return Observation()
 
     def _inside(self, now: Observation) -> list[VariableChange]:
-        """Return the variables that changed since the last comparison in this loop; `now`: their values."""
+        """Return the variables whose fingerprints changed since the previous call in the same loop.
+
+        `now`: the current fingerprints.
+        """
         return self._changes("inside", self._place if self._loop.is_in_loop else None, now)
 
     def _changes(self, moment: str, place: Hashable, now: Observation) -> list[VariableChange]:
         """Return the variables that changed since the last call with the same `moment` and `place`.
 
-        `moment` names a kind of comparison, such as `ended` (after a loop); `place` identifies the loop.
+        `moment` names a kind of comparison, such as `ended` (after a loop); `place` identifies the loop;
+        `now` has the current fingerprints.
         """
         before, last = self._last.get(moment, (place, Observation()))
         known = last.values if place == before else {}
@@ -190,7 +207,10 @@ class CarriedVariables(PointListener):
         return now.changes_since(Observation(known))
 
     def _first(self, change: VariableChange) -> VariableChange:
-        """Return `change`, but with `before` as the variable's value before the run's first loop."""
+        """Return a copy of `change` in which `before` is the value before the run's first loop.
+
+        A counter that had no value then, such as the index of `enumerate`, gets the kind `count` instead.
+        """
         is_count = change.kind == "value" and change.before.isdecimal()
         if is_count and change.key not in self._initial:  # as the index of `enumerate`
             return replace(change, kind="count")
@@ -256,7 +276,10 @@ class CarriedVariables(PointListener):
 
 
 def packed(texts: dict[str, str]) -> str:
-    """Return fingerprints as a text of `SAVED` characters; if it is too long, later ones are dropped."""
+    """Return the fingerprints `texts`, by name, as one text of exactly `SAVED` characters.
+
+    As long as the text is too long, the second half of the fingerprints is dropped.
+    """
     while True:
         text = base64.b64encode(json.dumps(texts).encode()).decode()
         if len(text) <= SAVED:
@@ -283,7 +306,10 @@ def _more(changes: Sequence[VariableChange]) -> str:
 
 
 def _hint(changes: Sequence[VariableChange]) -> str:
-    """Return hints for a message on how to save changed variables, with `before` as their first values."""
+    """Return hints for a message: code that saves the changed variables with the run.
+
+    The hint for `run.state` gives each variable the value that it had before the change.
+    """
     hints = []
     plain = [one for one in changes if one.kind in ("value", "data")]
     if plain:
@@ -299,18 +325,24 @@ def _hint(changes: Sequence[VariableChange]) -> str:
 
 
 def _word(name: str) -> str:
-    """Return the last part of a dotted name that is an identifier, as `sigma` of `dataset.sigma`."""
+    """Return the last identifier in a dotted name, such as `sigma` in `dataset.sigma`.
+
+    Names with leading double underscores are skipped. Without an identifier the result is `value`.
+    """
     words = [word for word in name.split(".") if word.isidentifier() and not word.startswith("__")]
     return words[-1] if words else "value"
 
 
 def _initial(text: str) -> str:
-    """Return a fingerprint as Python code for a hint, or `…` if it is too long or of an array."""
+    """Return a fingerprint as Python code for a hint; `…` for a long one, a tensor or an array."""
     return text if len(text) <= 12 and not text.startswith(("tensor", "array")) else "…"
 
 
 class _Frames:
-    """Numbers of the script's running frames; unlike an `id`, a number is never used for a second frame."""
+    """Assigns numbers to the script's running frames.
+
+    Unlike an `id`, a number is never used for a second frame.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -318,13 +350,16 @@ class _Frames:
         self._next = itertools.count(1)
 
     def hold(self, key: Hashable, frame: FrameType) -> None:
-        """Give the script's stack frames, from `frame` outwards, numbers that stay until `release(key)`."""
+        """Assign a number to each of the script's stack frames, from `frame` outwards.
+
+        A frame keeps its number until `release(key)`; `key` is any name for this group of frames.
+        """
         self._held[key] = {id(one) for one in variables.script_frames(frame)}
         alive = set().union(*self._held.values())
         self._numbers = {one: self._numbers.get(one) or next(self._next) for one in alive}
 
     def release(self, key: Hashable) -> None:
-        """Drop the numbers kept by `hold(key)`, except for frames that another key still holds."""
+        """Drop the numbers that `hold(key, …)` assigned, except for frames of another key."""
         if self._held.pop(key, None):
             alive = set().union(*self._held.values())
             self._numbers = {one: number for one, number in self._numbers.items() if one in alive}

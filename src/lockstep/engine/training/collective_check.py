@@ -54,7 +54,14 @@ class CollectiveCheck:
 
     @contextlib.contextmanager
     def collective(self, kind: str) -> Iterator[None]:
-        """Return a context for the collective call `kind`; raise if another rank makes another call."""
+        """Return a context for the collective call named `kind`, such as `run.mean`.
+
+        Ranks first compare which call each of them makes.
+
+        Raises:
+            MismatchError: if another rank makes a different call.
+            PeerError: if another rank has failed.
+        """
         if self._group is None:
             yield
             return
@@ -120,7 +127,10 @@ class WaitingRank:
 
     @staticmethod
     def of_call(rank: int, text: bytes) -> WaitingRank:
-        """Return the record of `rank` in a message: name of its call, line feed, line of the script."""
+        """Return the record of the waiting rank `rank` that is described by a message.
+
+        `text`: the message: name of the collective call, line feed, line of the script.
+        """
         kind, _, place = text.decode(errors="ignore").partition("\n")
         return WaitingRank(rank=rank, looks=0, place=place, recent=(Call(0, kind, ()),))
 

@@ -31,7 +31,11 @@ class Columns:
         self._columns: dict[str, list[Addend | None]] = {}
 
     def add(self, name: str, replica: int, value: Addend) -> None:
-        """Add a value to a replica's sum called `name`; raise `StepError` if its shape is not the sum's."""
+        """Add `value` to the sum called `name` of the replica number `replica`.
+
+        Raises:
+            StepError: if the sum has a different shape than `value`.
+        """
         if isinstance(value, torch.Tensor):
             kind = torch.float64 if value.is_floating_point() else torch.int64
             # A copy, since the script may reuse its tensor.
@@ -43,7 +47,9 @@ class Columns:
         column[replica] = value if there is None else there + value
 
     def complete(self) -> dict[str, list[Addend | None]]:
-        """Return each name's list of sums, one per replica, from all ranks; a collective call.
+        """Return, by name, a list with the sum of every replica; a collective call.
+
+        A replica without values has `None` in the list.
 
         Raises:
             StepError: if values of one name have different shapes.
@@ -59,7 +65,7 @@ class Columns:
         return merged
 
     def totals(self) -> dict[str, Any]:
-        """Return, by name, totals over all replicas, added in the order of one tree; a collective call."""
+        """Return, by name, sums over all replicas, added in tree order; a collective call."""
         return {
             name: total([0 if v is None else v for v in column], operator.add)
             for name, column in self.complete().items()

@@ -1,4 +1,4 @@
-"""`Context`: what a run's parts share (ranks, groups, device, settings, memory), constant until its end."""
+"""`Context`: ranks, groups, device, settings and memory, which all parts of a run share."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ _before: tuple[int, Path] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory that this rank's launcher shares with its ranks, and that outlives the ranks."""
+    """Memory that the launcher shares with the ranks it started, such as status page and snapshots.
+
+    The memory outlives the ranks' processes.
+    """
 
     page: StatusPage  # status page, which all ranks of the launcher write
     slot: ProgressSlot  # this rank's part of the status page
@@ -87,10 +90,11 @@ class Memory:
         *,
         forgets: bool,
     ) -> Memory | None:
-        """Open the memory that the launcher shares; return `None` if there is none, as under `torchrun`.
+        """Return the memory that the launcher shares with its ranks; `None` without it.
 
-        `ahead`: number of steps by which another rank may be ahead of rank 0. `forgets`: whether to drop
-        the losses that were recorded before a restart, since they may be wrong.
+        Under `torchrun`, for example, there is no such memory. `ahead`: number of steps by which another
+        rank may be ahead of rank 0. `forgets`: whether to drop the losses that were recorded before a
+        restart, since they may be wrong.
         """
         world, run = rendezvous.world, rendezvous.number  # 0 for this process's first run
         if (found := _descriptors(environ, world)) is None:
@@ -118,7 +122,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What all parts of a run share: settings, ranks, process groups, device, record and watchdog."""
+    """Settings, ranks, process groups, device, record and watchdog that all parts of a run use."""
 
     settings: Settings
     rendezvous: RankRendezvous
@@ -155,7 +159,11 @@ class Context:
         return self.groups.everyone
 
     def exactness(self, *of_models: str) -> str:
-        """Return the run's exactness class: the worst of strategy, exchange, servers and `of_models`."""
+        """Return the run's exactness class: the least exact class of its parts.
+
+        The parts are the strategy, the exchange, parameter servers, and models with the classes
+        `of_models`.
+        """
         asked = self.settings
         servers = of_servers(asked.strategy, asked.staleness, self.device.type)
         of_sums = exactness_of(self.exchange, self.dims.forest)
@@ -284,7 +292,10 @@ def _run_dir(settings: Settings, number: int) -> Path | None:
 
 
 def _default_threads(rendezvous: RankRendezvous, replicas: int) -> int:
-    """Return the default number of threads: equal on all ranks, also where numbers of cores differ."""
+    """Return the default number of threads of a rank, the same on all ranks.
+
+    Rank 0 computes the number from `replicas` and its cores, and broadcasts it.
+    """
     # A launcher that binds its ranks to cores sets the variable `CORES`.
     alone = rendezvous.world.size == 1 or CORES in os.environ
     cores = None if alone else shared_cores(rendezvous)
@@ -344,7 +355,10 @@ def find_slot(environ: Mapping[str, str], world: World) -> ProgressSlot | None:
 
 
 def _descriptors(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
-    """Return the launcher's memory, this rank's index in it, and its number of ranks; `None` without it."""
+    """Return the launcher's shared memory, this rank's number in it, and the number of its ranks.
+
+    Return `None` without such memory, or if the memory has no room for this rank.
+    """
     descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
     text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")
     is_given = text.isdecimal() and number.isdecimal()

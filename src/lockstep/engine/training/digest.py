@@ -28,7 +28,13 @@ _SEPARATORS, _QUOTES = "/:\0", ("'", '"', "(")
 
 
 def digest(states: Iterable[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of states: names, types, shapes, bits; raise `ModelError` for an unknown type."""
+    """Return the SHA-256 digest of `states`: of the path, type, shape and bits of each entry.
+
+    It is a collective call if tensors are sharded over ranks.
+
+    Raises:
+        ModelError: if a state has a value of an unknown type.
+    """
     hasher = hashlib.sha256()
     for state in states:
         _hash_items(hasher, "", state)
@@ -85,7 +91,10 @@ def _digest_of(path: str, value: Any) -> bytes:
 
 
 def _part(key: Any) -> str:
-    """Return the text, unique for each key, of a mapping's key in a path such as `optimizer.state.0`."""
+    """Return the text that stands for a mapping's key in a path such as `optimizer.state.0`.
+
+    Different keys have different texts.
+    """
     if not isinstance(key, str):
         return f"({_digest_of('', key).hex()})"
     is_plain = key and not key.startswith(_QUOTES) and not any(c in key for c in _SEPARATORS)

@@ -1,7 +1,8 @@
-"""Comparisons between ranks: of each loader's data in its first loop, of states before saving, of results.
+"""Comparisons between ranks: data of each loader, states before saving, digests at the end.
 
-A script that draws a split or an order before its run, without a seed, gives each rank different data. Each
-rank compares its data with rank 0's; rank 0 does not wait for the other ranks.
+A script that draws a split or an order before its run, without a seed, gives each rank different data. In
+the first loop over a loader, each rank compares its data with rank 0's; rank 0 does not wait for the other
+ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class SameData:
     audits: bool  # whether samples that are fetched again must have the same values
 
     def compare(self, loader: int, own: dict[str, str]) -> None:
-        """Compare checksums `own` of this rank's data in a loader with rank 0's; rank 0 does not wait.
+        """Compare checksums of this rank's data with rank 0's; rank 0 does not wait for the others.
+
+        `loader`: number of the loader. `own`: this rank's checksums, by name.
 
         Raises:
             DivergenceError: if checksums differ, or if samples differ when they are fetched again.
@@ -94,7 +97,10 @@ class SameData:
 def differing(
     own: Mapping[str, str], theirs: Mapping[str, str], *, values: bool = True
 ) -> str | None:
-    """Return the name of the first checksum that differs; without `values`, leave out those of samples."""
+    """Return the name of the first checksum that differs between `own` and `theirs`, or `None`.
+
+    With `values=False`, checksums of the samples' values are not compared.
+    """
     names = [name for name in _WORDS if values or name not in ("values", "samples")]
     return next((name for name in names if own.get(name) != theirs.get(name)), None)
 
@@ -133,7 +139,10 @@ def _first_other(digests: list[str]) -> str:
 def _exchanged(
     rendezvous: RankRendezvous, own: Any, ranks: tuple[int, int], what: str
 ) -> list[Any]:
-    """Write `own` to the key-value store; return what the two ranks `ranks` wrote. A collective call."""
+    """Write `own` to the key-value store; return the two values that the `ranks` wrote.
+
+    Every rank must make this call. `what`: phase of the run, for the message of a `PeerError`.
+    """
     keys = [f"parts/{rank}" for rank in ranks]
     rendezvous.store.set(f"parts/{rendezvous.world.rank}", json.dumps(own))
     rendezvous.wait(keys, what)

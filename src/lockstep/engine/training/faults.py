@@ -38,10 +38,10 @@ class Faults(PointListener):
     def of(environ: Mapping[str, str], world: World) -> Faults | None:
         """Return the faults that `LOCKSTEP_FAULTS` sets for this rank; `None` if it sets none.
 
-        `kill@STEP` applies to the last rank: the first such word before any restart, the second one after
-        the first restart, and so on. `term@STEP` applies to rank 0. `flip:RANK@STEP` applies to that rank,
-        and `flip@STEP` to the last one, after a restart, too. If the launcher has left out ranks since the
-        first start, the ranks of `flip` are still those of the first start.
+        `kill@STEP` kills the last rank. Of several such words the first applies before any restart, the
+        second after the first restart, and so on. `term@STEP` sends SIGTERM to rank 0. `flip:RANK@STEP`
+        flips a bit on that rank, and `flip@STEP` on the last rank, also after a restart. RANK is the rank
+        at the first start, even if the launcher has left out ranks since then.
 
         Raises:
             UsageError: if the variable cannot be parsed.
@@ -64,9 +64,10 @@ class Faults(PointListener):
         return faults if faults.kill or faults.term or faults.flip else None
 
     def damage(self, module: nn.Module) -> None:
-        """Register a hook that flips a bit in a layer's output, from step `flip` on.
+        """Register a forward hook on a layer of `module`, which flips a bit of the layer's output.
 
-        The layer is the first linear or 2-d convolution layer of `module`; without one, do nothing.
+        The layer is the first `Linear` or `Conv2d`. The hook acts from the step on that a `flip` fault
+        names. Without such a fault or such a layer, nothing is registered.
         """
         products = (part for part in module.modules() if isinstance(part, nn.Linear | nn.Conv2d))
         first = next(products, None)
@@ -83,11 +84,14 @@ class Faults(PointListener):
         first.register_forward_hook(flip)
 
     def resume(self, step: int) -> None:
-        """Continue after step number `step`; faults of the steps up to there are not injected again."""
+        """Set the number of finished steps to `step`, after a resume.
+
+        Faults of these steps are not injected again.
+        """
         self.step = self._sent = step
 
     def before_backward(self) -> None:
-        """Kill this process if `kill` is the number of the current step."""
+        """Kill this process by SIGKILL if a fault `kill@STEP` names the current step."""
         if self.step + 1 == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,14 +100,20 @@ class Faults(PointListener):
         self.step = step
 
     def at_point(self) -> None:
-        """Send SIGTERM to this process if `term` has one of the steps since the previous call."""
+        """Send SIGTERM to this process if a `term` fault names a step since the previous call."""
         sent, self._sent = self._sent, self.step
         if any(sent < term <= self.step for term in self.term):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _parse(word: str, text: str) -> tuple[str, int, int]:
-    """Return kind, rank and step of a fault; rank -1, the last rank, if `word` names no rank."""
+    """Parse a fault such as `kill@30` or `flip:1@30`; return its kind, rank and step.
+
+    The rank is -1 if `word` names none. `text`: the whole variable, for the message of the error.
+
+    Raises:
+        UsageError: if `word` is no fault.
+    """
     kind, _, step = word.partition("@")
     name, _, rank = kind.partition(":")
     is_of_rank = name == "flip" and rank.isdecimal()

@@ -12,7 +12,10 @@ from lockstep.version import __version__
 
 
 def describe(settings: Settings, *, replicas: int, threads: int, device: str) -> Identity:
-    """Return the identity of a run: what its result depends on, such as script, settings and versions."""
+    """Return the identity of a run: everything that its result depends on.
+
+    This includes the script, settings, and versions of packages.
+    """
     script, arguments = script_and_arguments()
     return Identity(
         name=settings.name,
@@ -29,7 +32,10 @@ def describe(settings: Settings, *, replicas: int, threads: int, device: str) ->
 
 
 def reproduced(settings: Settings, *, replicas: int, threads: int) -> dict[str, Any]:
-    """Return, as JSON values, the settings that another run needs to compute the same on any layout."""
+    """Return the settings, by name, with which another run computes the same result.
+
+    The values can be written as JSON.
+    """
     names = ["seed", "precision", "exact", "hash_every"]
     names += [one.name for one in TABLE.values() if one.changes_result and one.name != "exchange"]
     values = {name: getattr(settings, name) for name in names} | {

@@ -19,9 +19,10 @@ class GeneratorKeys:
         self.passed: Microbatch | None = None
 
     def start(self, purpose: str, *numbers: int) -> None:
-        """Set all random generators to the key that follows from `purpose`, `numbers` and the run's seed.
+        """Seed all random generators with a key derived from the run's seed and the arguments.
 
-        `purpose` is one of the constants in `engine/layout/keys.py`.
+        `purpose`: one of the constants in `engine/layout/keys.py`. `numbers`: numbers of what is computed,
+        such as epoch, batch and replica.
         """
         self.set(keys.derive(self._seed, purpose, *numbers))
 
@@ -35,9 +36,10 @@ class GeneratorKeys:
         set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
-        """Record the end of an iteration over a global batch, of which `microbatch` was the last one.
+        """Record the end of an iteration over a global batch; `microbatch` was its last microbatch.
 
-        If `shown` (the script holds the batch as an object), set the generators for the code that follows.
+        `shown`: whether the script iterates over `run.batches`. Then its code may draw random numbers
+        before the next iteration, and the generators are set for this code.
         """
         self.passed, self._key = microbatch, None
         if shown:  # else the script draws nothing before the next microbatch or the end of the loop
@@ -54,9 +56,16 @@ class GeneratorKeys:
         return self._key
 
     def of_step(self, purpose: str, step: int, *numbers: int) -> int:
-        """Return the key (seed) for random numbers drawn in step number `step`, the same on all ranks."""
+        """Return the key (seed) for random numbers drawn in step `step`, the same on all ranks.
+
+        `purpose`: one of the constants in `engine/layout/keys.py`. `numbers`: further numbers that tell
+        keys of one step apart, such as the index of an optimizer.
+        """
         return keys.derive(self._seed, purpose, step, *numbers)
 
     def _after(self, microbatch: Microbatch) -> int:
-        """Return the key for code after an iteration over a global batch; `microbatch` was its last one."""
+        """Return the key for the script's code that follows an iteration over a global batch.
+
+        `microbatch`: the last microbatch of this iteration.
+        """
         return keys.derive(self._seed, keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)

@@ -57,7 +57,11 @@ class Heartbeat(Listener):
 
     @staticmethod
     def begin(slot: ProgressSlot | None, environ: Mapping[str, str]) -> Heartbeat:
-        """Return a new heartbeat; with a launcher, prepare this process to write its stack on request."""
+        """Return a new heartbeat that counts in `slot`, this rank's part of the status page.
+
+        `slot` is `None` without a launcher. With one, this process also gets ready to write its stack to a
+        file when the launcher asks for it.
+        """
         if slot is not None:
             stacks.offer(environ)
         heartbeat = Heartbeat(slot)
@@ -65,9 +69,10 @@ class Heartbeat(Listener):
         return heartbeat
 
     def closes(self, *, left: bool = False) -> None:
-        """Record for the launcher that the run has ended, and whether the script continues after it.
+        """Count the end of the run as a sign of progress, and report it to the launcher.
 
-        `left`: whether `sys.exit` ended the run, so that the script ends, too.
+        `left`: whether `sys.exit` ended the run. If not, the launcher is told that the script continues
+        after the run, so that a long wait there is no hang.
         """
         self.moves()
         if not left:
@@ -86,7 +91,10 @@ class Heartbeat(Listener):
     # --- collective calls ------------------------------------------------------------------------
 
     def enter(self, kind: str, detail: Detail = ()) -> None:
-        """Record that this rank enters the collective call `kind`."""
+        """Record that this rank enters the collective call named `kind`.
+
+        `detail`: for a backward pass, the numbers that identify it, as in `Call`; else empty.
+        """
         self._entered += 1
         self.recent.append(Call(self._entered, kind, detail))
         self.waits = True

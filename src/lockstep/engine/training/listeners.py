@@ -1,4 +1,7 @@
-"""Callbacks on steps, batches, loops and epochs of a run: parts of the run override and register them."""
+"""`Listener`, `PointListener`: callbacks on steps, microbatches, loops and epochs of a run.
+
+Subclasses override callbacks; `Loop.listen` registers their instances.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ class Listener(Protocol):
         return
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Called when a loop begins: number `round_`, from 0, among the epoch's loops over this loader."""
+        """Called when a loop over loader number `loader` begins.
+
+        `epoch`: number that differs for every epoch and every call of `run.epochs`. `round_`: number of
+        earlier loops over this loader in the epoch.
+        """
         return
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -26,15 +33,16 @@ class Listener(Protocol):
         return
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Called when a loop over a loader ends in global batch `step`; `early`: by `break`.
+        """Called when a loop over loader number `loader` ends in global batch number `step`.
 
-        `round_`: number of earlier loops over this loader in the epoch.
+        `epoch` and `round_` are those of `loop_begins`. `early`: whether the loop was left before its end,
+        for instance by `break`.
         """
         return
 
 
 class PointListener(Listener):
-    """Base class with callbacks also on epochs, and between batches where the run's state is complete."""
+    """Base class with further callbacks: on epochs, updates, and points with a complete state."""
 
     def epoch_begins(self) -> None:
         """Called when an epoch begins."""

@@ -60,9 +60,11 @@ class Variable(NamedTuple):
 
 
 class VariableUse(NamedTuple):
-    """How a loop uses a variable: the line that assigns it or, without one, a line that reads it.
+    """Use of a variable by a loop.
 
-    `matters`: whether values computed from the variable have effects besides output.
+    `line`: line that assigns the variable or, without one, a line that reads it. `matters`: whether values
+    computed from the variable have effects besides output. `is_item`: whether the loop's `for` itself
+    assigns the variable.
     """
 
     line: int
@@ -74,25 +76,38 @@ Uses = Mapping[Variable, VariableUse]
 
 
 def carried(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that the next iteration of a frame's loop would read before it assigns them.
+    """Return the variables that the next iteration of a loop reads before it assigns them.
 
-    `returns` says whether the return value of the frame's function has effects besides output.
+    The loop is the innermost one in which `frame` is running. `returns`: whether the return value of the
+    frame's function has effects besides output.
     """
     return _uses(frame, "next", returns)
 
 
 def carried_around(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables carried between iterations of the loop around the frame's innermost loop."""
+    """Return the variables carried between iterations of the second innermost loop of a frame.
+
+    That loop is the one around the innermost loop in which `frame` is running. `returns`: whether the
+    return value of the frame's function has effects besides output.
+    """
     return _uses(frame, "around", returns)
 
 
 def read_after(frame: FrameType, *, returns: bool = True) -> Uses:
-    """Return the variables that the code after a frame's `for` loop reads before that code assigns them."""
+    """Return the variables that the code after a frame's loop reads before it assigns them.
+
+    The loop is the innermost one in which `frame` is running. `returns`: whether the return value of the
+    frame's function has effects besides output.
+    """
     return _uses(frame, "after", returns)
 
 
 def result_matters(frame: FrameType, *, returns: bool) -> bool:
-    """Whether the value of the call in progress in `frame` has effects besides output such as `print`."""
+    """Whether the value of the call in progress in `frame` has effects besides output.
+
+    `returns`: whether the return value of the frame's function has such effects. Output is printing,
+    logging and progress bars.
+    """
     way = way_of(frame.f_code, frame.f_lasti)
     now = way[-1].now if way else None
     if isinstance(now, ast.Assign | ast.AugAssign | ast.AnnAssign):
@@ -114,7 +129,10 @@ def is_module(frame: FrameType) -> bool:
 
 @functools.cache
 def globals_of(code: CodeType) -> Names:
-    """Return the names of global variables that a function reads, by itself or in functions inside it."""
+    """Return the names of global variables that the function with the code object `code` reads.
+
+    Names that functions defined inside of it read are included.
+    """
     own = (op.argval for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL")
     inner = (globals_of(one) for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(own).union(*inner)
@@ -146,7 +164,10 @@ def _answer(code: CodeType, offset: int, question: str, returns: bool) -> Mappin
 
 
 class _Reads:
-    """Collects names in statements: those read before they are assigned, and those assigned, with lines."""
+    """Collects the names of variables that statements read before assigning, or assign.
+
+    Each name is stored with a line number of the script.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}  # that are read before they are assigned
@@ -155,7 +176,10 @@ class _Reads:
         self.watched = NONE  # items of the loop, which it assigns before its body
 
     def evaluate(self, nodes: Iterable[ast.AST], assigned: Names, line: int) -> Names:
-        """Collect names that the expressions `nodes` read; return `assigned` and the names they assign."""
+        """Collect the names that the expressions `nodes` read and assign, in line `line`.
+
+        Return `assigned`, the names assigned before, together with the names that `nodes` assign.
+        """
         loads, stores = _names(nodes)
         self.found = dict.fromkeys(loads - assigned, line) | self.found
         self.items |= dict.fromkeys(loads & self.watched, line)
@@ -163,9 +187,10 @@ class _Reads:
         return assigned | stores
 
     def block(self, statements: Block, assigned: Names | None) -> Names | None:
-        """Collect the names that statements read; return the names that are surely assigned at their end.
+        """Collect the names that `statements` read; return the names surely assigned after them.
 
-        `assigned` are the names assigned before; `None` marks code that is not reached, as after `return`.
+        `assigned`: names assigned before the statements. Here and in the result, `None` means code that is
+        not reached, as after `return`.
         """
         for statement in statements:
             if assigned is None:
@@ -174,7 +199,11 @@ class _Reads:
         return assigned
 
     def statement(self, one: ast.stmt, assigned: Names) -> Names | None:
-        """Collect the names in a statement; return those assigned for certain after it, as `block` does."""
+        """Collect the names that the statement `one` reads; return the names assigned after it.
+
+        `assigned`: names assigned before the statement. The result has only names that are assigned for
+        certain; it is `None` if the code after the statement is not reached, as after `return`.
+        """
         assigned = self.evaluate(heads(one), assigned, one.lineno)
         if isinstance(one, ast.Break | ast.Continue | ast.Return | ast.Raise):
             return None
@@ -195,9 +224,9 @@ def _follow(
 ) -> None:
     """Collect in `reads` the variables that the script reads from its current position on.
 
-    `way`: the current position, as `way_of` returns it. `question`: where reading begins: `next`, with the
-    next iteration of the innermost loop; `around`, with that of the loop around it; `after`, behind the
-    innermost loop. `at_for`: whether a `for` is taking its next item.
+    `way`: the current position, as `way_of` returns it. `question`: where reading begins: `next` is the
+    next iteration of the innermost loop, `around` the next iteration of the second innermost loop, and
+    `after` the code behind the innermost loop. `at_for`: whether a `for` is taking its next item.
     """
     stands, assigned = list(way), NONE
     here: Any = stands[-1].now
@@ -230,7 +259,11 @@ def _follow(
 
 
 class _Flow(NamedTuple):
-    """Variables that a statement reads, and those that it assigns or changes from the values it reads."""
+    """Data flow of a statement: the variables that it reads, and those that it assigns or changes.
+
+    `acts`: variables whose values have effects besides output. `is_change`: whether the statement changes
+    objects in place. `is_item`: whether it is a `for`, which assigns its items.
+    """
 
     reads: Names
     writes: Names
@@ -241,9 +274,11 @@ class _Flow(NamedTuple):
 
 @functools.cache
 def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
-    """Return the variables that only `for` statements assign, and those that affect more than output.
+    """Return two sets of a function's variables: loop variables, and variables that matter.
 
-    A restarted script assigns variables of the first kind again, such as `epoch`.
+    Loop variables, such as `epoch`, are assigned only by `for` statements; a restarted script assigns them
+    again. Variables that matter affect more than output. `returns`: whether the function's return value
+    affects more than output.
     """
     flows = list(_flows(scope(code).body, NONE, returns))
     items = NONE.union(*(one.writes for one in flows if one.is_item))
@@ -257,9 +292,10 @@ def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
 
 
 def _flows(block: Block, control: Names, returns: bool) -> Iterator[_Flow]:
-    """Yield for each statement, also inside of others, the variables that it reads and those it assigns.
+    """Yield the data flow of each statement in `block`, also of statements inside of others.
 
-    `control` are the variables in conditions around the statements, which count as read by each of them.
+    `control`: variables in conditions around the statements, which count as read by each of them.
+    `returns`: whether the function's return value affects more than output.
     """
     for one in block:
         evaluated = heads(one)
@@ -301,7 +337,11 @@ def _base(node: Any) -> str:
 
 
 def _acts(node: ast.AST) -> Names:
-    """Return the variables in arguments of calls that may have effects, or in `yield`, `assert` etc."""
+    """Return the variables in `node` that are arguments of calls, or of `yield`, `assert` etc.
+
+    Left out are calls without effects besides output, such as `print`, and calls that only change an object
+    in place, such as `append`.
+    """
     if isinstance(node, SCOPES):
         return NONE
     found = NONE.union(*map(_acts, ast.iter_child_nodes(node)))

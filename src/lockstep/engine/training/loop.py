@@ -28,16 +28,16 @@ from lockstep.state.checkpoint.position import LoopEvent
 
 
 class Loop:
-    """Records where a script is in its epochs, loops, microbatches and steps; calls listeners there.
+    """Records where a script is in its epochs, loops, microbatches and steps, and calls listeners.
 
     Attributes:
         epoch: number of the current epoch.
         epochs: number of epochs of the current call of `run.epochs`; 0 outside of a call.
         phases: number of calls of `run.epochs` so far.
-        points: number of times, after batches and epochs, at which the state was complete so far.
+        points: number of points so far: ends of batches and epochs at which the state was complete.
         resumed: step after which a resumed run continues; 0 for a new run.
-        followed: modules that are not trained, such as averages of weights; their buffers are set to
-            replica 0's on all ranks.
+        followed: modules that are not trained, such as averages of weights; their buffers are set
+            to replica 0's on all ranks.
     """
 
     def __init__(
@@ -85,17 +85,20 @@ class Loop:
     def steps(self) -> int:
         """Number of finished steps.
 
-        While a resumed run repeats the script, it is the number at that place before the restart.
+        In a replay it is the number that had been finished at this place before the restart.
         """
         return self.progress.steps
 
     @property
     def updates(self) -> int:
-        """Number of updates of parameters so far, counting one in the current microbatch."""
+        """Number of updates of parameters so far, including an update in the current microbatch."""
         return self.progress.steps + self._updated
 
     def resume(self, saved: SavedState, state: State) -> None:
-        """Begin to repeat the script up to the position in `saved`, and load `state` at that position."""
+        """Begin the replay of a resumed run: the script is repeated up to the position in `saved`.
+
+        At this position the objects in `state` get the saved values.
+        """
         position = saved.position
         self.progress.begin_replay(position)
         self.points, self.resumed = position.points, position.steps
@@ -103,11 +106,14 @@ class Loop:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed run has yet to reach its saved position: the script repeats earlier calls."""
+        """Whether a resumed run is still repeating the script's calls up to its saved position."""
         return self.progress.is_replaying
 
     def approach(self) -> None:
-        """Load the saved state into objects that exist already, before the first loop, epoch or metric."""
+        """Load the saved state into the objects that the script has made so far, in a resumed run.
+
+        It acts only in its first call, which comes before the first loop, epoch or metric.
+        """
         if self._saved is not None and not self._has_approached:
             self._has_approached = True
             saved, state = self._saved
@@ -116,7 +122,10 @@ class Loop:
             self.arrive()
 
     def arrive(self) -> None:
-        """If the script has reached the saved position, load the whole state, and train on from there."""
+        """End the replay if the script has reached the saved position, and load the whole state.
+
+        Listeners' method `arrived` is called afterwards.
+        """
         if not self.progress.has_arrived:
             return
         assert self._saved is not None, "replay has a target"
@@ -143,7 +152,10 @@ class Loop:
 
     @property
     def iterations(self) -> dict[Any, int]:
-        """Numbers of the current epoch, and of the current batch in each open loop, by the loop's key."""
+        """Numbers of the current epoch and of the current batch in each open loop.
+
+        The keys identify the call of `run.epochs` and the loops.
+        """
         numbers: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
         if self.progress.is_in_epoch:
             numbers["phase", self.phases] = self.epoch
@@ -188,7 +200,13 @@ class Loop:
         return self._active[-1] if self._active else None
 
     def require_microbatch(self, call: str) -> Microbatch:
-        """Return the current microbatch; raise `StepError` outside of a loop over a loader."""
+        """Return the current microbatch.
+
+        `call`: name of the script's call, for the message of the error.
+
+        Raises:
+            StepError: outside of a loop over a loader.
+        """
         if not self._active:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
@@ -199,10 +217,11 @@ class Loop:
         return self._active[-1]
 
     def require_common_point(self, call: str, *, of_models: bool = True) -> None:
-        """Raise `StepError` if the collective call `call` is made in a microbatch, with several replicas.
+        """Raise `StepError` if a collective call is made in a microbatch, with several replicas.
 
         A rank that computes several replicas would make the call more often than others. Outside of
         microbatches, broadcast replica 0's buffers and, if `of_models`, average models of local SGD.
+        `call`: name of the call, for the message.
         """
         self.first_error.check()
         if self._active and self._replicas > 1:
@@ -257,11 +276,15 @@ class Loop:
         self._has_averaged |= model.is_synchronized
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Record that a loop over loader `loader` begins; return its epoch, number and first batch.
+        """Record that a loop over loader number `loader` begins; return its starting position.
+
+        The position includes epoch, round and first batch. `batching`: function that returns how the loader
+        makes batches.
 
         Raises:
             StepError: inside a microbatch, with several replicas.
-            RunDirectoryError: if the loop resumes in its middle, but makes other batches than before.
+            RunDirectoryError: if the loop resumes in its middle, but makes other batches than
+                before.
         """
         self.require_common_point("iterating over a loader")
         self.approach()
@@ -279,7 +302,11 @@ class Loop:
         return start
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
-        """Record that a global batch begins; if the script gets it as an object (`shown`), set seeds."""
+        """Record that global batch number `step` begins in the loop that began at `start`.
+
+        `shown`: whether the script iterates over `run.batches`. Then its code may draw random numbers
+        before the first microbatch, and the random generators are set for this code.
+        """
         loop: LoopEvent = start.loop
         if shown:
             self.generators.start(keys.BETWEEN, *loop.key, step, -1)
@@ -289,9 +316,10 @@ class Loop:
             loop.events.clear()
 
     def audit_plan(self, start: Start) -> Audited:
-        """Return a function that returns, for a batch's number, the replica that an audit computes twice.
+        """Return a function that maps a batch's number to the replica that an audit computes again.
 
-        It returns `None` for a batch without an audit.
+        The function returns `None` for a batch without an audit. `start`: position at which the loop
+        begins.
         """
         if self.audit is None:
             return no_audit
@@ -300,10 +328,11 @@ class Loop:
         return self.audit.plan(start, self.phases, steps)
 
     def takes(self, microbatch: Microbatch) -> bool:
-        """Whether the loop yields a microbatch to the script.
+        """Whether the loop yields `microbatch` to the script.
 
         A microbatch without samples is yielded with gradients enabled, or if a model is split over ranks or
-        changes buffers in forward passes, since then every rank must compute one.
+        changes buffers in forward passes, since then every rank must compute a microbatch. The extra
+        microbatch of an audit is yielded if `Audit.takes` is true, and not in a replay.
         """
         audit = self.audit
         if microbatch.audit:

@@ -60,7 +60,10 @@ class Scaler(Listener):
     # --- a backward pass -------------------------------------------------------------------------
 
     def before_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Multiply gradients of earlier backward passes, to which the next pass adds, by the scale."""
+        """Multiply the gradients that `models` have already by the scale; only with one replica.
+
+        The next backward pass, of a loss multiplied by the scale, adds its gradients to them.
+        """
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
             if waiting:
@@ -92,7 +95,11 @@ class Scaler(Listener):
     # --- a step ----------------------------------------------------------------------------------
 
     def skips(self, models: Iterable[WrappedModel]) -> bool:
-        """Whether to skip this step because gradients are not finite; raise an error at the least scale."""
+        """Whether to skip the current step, because gradients of `models` are not finite.
+
+        Raises:
+            NonFiniteLossError: if the scale cannot be halved any more.
+        """
         found = any(one.item() for model in models for one in self._found.get(id(model), ()))
         if found and self.scale <= LEAST:
             raise NonFiniteLossError(

@@ -47,10 +47,10 @@ class _Partial(Protocol):
 
 
 class Metrics:
-    """Means, sums and gathers of values of all replicas, for `run.mean`, `run.sum` and `run.gather`.
+    """Implementation of `run.mean`, `run.sum`, `run.gather` and `run.all_gather`.
 
-    `block` are the replicas that this rank computes, one or more; `collective(name)` is a context for a
-    collective call.
+    `block`: the replicas that this rank computes, one or more. `collective(name)` returns a context for a
+    collective call of this name.
     """
 
     def __init__(
@@ -68,7 +68,10 @@ class Metrics:
         self._under_way: list[tuple[MetricEvent, _Partial]] = []
 
     def mean(self, items: Iterable[Item | Mapping[str, Item]]) -> Any:
-        """Return the weighted mean of `items` over all samples; of mappings, one mean for each key."""
+        """Return the weighted mean of `items` over all samples; of mappings, one mean per key.
+
+        `items`: as for `run.mean`.
+        """
         sums, weights = (Columns(self._replicas, self._block, self._group) for _ in range(2))
         return self._compute("run.mean", items, _Mean(sums, weights))
 
@@ -81,14 +84,21 @@ class Metrics:
         return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))
 
     def gather(self, items: Iterable[torch.Tensor], pad: float | None = None) -> torch.Tensor:
-        """Return one row per sample, in dataset order, from `items`: tensors of shape `(samples, …)`."""
+        """Return one row per sample, in dataset order, from tensors of shape `(samples, …)`.
+
+        `items`: one tensor per microbatch. `pad`: value that fills shorter rows up to the longest; `None`
+        if all rows have one shape.
+        """
         gathered: torch.Tensor = self._compute("run.gather", items, self._rows(pad))
         return gathered
 
     def all_gather(
         self, function: Callable[[Any], torch.Tensor], batch: GlobalBatch
     ) -> torch.Tensor:
-        """Return the rows of all samples of a global batch, as `function` computes them, on the CPU."""
+        """Return one row per sample of a global batch, in the order of replicas, on the CPU.
+
+        `function` is called with each microbatch of this rank, without gradients, and returns its rows.
+        """
         call = "run.all_gather"
         if not isinstance(batch, GlobalBatch):
             raise StepError(
@@ -124,10 +134,10 @@ class Metrics:
             raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
-        """Return `compute()` and record it; a resumed run that repeats the script returns the record.
+        """Return `compute()` and record its text; in a replay, return the recorded text instead.
 
-        In a microbatch before a rank's last one the text is recorded under another name, since only ranks
-        that compute several replicas make the call there.
+        `call`: name of the run's method. Before a rank's last microbatch of a batch the text is recorded
+        under another name, since only ranks that compute several replicas make the call there.
         """
         loop = self._loop
         if loop.closed or loop.is_audited:
@@ -294,7 +304,7 @@ def _joined(
 
 
 def _padded(rows: Sequence[torch.Tensor], value: float) -> tuple[torch.Tensor, ...]:
-    """Pad tensors with `value` so that all have the largest one's size in each dimension but the first."""
+    """Return `rows`, padded with `value` to the same size in each dimension but the first."""
     sizes = [max(dimension) for dimension in zip(*(own.shape[1:] for own in rows), strict=True)]
     return tuple(
         nn.functional.pad(
@@ -324,7 +334,10 @@ def _named(item: Any) -> Mapping[str, Any]:
 
 
 def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
-    """Return an item of `run.mean` times its weight, and the weight, by default the number of samples."""
+    """Return the product of an item of `run.mean` and its weight, and the weight.
+
+    In a pair the second element is the weight. Other items are weighted by the number of samples.
+    """
     if not isinstance(item, tuple):
         return _summed(item, microbatch, mean=True), microbatch.size
     if len(item) != 2:
@@ -339,9 +352,10 @@ def _weighed(item: Item, microbatch: Microbatch) -> tuple[Number, Number]:
 
 
 def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Number:
-    """Return the sum of a value over the microbatch's samples; 0 if the microbatch has no samples.
+    """Return the sum of `value` over the samples of a microbatch; 0 if it has no samples.
 
-    A plain number is this sum or, with `mean`, the mean, which is multiplied by the number of samples.
+    `value`: a tensor or array with one element per sample, or a single number. The number is the sum
+    already or, with `mean`, the mean, which is multiplied by the number of samples.
     """
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
@@ -356,7 +370,7 @@ def _summed(value: Value, microbatch: Microbatch, *, mean: bool = False) -> Numb
 
 
 def _whole(value: Any) -> Any:
-    """Convert a script's value for a microbatch to a number, or to a detached tensor on the CPU."""
+    """Return a script's value for a microbatch as a number or a detached tensor on the CPU."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return torch.as_tensor(value).detach().cpu()
     return _number(value)

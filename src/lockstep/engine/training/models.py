@@ -73,7 +73,10 @@ class Models:
         return wrapped.wrapped
 
     def _place(self, module: nn.Module) -> None:
-        """Move a module to this rank's device, unless the strategy or the script places its parts."""
+        """Move `module` to this rank's device; for `bf16` and `fp16` also set up autocast.
+
+        The module is not moved if the strategy moves it, or if it is on several GPUs already.
+        """
         device, precision = self._context.device, self._context.settings.precision
         by_strategy = self._context.strategy.places and is_trainable(module)
         if not by_strategy and not spans_devices(module):
@@ -106,7 +109,7 @@ class Models:
         return self._context.exactness(*(model.exactness for model in self._state.models))
 
     def load(self, model: nn.Module | None, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights into a model of the run.
+        """Load `weights`, tensors by name, into `model`; `None` is the run's only model.
 
         Raises:
             ModelError: if `model` does not belong to the run, or the weights don't fit it.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class VariableId(NamedTuple):
-    """Identifies a variable of the script: its file, function, the function's call (`frame`), and name.
+    """Key of a variable of the script: file, function, call of the function, and name.
 
     `frame`: 0 for a global variable, else a number that identifies the call of the variable's function.
     """
@@ -50,7 +50,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class VariableChange:
-    """A variable whose value has changed, its fingerprints before and after, and its `VariableId.key`."""
+    """A variable whose value has changed, with its fingerprints before and after the change.
+
+    `kind`: as in `Value`. `key`: as in `VariableId.key`.
+    """
 
     name: str
     file: str
@@ -79,7 +82,10 @@ class Observation:
     values: Mapping[VariableId, Value] = field(default_factory=dict)
 
     def changes_since(self, earlier: Observation) -> list[VariableChange]:
-        """Return the variables that are in both observations and whose values differ."""
+        """Return the variables whose values differ between `earlier` and this observation.
+
+        Variables that only one of the two observations has are left out.
+        """
         return [
             VariableChange(
                 place.name, place.file, now.line, before.text, now.text, now.kind, place.key

@@ -29,7 +29,7 @@ Scheduler = TypeVar("Scheduler")
 
 
 class _StepRandomness:
-    """Sets the random generators to equal keys on all ranks during `step()` of an optimizer or scheduler.
+    """Sets random generators equally on all ranks during `step()` of an optimizer or scheduler.
 
     Afterwards the generators are set back, so that the step does not change the random numbers that the
     code around it draws.
@@ -40,7 +40,7 @@ class _StepRandomness:
         self._step, self._calls = -1, 0
 
     def during(self, act: Callable[[], Any]) -> Any:
-        """Return `act()`, called with the random generators set to a key that is equal on all ranks."""
+        """Return `act()`, called with random generators that are seeded equally on all ranks."""
         step = self._loop.updates
         self._calls = self._calls + 1 if self._step == step else 0
         self._step = step
@@ -74,7 +74,7 @@ class _Gate:
         self.update_groups()
 
     def update_groups(self) -> None:
-        """Read the optimizer's parameters again if the script has added or removed groups."""
+        """Read the optimizer's parameter groups again if the script has added or removed groups."""
         groups = self._optimizer.param_groups
         if len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups)):
             return
@@ -127,9 +127,9 @@ class _Gate:
         return result
 
     def _check_every_microbatch(self, microbatch: Microbatch, asked: Microbatch | None) -> None:
-        """Raise an error if the script calls `step()` in some microbatches only, to accumulate gradients.
+        """Raise `StepError` if the script calls `step()` in only some microbatches of a batch.
 
-        `asked` is the microbatch of the previous call.
+        `microbatch`: microbatch of this call. `asked`: microbatch of the previous call.
         """
         if microbatch.first:
             is_missed, replica = asked is not None and not asked.last, -1
@@ -194,9 +194,10 @@ def gate_optimizer(
     index: int,
     scaler: Scaler | None = None,
 ) -> OptimizerT:
-    """Make `optimizer.step()` act once per global batch, in the last microbatch; return the optimizer.
+    """Make `optimizer.step()` act once per global batch; return the optimizer.
 
-    With a scaler, a step whose gradients are not finite is counted but changes no parameter.
+    The step acts in the last microbatch. With a scaler, a step whose gradients are not finite is counted
+    but changes no parameter. `index`: number of the optimizer in the run.
 
     Raises:
         ModelError: if a parameter belongs to no model of the run, or the state cannot be saved.
@@ -238,7 +239,7 @@ def gate_optimizer(
 
 
 def _check_state(optimizer: Optimizer, index: int) -> None:
-    """Raise an error if the optimizer's state cannot be saved and loaded."""
+    """Raise an error if the state of optimizer number `index` cannot be saved and loaded."""
     state, name = optimizer.state_dict(), type(optimizer).__name__
     missing = [key for key in ("state", "param_groups") if key not in state]
     if missing:
@@ -252,7 +253,10 @@ def _check_state(optimizer: Optimizer, index: int) -> None:
 
 
 def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) -> None:
-    """Raise an error if an optimizer has several models, one of which needs an optimizer of its own."""
+    """Raise `ModelError` if an optimizer has several models and one needs its own optimizer.
+
+    `own`: models that the optimizer's parameters belong to. `index`: number of the optimizer.
+    """
     mixed = all(model.mixes for model in own)
     alone = [model for model in own if (model.is_split and not mixed) or model.steps_locally]
     if alone and len(own) > 1:
@@ -264,7 +268,10 @@ def _check_alone(optimizer: Optimizer, own: Sequence[WrappedModel], index: int) 
 
 
 def _check_removed(optimizer: Optimizer, index: int) -> None:
-    """Raise an error if an optimizer keeps state of parameters that are in none of its groups any more."""
+    """Raise `ModelError` if an optimizer has state of parameters that are in none of its groups.
+
+    `index`: number of the optimizer, for the message.
+    """
     own = {p for group in optimizer.param_groups for p in group["params"]}
     removed = sum(isinstance(p, torch.Tensor) and p not in own for p in optimizer.state)
     if removed:
@@ -344,10 +351,13 @@ def clip(
     norm_type: float,
     models: Sequence[WrappedModel],
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; return the norm before scaling.
+    """Scale gradients to a total norm of at most `max_norm`; return the norm before scaling.
+
+    `norm_type`: order p of the norm. `models`: the models of the run.
 
     Raises:
-        ModelError: if the parameters belong to several models, one of which is distributed over ranks.
+        ModelError: if the parameters belong to several models, one of which is distributed over
+            ranks.
     """
     if not any(model.is_split for model in models):
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -369,7 +379,10 @@ def clip(
 def clip_values(
     parameters: Sequence[torch.Tensor], value: float, models: Sequence[WrappedModel]
 ) -> None:
-    """Clamp each element of the gradients of `parameters` to between `-value` and `value`."""
+    """Clamp each element of the gradients of `parameters` to between `-value` and `value`.
+
+    `models`: the models of the run, one of which each parameter belongs to.
+    """
     for model in models:
         own = {id(p) for p in model.parameters}
         model.clip_values([p for p in parameters if id(p) in own], value)

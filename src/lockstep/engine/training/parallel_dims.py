@@ -64,7 +64,11 @@ class Groups:
     def of(
         everyone: dist.ProcessGroup | None, mesh: Mesh, strategy: str, device: torch.device
     ) -> Groups:
-        """Make this rank's process groups in the mesh of ranks; a collective call."""
+        """Return the process groups of this rank in `mesh`; a collective call.
+
+        `everyone`: the group of all ranks, `None` on a single rank. Groups of the ranks in one row or
+        column are made, with the backend of `device`, only for a strategy that uses the mesh.
+        """
         if everyone is None or not STRATEGIES.find(strategy).meshed:
             return Groups(everyone, everyone, None)
         settings: dict[str, Any] = {}
@@ -106,7 +110,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 
 
 def _check_servers(settings: Settings, world: World) -> None:
-    """Raise `UsageError` if the strategy does not work with the number of servers or the staleness."""
+    """Raise `UsageError` if the number of servers or the staleness does not fit other settings."""
     strategy, late = settings.strategy, settings.staleness
     if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)

@@ -26,9 +26,10 @@ _LOOPS = 8
 
 
 class _LoopStart(NamedTuple):
-    """Record of the beginning of a loop: stack frame, fingerprints of variables, backward passes so far.
+    """Record of the beginning of a loop, for a comparison at its end.
 
-    `key`: numbers of the loader, the epoch and the loop.
+    `key`: numbers of the loader, the epoch and the loop. `frame`: id of the stack frame that runs the loop.
+    `seen`: fingerprints of the variables. `passes`: number of backward passes so far.
     """
 
     key: tuple[int, int, int]
@@ -58,7 +59,11 @@ class RankStatistics(Listener):
         self._begun: _LoopStart | None = None
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Record fingerprints of the script's variables before an outermost loop outside of metrics."""
+        """Record fingerprints of the script's variables when an outermost loop begins.
+
+        Loops that feed a metric, such as `run.mean`, are left out. The arguments are those of
+        `Listener.loop_begins`.
+        """
         loop = self._loop
         is_outermost = loop.microbatch is None and not loop.progress.open_metrics
         if not self._looks or not is_outermost or loop.is_replaying:
@@ -96,7 +101,10 @@ class RankStatistics(Listener):
         return self._look(frame, look=_read, innermost=True)
 
     def _changes(self, frame: FrameType, before: Observation) -> list[VariableChange]:
-        """Return the variables that the loop has changed or created and that the script reads later."""
+        """Return the variables that the loop has changed or created, and that are read later.
+
+        `frame`: stack frame of the script that runs the loop. `before`: fingerprints before the loop.
+        """
         code = frame.f_code
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         later = {*given, *(one.name for one in liveness.read_after(frame))}
@@ -114,13 +122,20 @@ class RankStatistics(Listener):
 
 
 def _read(frame: FrameType, *, returns: bool) -> liveness.Uses:
-    """Return the variables that a frame reads from here on, including variables that it only prints."""
+    """Return the variables that `frame` reads in further iterations of its loop, or after it.
+
+    Variables that are only printed are included. `returns`: whether the return value of the frame's
+    function has effects besides output.
+    """
     uses = {**liveness.carried(frame), **liveness.read_after(frame, returns=returns)}
     return {one: use._replace(matters=True, is_item=False) for one, use in uses.items()}
 
 
 def _of_loop(frame: FrameType | None) -> FrameType | None:
-    """Return the script's frame that runs the loop; `None` for a loop in a library, such as `update_bn`."""
+    """Return the script's stack frame that runs the current loop over a loader.
+
+    Return `None` if a library runs the loop, such as `update_bn`. The search goes from `frame` outwards.
+    """
     while frame is not None:
         file, is_generator = frame.f_code.co_filename, frame.f_code.co_flags & inspect.CO_GENERATOR
         if stacks.is_users(file):

@@ -26,16 +26,16 @@ VARIABLE = "LOCKSTEP_REPLAY"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The steps of a replay, and what to do in them.
+    """Steps that `lockstep replay` computes again, and actions in these steps.
 
     Attributes:
         step: the first step of interest, counted from 1.
         until: the step after which the run ends.
-        directory: where each process writes the file of the samples, and of the trace.
+        directory: directory for each process's files with samples and with hashes.
         debugs: replica before whose microbatch in step `step` the debugger stops; `None` for none.
         anomaly: whether to switch on torch's anomaly detection in step `step`.
         saves: whether to save the state after step `until`.
-        traces: step of which each module's output is hashed; `None` for none.
+        traces: step in which the output of each module is hashed; `None` for none.
     """
 
     step: int
@@ -67,12 +67,18 @@ class ReplayedSteps(PointListener):
     def of(
         environ: Mapping[str, str], loop: Loop, state: State, save: Callable[[None], None]
     ) -> ReplayedSteps | None:
-        """Return the listener that `lockstep replay` asks for; `None` in any other run."""
+        """Return the listener for the steps that `lockstep replay` has set in `environ`.
+
+        Return `None` in any other run. `save` requests a checkpoint after the current batch.
+        """
         text = environ.get(VARIABLE)
         return None if not text else ReplayedSteps(Request(**json.loads(text)), loop, state, save)
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Record the samples of a microbatch of the requested steps; stop in the debugger before it."""
+        """Record which samples a microbatch has, in the steps that `lockstep replay` asks for.
+
+        In the first of these steps, also switch anomaly detection on and stop in the debugger, if asked.
+        """
         request, step = self._request, self._loop.steps + 1
         if self._loop.is_replaying or not (request.step <= step <= request.until):
             return
@@ -109,7 +115,10 @@ class ReplayedSteps(PointListener):
 
 class _Debugger(pdb.Pdb):
     def stop_in(self, frame: FrameType) -> None:
-        """Stop the debugger at the next line of `frame`, and not earlier in functions called from there."""
+        """Make the debugger stop at the next line of `frame`, and nowhere before.
+
+        Functions that are called before this line are not entered.
+        """
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:

@@ -141,7 +141,7 @@ class RunProperties:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed run has yet to reach its saved position: the script repeats earlier calls."""
+        """Whether a resumed run is still repeating the script's calls up to its saved position."""
         return self._loop.is_replaying
 
     @property

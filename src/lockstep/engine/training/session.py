@@ -180,13 +180,20 @@ class Session:
         return catalog
 
     def _distrust(self, catalog: Catalog) -> None:
-        """After a failed audit, drop unfinished checkpoints; rename those that no audit has confirmed."""
+        """After a failed audit, end the writing of checkpoints and rename unconfirmed ones.
+
+        `catalog`: the checkpoints in the run's directory. Renamed are those that no audit has confirmed;
+        unfinished ones are dropped.
+        """
         self._checkpointing.close(_MOMENT)
         with contextlib.suppress(CheckpointError):  # the next start tries it again
             self._set_aside(catalog)
 
     def _set_aside(self, catalog: Catalog) -> None:
-        """Rename the checkpoints that no audit has confirmed, on the main rank; no run resumes them."""
+        """On the main rank, rename the checkpoints in `catalog` that no audit has confirmed.
+
+        No run resumes renamed checkpoints.
+        """
         record, step = self.context.record, self.context.record.audits.confirmed or 0
         if self.context.world.is_main and (aside := catalog.set_aside(step)):
             record.warn(
@@ -231,7 +238,10 @@ class Session:
         self._averages.add(value)
 
     def save(self, best: float | None) -> None:
-        """Request a checkpoint, written after the current batch of a loop over a loader, else at once."""
+        """Request a checkpoint: at the end of the current batch of a loop, else at once.
+
+        `best`: score of the state; the checkpoint with the highest score is kept. `None` without a score.
+        """
         loop = self.loop
         if loop.is_in_loop:
             # Once per batch: a condition on run.step may differ between a rank's microbatches.
@@ -354,7 +364,10 @@ class Session:
 
 
 def explained(error: BaseException, models: Sequence[WrappedModel]) -> RunError | None:
-    """Return a clearer error for an error of torch whose cause is known here; `None` for others."""
+    """Return a clearer error for an error of torch that has a known cause; `None` for others.
+
+    `error`: an exception that ended the run. `models`: models of the run.
+    """
     if not isinstance(error, RuntimeError):
         return None
     if "nested_tensorlist[0].empty()" in str(error) and any(m.several_replicas for m in models):

@@ -16,7 +16,10 @@ from lockstep.state.checkpoint import state_codec
 
 
 class StateWatch:
-    """Detects parameters that a microbatch changes, outside of optimizer steps, and raises an error."""
+    """Detects parameters that a loop's body changes other than by an optimizer's step.
+
+    An `AuditError` is raised then.
+    """
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -54,7 +57,10 @@ class StateWatch:
         self.drop()
 
     def drop(self) -> None:
-        """End the check of a microbatch that the script has left by `break` or an exception."""
+        """End the check of a microbatch without a comparison.
+
+        The script has left the microbatch by `break` or an exception.
+        """
         self._before = None
 
     def _check(self) -> None:
@@ -69,7 +75,10 @@ class StateWatch:
             raise changed(different)
 
     def _now(self) -> dict[str, Bits]:
-        """Return hashes of parameters (and of buffers) by names such as `weight of Linear (model 1)`."""
+        """Return hashes of parameters, by names such as `weight of Linear (model 1)`.
+
+        Buffers are included if `begins` was called for parameters and buffers.
+        """
         models = self._state.models
         owned: list[tuple[str, nn.Module, Mapping[str, torch.Tensor]]] = []
         for number, model in enumerate(models):
@@ -95,7 +104,10 @@ class StateWatch:
 
 
 def texts(state: State) -> dict[str, str]:
-    """Return, by name, a text of the state of each object of `run.register` that is not a module."""
+    """Return, for each object of `run.register` that is not a module, its state as text, by name.
+
+    Tensors are hashed.
+    """
     found = {}
     for name, one in state.registered.items():
         if not isinstance(one, nn.Module):

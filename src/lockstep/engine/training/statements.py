@@ -20,7 +20,11 @@ NONE: Names = frozenset()
 
 
 class StatementPosition(NamedTuple):
-    """Position of a running frame in a list of statements, `block`, that is part of statement `owner`."""
+    """Position of a running frame in a list of statements.
+
+    `block` is the list. `owner` is the module, function, loop or other statement that has this list.
+    `place` is the index of the statement that is running.
+    """
 
     owner: ast.AST
     block: Block
@@ -42,7 +46,10 @@ def _tree(file: str) -> ast.Module:
 
 @functools.cache
 def scope(code: CodeType) -> Any:
-    """Return the syntax tree of the module or function of `code`; an empty module without source."""
+    """Return the syntax tree of the module or function whose code object is `code`.
+
+    Without source the result is an empty module.
+    """
     tree = _tree(code.co_filename)
     for node in ast.walk(tree) if code.co_name != "<module>" else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
@@ -84,9 +91,11 @@ def _is_in(node: ast.stmt, place: tuple[int, int]) -> bool:
 
 
 def parts(node: Any) -> tuple[Block, list[Block], Block]:
-    """Return a compound statement's lists of statements: the first, alternatives (one runs), the last.
+    """Return the inner lists of statements of a compound statement: first, alternatives, last.
 
-    For a `try` these are its body, `else` and the handlers, and `finally`; an `if` has only alternatives.
+    One of the alternatives runs after the first list and before the last one. For a `try` the first list is
+    its body, the alternatives are `else` and the handlers, and the last list is `finally`. An `if` has only
+    alternatives.
     """
     if isinstance(node, ast.If):
         return (), [node.body, node.orelse], ()

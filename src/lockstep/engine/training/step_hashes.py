@@ -37,9 +37,12 @@ class StepHashes(PointListener):
     """Hashes gradients before, and parameters and buffers after every `every`-th step.
 
     Args:
-        every: number of steps; `None` for the smallest one that costs less than 1 % of the measured time.
-        is_main: whether this rank records hashes; other ranks only take part in gathering sharded tensors.
-        add: function that records a hash; its arguments are step, kind and a function that returns it.
+        every: number of steps between two hashes; `None` for the smallest power of two at which
+            hashing costs less than 1 % of the measured time.
+        is_main: whether this rank records hashes; other ranks only take part in gathering sharded
+            tensors.
+        add: function that records a hash; its arguments are the step, the kind of the hash, and a
+            function that returns the hash.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Warning of logged values that are right only after a step, such as a scheduled learning rate.
+"""Warning of `run.log` values that are known only after a step, such as a learning rate.
 
 Loggers get the mean over a step's microbatches. A scheduler steps, and the norm of gradients is known, in
 the last microbatch of each rank: the mean of such a value would depend on the number of ranks.
@@ -17,7 +17,7 @@ from lockstep.engine.training.loop import Loop
 
 
 class StepValues:
-    """Compares what `run.log` gets in a batch's last microbatch with earlier microbatches; warns once.
+    """Compares values of `run.log` between a batch's last and earlier microbatches; warns once.
 
     Args:
         loop: position of the run.
@@ -33,7 +33,11 @@ class StepValues:
         self._warned = False
 
     def logged(self, values: Mapping[str, Any]) -> None:
-        """Warn if a value of the last microbatch belongs to the step, unlike earlier ones in the batch."""
+        """Warn if one of `values` is known only in the last microbatch of a batch.
+
+        This holds if an earlier microbatch logged NaN instead, or another value than a learning rate that
+        is logged now. `values`: arguments of `run.log`, by name.
+        """
         if self._warned or self._loop.microbatch is None:
             return
         found = {

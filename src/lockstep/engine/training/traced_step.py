@@ -1,4 +1,7 @@
-"""`TracedStep`: in a replay, hashes of what modules compute in a step, which `lockstep diff` compares."""
+"""`TracedStep`: in a replay, hashes of each module's inputs and outputs in one step.
+
+`lockstep diff` compares them between two replays.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from lockstep.engine.training.step_hashes import hash64
 
 
 class TracedStep:
-    """Writes hashes as lines of JSON: for each parameter and buffer before a step, and each module call."""
+    """Writes hashes of one step as lines of JSON: parameters and buffers before, then module calls.
+
+    The line of a module call has hashes of its inputs and outputs.
+    """
 
     def __init__(self, path: Path, models: Sequence[WrappedModel]) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -27,7 +33,10 @@ class TracedStep:
         self._microbatch: Microbatch | None = None
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Hook the calls of all modules; before the first microbatch, hash parameters and buffers."""
+        """Set the microbatch to which module calls belong from now on.
+
+        Before the first microbatch, hash parameters and buffers, and register hooks on all modules.
+        """
         is_first, self._microbatch = self._microbatch is None, microbatch
         for n, model in enumerate(self._models if is_first else ()):
             of_model = f"model {n}: " if len(self._models) > 1 else ""

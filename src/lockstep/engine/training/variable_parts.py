@@ -63,14 +63,17 @@ def _may_grow(value: Any) -> bool:
 
 
 def name_of(value: Any) -> str:
-    """Return the name of an object's class in brackets; of a class or function, return its own name."""
+    """Return the name of a class or function, or of another object's class, as `<name>`."""
     kind: Any = type(value)
     own = value if kind in (type, types.FunctionType, types.BuiltinFunctionType) else kind
     return f"<{own.__qualname__}>"
 
 
 def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of a module's or class's variables, without functions, classes and modules."""
+    """Yield name and value of the variables in `own`, the namespace of a module or a class.
+
+    Functions, classes, modules and names that begin with `__` are left out.
+    """
     code = (types.ModuleType, type, types.FunctionType, property, staticmethod, classmethod)
     yield from (
         one
@@ -80,7 +83,10 @@ def _variables(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def functions(value: Any) -> list[types.FunctionType]:
-    """Return the functions of the user's files in `value`: the function itself, or methods of its class."""
+    """Return `value` if it is a function, else the methods of its class.
+
+    Functions that are not defined in the user's files are left out.
+    """
     kind = value if type(value) is type else type(value)
     own = [value] if type(value) is types.FunctionType else []
     if type(value) is not types.FunctionType and is_of_script(kind):

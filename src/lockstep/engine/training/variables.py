@@ -153,7 +153,10 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _locals(frame: FrameType, names: list[str]) -> dict[str, Any]:
-    """Return local variables of a frame, without leaving a copy in the frame that keeps tensors alive."""
+    """Return the local variables `names` of a frame, by name.
+
+    The copy of all variables that Python keeps in the frame is emptied, since it would keep tensors alive.
+    """
     if not names:
         return {}
     own = frame.f_locals
@@ -194,9 +197,11 @@ class _Walk:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Take a variable's fingerprint; queue an object that has none, so that its parts are read later.
+        """Record a variable's fingerprint; queue an object without one, to read its parts.
 
-        With `goes_on` the variable counts as changed in each observation, whatever its fingerprint is.
+        `place`: the variable. `line`: line of the script that assigns or reads it. `depth`: levels of parts
+        that may still be read. `kind`: as in `Value`; by default it follows from the value. With `goes_on`
+        the variable counts as changed in each observation, whatever its fingerprint is.
         """
         is_known = place in self.values or id(value) in self._skip
         if is_known or self._left < 0 or "cache" in place.name:
@@ -220,7 +225,12 @@ class _Walk:
             self.looks_into(*self._open.popleft())
 
     def looks_into(self, place: VariableId, value: Any, line: int, depth: int) -> None:
-        """Take fingerprints of an object's parts, and of closure variables and globals in its functions."""
+        """Record fingerprints of the parts of an object, and of variables in its functions.
+
+        Variables of functions are those of closures, and globals. `place`: the variable that holds the
+        object. `line`: line of the script that assigns or reads it. `depth`: levels of parts that may still
+        be read.
+        """
         for function in functions(value):
             code, file = function.__code__, function.__code__.co_filename
             first = code.co_firstlineno
@@ -247,7 +257,10 @@ class _Walk:
         return None
 
     def text(self, value: Any, depth: int = _DEPTH) -> str | None:
-        """Return the fingerprint of a value, of any length; `None` if nothing but its class is known."""
+        """Return a value's fingerprint, of any length; `None` if only its class is known.
+
+        `depth`: levels of nested containers that may still be read.
+        """
         self._left -= 1
         if self._left < 0 or depth < 0 or id(value) in self._skip:
             return None
@@ -303,7 +316,11 @@ class _Walk:
         return None
 
     def _element(self, value: Any, depth: int) -> str:
-        """Return an element's fingerprint; that of an object of the script lists its attributes."""
+        """Return the fingerprint of a container's element; `?` if nothing but its class is known.
+
+        The fingerprint of an object of the script lists its attributes. `depth`: levels that may still be
+        read.
+        """
         text = self._safe_text(value, depth)
         if text is None and depth > 0 and is_of_script(type(value)):
             own = [f"{name}={self._element(one, depth - 1)}" for name, one in attributes(value)]
@@ -312,7 +329,10 @@ class _Walk:
 
 
 def _plain(value: Any) -> str:
-    """Return the text of a number or string without running a subclass's `__repr__` from the script."""
+    """Return the text of a number or string, of long strings only both ends and the length.
+
+    No `__repr__` of a subclass in the script is run.
+    """
     if type(value) is bool or value is None:
         return repr(value)
     kind: Any = next(kind for kind in (*_NUMBERS, str, bytes) if issubclass(type(value), kind))
@@ -329,9 +349,9 @@ def _random(generator: Any) -> str:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether a value may give something else in a second pass, as an iterator or an open file does.
+    """Whether a second iteration over `value` may give other items.
 
-    `False` for generators, and for files that cannot be read.
+    This holds for iterators and open files, but not for generators, and files that cannot be read.
     """
     if issubclass(type(value), io.IOBase) and (value.closed or not value.readable()):
         return False

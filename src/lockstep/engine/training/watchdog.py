@@ -44,11 +44,12 @@ _LONGEST_LOOK = 2 * EVERY
 
 
 class Watchdog(Listener):
-    """Thread that compares where ranks wait, in which loops and calls, and ends this rank if they differ.
+    """Thread that ends this rank if it waits in another loop or collective call than other ranks.
 
-    Ranks write where they wait to the key-value store, and the thread reads it. Before it ends the process
-    it calls `fail` with the error and the script's line; the default reports both to the launcher. The
-    thread regularly calls the functions in `also`, such as one that looks for requests in the store.
+    Ranks write to the key-value store where they wait, and the thread reads it. Before the thread ends the
+    process, it calls `fail` with the error and the current line of the script; by default `fail` reports
+    both to the launcher. The thread regularly calls the functions in `also`, such as one that looks for
+    requests in the store.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class Watchdog(Listener):
     # --- the main thread -------------------------------------------------------------------------
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Record the beginning of a loop over a loader."""
+        """Record the beginning of a loop over a loader, which the thread compares with other ranks.
+
+        The arguments are those of `Listener.loop_begins`.
+        """
         self._outer.append((self._loop, self._collectives))
         self._loops += 1
         # Not the number of the loop: the main rank may loop over a further loader alone.
@@ -100,20 +104,26 @@ class Watchdog(Listener):
         self._leave_backward()
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
-        """Record the beginning of a backward pass; in a rank's last microbatch it is a collective call."""
+        """Record that a backward pass begins, if it is the one in this rank's last microbatch.
+
+        Only this one is a collective call. `models`: numbers of the models whose gradients it computes.
+        """
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
             self._heartbeat.enter("run.backward", (*batch, microbatch.turn, *models))
             self._in_backward = True
 
     def backward_ends(self) -> None:
-        """Record the end of a backward pass; in the last microbatch, count one collective call."""
+        """Record the end of a backward pass, if it is the one in this rank's last microbatch.
+
+        This backward pass counts as one collective call.
+        """
         if self._in_backward:
             self._collectives += 1
             self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """Record that this rank is not in a backward pass any more, even if an exception ended the pass."""
+        """Record that this rank is in no backward pass, also after an exception in the pass."""
         if self._in_backward:
             self._heartbeat.leave()
             self._in_backward = False
@@ -271,16 +281,17 @@ class Watchdog(Listener):
             error_report.write(report, Path(path))
 
     def close(self) -> None:
-        """Stop the thread; if it is just reading the key-value store, what it reads is ignored."""
+        """Stop the watchdog's thread; wait a short time for its end."""
         self._stop.set()
         self._thread.join(_CLOSE_SECONDS)
 
 
 class Liveness:
-    """Heartbeats between ranks that were not started by `lockstep run`, through the key-value store.
+    """Signs of life between ranks that were not started by `lockstep run`, in the key-value store.
 
-    Each rank periodically writes a number and reads the number of the next rank, so that the cost does not
-    grow with the number of ranks. If that number stays the same for too long, the reading rank fails.
+    Each rank periodically writes a counter and reads the counter of the next rank, so that the cost does
+    not grow with the number of ranks. If the counter that it reads stays the same for too long, the reading
+    rank fails.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -290,7 +301,10 @@ class Liveness:
         self._looked = time.monotonic()
 
     def beat(self) -> None:
-        """Write this rank's number to the store and read the next rank's, at most every `EVERY` seconds."""
+        """Increase this rank's counter in the store, and read the next rank's counter.
+
+        A call within `EVERY` seconds after the previous reading does nothing.
+        """
         now = time.monotonic()
         passed = now - self._looked
         if passed < EVERY:
@@ -303,7 +317,10 @@ class Liveness:
         self._latest = latest
 
     def lost(self) -> PeerError | None:
-        """Return an error if the next rank's number has not changed for `SILENCE` seconds, else `None`."""
+        """Return an error if the next rank's counter has not changed for `SILENCE` seconds.
+
+        Else return `None`.
+        """
         if self._silent < SILENCE:
             return None
         return PeerError(
@@ -314,7 +331,10 @@ class Liveness:
 
 
 def _after(rank: int, ranks: range) -> list[int]:
-    """Return up to `_COMPARED` ranks that follow `rank` in `ranks`, where the first follows the last."""
+    """Return up to `_COMPARED` ranks of `ranks`, beginning after `rank`.
+
+    After the last of the ranks follows the first.
+    """
     index, size = ranks.index(rank), len(ranks)
     return [ranks[(index + ahead) % size] for ahead in range(1, min(size, _COMPARED + 1))]
 

@@ -1,1 +1,1 @@
-"""Start, watch, restart and end the processes of one launcher."""
+"""Start, watch, restart and end the worker processes of one launcher."""

@@ -44,7 +44,7 @@ Planner = Callable[[Generation], Plan]
 
 
 class _State(enum.Enum):
-    """State of this launcher's workers."""
+    """State of this launcher's workers: running, to be restarted, failed, or done."""
 
     RUNNING = enum.auto()
     #: The workers are to be stopped and started again.
@@ -54,13 +54,13 @@ class _State(enum.Enum):
 
 
 class Agent:
-    """Runs workers through a fork server, and starts them again after failures.
+    """Runs the workers of one node through a fork server, and starts them again after failures.
 
     A generation is the set of worker processes between two restarts.
 
     Args:
-        planner: returns the `Plan` of a generation's workers (commands, environment variables, log files),
-            after the launchers' rendezvous.
+        planner: function that takes a `Generation` and returns the `Plan` of its workers: commands,
+            environment variables, log files. It is called at each start, after the rendezvous.
         deadline: `time.monotonic` value at which the launch times out; `None` for no limit.
     """
 
@@ -158,7 +158,11 @@ class Agent:
     # --- state of the workers ----------------------------------------------------------------
 
     def _look(self) -> _State:
-        """Poll the workers, the hang detector and the coordinator; return the workers' state."""
+        """Poll workers, hang detector and coordinator; return the new state of the workers.
+
+        Raises:
+            TimeoutError: if the deadline of the launch has passed.
+        """
         self._server.wait(_INTERVAL)
         self._check()
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -192,7 +196,10 @@ class Agent:
         return any(worker.rank not in self._processes.exits for worker in self._workers)
 
     def _failed(self) -> dict[int, Exit]:
-        """Return the exits of workers that failed; a preempted run that saved its state did not fail."""
+        """Return the exits of failed workers, by rank.
+
+        Exit code 75, of a preempted run that has saved its state, does not count as a failure.
+        """
         fine = {0, PREEMPTED} if self._progress.opened else {0}
         return {rank: e for rank, e in self._processes.exits.items() if e.code not in fine}
 
@@ -208,7 +215,11 @@ class Agent:
         return found
 
     def _settle(self) -> None:
-        """After a first failure, wait a moment for other workers to fail: one of them may be the cause."""
+        """Wait a moment after the first failure of a worker, since more workers may fail.
+
+        A later failure may be the cause of the first one. The wait is 0.3 s; it is 1.5 s as long as each
+        known failure follows from another rank's.
+        """
         began = time.monotonic()
         while self._training():
             cause = failure.first(self._failures())
@@ -223,7 +234,10 @@ class Agent:
     # --- decisions ---------------------------------------------------------------------------
 
     def _failure(self) -> FailureReport:
-        """Return the report of this launcher's first failure, for the coordinator on launcher 0."""
+        """Return a report of the failure that likely caused the others of this launcher.
+
+        The report is for the coordinator on launcher 0.
+        """
         failures, size = self._failures(), self._rendezvous.membership.size
         cause = failure.first(failures)
         return FailureReport(
@@ -233,7 +247,10 @@ class Agent:
         )
 
     def _report(self, report: FailureReport) -> _State:
-        """Get a decision on a failure from launcher 0, or from this launcher's policy, and apply it."""
+        """Obtain a decision on a failure, carry it out, and return the workers' next state.
+
+        Launcher 0 decides; if this launcher is the only one, its own restart policy does.
+        """
         verdict, number = report.verdict, self._rendezvous.generation
         self._record("failure", generation=number, name=verdict.name, text=verdict.brief)
         decision: Decision | None = None
@@ -255,7 +272,7 @@ class Agent:
         return decision
 
     def _apply(self, decision: Decision) -> _State:
-        """Turn a decision made for all launchers into the workers' next state, and print its message."""
+        """Apply a decision: print its message, and return the workers' next state."""
         if decision.kind == "round" and self._interrupts.first is not None:
             self._leaving = True
             self._interrupts.check()
@@ -278,7 +295,10 @@ class Agent:
         return _State.DONE
 
     def _exit_code(self, error: BaseException | None) -> int:
-        """Return the exit code of the launcher."""
+        """Return the exit code of the launcher.
+
+        `error` is the exception that ended `Agent.run`; `None` if `Agent.run` returned.
+        """
         if isinstance(error, Interrupted):
             return 128 + error.signum
         if error is not None:
@@ -286,7 +306,10 @@ class Agent:
         return self.verdict.exit_code if self.verdict else 0
 
     def _record(self, kind: str, **fields: Any) -> None:
-        """Append an event to this launcher's event file; ignore disk errors, which the ranks report."""
+        """Append an event of type `kind` with `fields` to this launcher's event file.
+
+        The file is in the run directory. Disk errors are ignored, since the ranks report them.
+        """
         if self.plan is None or not self._restarts.is_run:
             return
         run_dir = Path(self._workers[0].env["LOCKSTEP_RUN_DIR"])
@@ -297,7 +320,7 @@ class Agent:
     # --- signals -----------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raise `Interrupted` if the launcher got a signal; report to the other launchers first.
+        """Raise `Interrupted` if the launcher got a signal, after telling the other launchers.
 
         A signal that preempts a run raises nothing: the ranks get SIGTERM, save the run and exit.
         """
@@ -341,9 +364,12 @@ class Agent:
         self._coordinator.fail(FailureReport(verdict=verdict, consequence=False, time=time.time()))
 
     def _await_signal(self) -> None:
-        """Wait briefly for a signal, after the fork server has ended; raise `Interrupted` if one comes.
+        """Wait 0.3 s for a signal, after the fork server has ended.
 
         A scheduler or user that kills all processes of a job may end the fork server first.
+
+        Raises:
+            Interrupted: if a signal arrives.
         """
         deadline = time.monotonic() + _SETTLE
         while time.monotonic() < deadline:
@@ -359,7 +385,10 @@ class Agent:
         self._shutdown()
 
     def _shutdown(self) -> None:
-        """Send all workers SIGTERM, or the signal that ended the launcher; after a timeout, SIGKILL."""
+        """Send SIGTERM to all workers, and SIGKILL to those that have not ended after a timeout.
+
+        If a signal that is passed on to the workers ended the launcher, they get that signal, not SIGTERM.
+        """
         if self.plan is None:
             return
         signum, spec = signal.SIGTERM, self.plan.spec

@@ -13,7 +13,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script, module or function of the command line; report its exception to the launcher."""
+    """Run the script, module or function that the command line names, and exit with its exit code.
+
+    If the script, module or function raises an exception, a report is written for the launcher.
+    """
     from lockstep.launch import functions
     from lockstep.launch.agent import worker
     from lockstep.launch.plan import SEEDED

@@ -1,7 +1,8 @@
-"""Run a function in a child process with a timeout, so that a hang or crash leaves the parent running.
+"""Run functions that may hang or crash, with a timeout, so that the calling process goes on.
 
-Such functions may hang in a driver or on a file server, or crash at an instruction that the CPU lacks.
-Children are forked before the parent starts a thread or initializes CUDA.
+`Child` runs a function in a forked process, `bounded` in a thread. Such a function may hang in a driver or
+on a file server, or crash at an instruction that the CPU lacks. Children are forked before the parent
+starts a thread or initializes CUDA.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lockstep.launch.agent import processes
 
 
 class LostError(Exception):
-    """The function called by `Child` or `bounded` timed out, raised or crashed; the text has the reason."""
+    """Raised for a function that timed out, or that raised or crashed in a `Child`; says why."""
 
 
 class Child:
@@ -98,7 +99,8 @@ def _serve(parent: int, line: Connection, work: Callable[[Any], Any]) -> NoRetur
 def bounded(work: Callable[[], Any], seconds: float) -> Any:
     """Call `work` in a thread and return its result; abandon the thread after `seconds`.
 
-    This is for calls that have no timeout, such as those of a `TCPStore` whose host is unreachable.
+    Use it for calls that have no timeout, such as those of a `TCPStore` whose host is unreachable. An
+    exception that `work` raises is raised again.
 
     Raises:
         LostError: if `work` does not return in time.

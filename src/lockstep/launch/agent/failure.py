@@ -1,4 +1,7 @@
-"""`Verdict`: the message about a failed launch, with the rank that failed first, the cause and the log."""
+"""Failures of workers: their kinds, the likely cause, and the message about a failed launch.
+
+Class `Verdict` is this message, with the rank that failed first, the cause and the log.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ _CAUSES: dict[int, str] = {
 
 
 class Kind(StrEnum):
-    """Kind of a failure, which decides whether the workers start again."""
+    """Kind of a failure, such as a signal, a hang or an exception of the script.
+
+    The kind decides whether the workers start again.
+    """
 
     SIGNAL = "signal"
     PEER = "peer"  # the end of another rank, whose own failure was not reported
@@ -98,8 +104,8 @@ _PHRASES = re.compile(
 def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
     """Return the kind of a rank's failure.
 
-    `report` is the rank's exception, if it wrote one; `code` is the exit code, or minus the signal that
-    ended the rank; `consequence` is whether the failure only follows from another rank's.
+    `report` describes the rank's exception; `None` if the rank wrote none. `code` is the exit code, or
+    minus the signal that ended the rank. `consequence` is whether another rank's failure caused this one.
     """
     if report is not None and report.wrong is not None:
         return Kind.WRONG
@@ -199,18 +205,20 @@ class FailureReport:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sort key: causes before consequences, then by time."""
+        """Sort key of reports: causes before consequences, then by the time of the failure."""
         return self.consequence, self.time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Decision on a failure, for all launchers: start workers again, change launchers, or end.
+    """Decision of launcher 0 on how a launch goes on; all launchers carry it out.
 
     Attributes:
+        kind: `restart` starts the workers again, `round` first begins a new rendezvous round with
+            other launchers, `end` ends a failed launch, and `done` ends a successful one.
         text: message for the user.
-        verdict: message of a launch that has failed.
-        staying: launchers that are expected in the next rendezvous round.
+        verdict: failure message, with kind `end`.
+        staying: indices of the launchers that are expected in the next rendezvous round.
     """
 
     kind: Literal["restart", "round", "end", "done"]
@@ -220,7 +228,7 @@ class Decision:
 
     @property
     def is_last(self) -> bool:
-        """Whether the decision ends the rendezvous round, a period with fixed launchers."""
+        """Whether the decision ends the rendezvous round, in which the launchers stay the same."""
         return self.kind != "restart"
 
 
@@ -229,7 +237,10 @@ Policy = Callable[[Verdict], str | None]
 
 
 def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Failure]:
-    """Return a `Failure` for each worker that is in `exits` or has written an error file."""
+    """Return a `Failure` for each worker that has exited or has written an error file.
+
+    `exits` are the exits of failed processes, by rank.
+    """
     failures = []
     for worker in workers:
         left, report = exits.get(worker.rank), error_report.read(worker.error_file)
@@ -240,7 +251,11 @@ def collect(workers: Iterable[WorkerPlan], exits: Mapping[int, Exit]) -> list[Fa
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """Return the likely cause: the earliest failure that does not follow from another rank's, if any."""
+    """Return the failure that likely caused the others.
+
+    It is the earliest failure that does not follow from another rank's failure. If all failures do, it is
+    the earliest of all.
+    """
     return min(failures, key=lambda failure: (failure.consequence, failure.time))
 
 
@@ -281,7 +296,8 @@ def wall(moment: float) -> float:
 def preempted(step: int, run_dir: Path, command: Sequence[str]) -> Verdict:
     """Return the message about a preempted run, with the command that resumes it.
 
-    `command` is the command line of the launch, without the run directory; empty for a function.
+    `step` is the number of steps done. `command` is the command line of the launch, without the run
+    directory; it is empty if `lockstep.launch` runs a function.
     """
     place = str(short(run_dir))
     how = shlex.join(["lockstep", "run", "--run-dir", place, *command])
@@ -323,7 +339,11 @@ def _what(failure: Failure, killed_for_memory: bool | None) -> str:
 
 
 def _briefly(failure: Failure, what: str, killed_for_memory: bool | None) -> str:
-    """Return one short line about a rank's failure; `what` describes the same failure in full."""
+    """Return one short line about a failed process, without its name.
+
+    `what` is the full description of the failure. `killed_for_memory` is whether the kernel's out-of-memory
+    killer has ended a process; `None` if unknown.
+    """
     report, code = failure.report, failure.code
     if report is not None:
         place = f" ({short(Path(report.file))}:{report.line})" if report.file else ""
@@ -357,7 +377,7 @@ def _details(failure: Failure) -> list[str]:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last non-empty lines of a log file; an empty list if it is unreadable."""
+    """Return the last eight non-empty lines of a log file; an empty list if it is unreadable."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - _LAST_BYTES))

@@ -42,7 +42,7 @@ LAST_GRACE = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
-    """Request to the fork server to start one worker."""
+    """Request to the fork server to start one worker with a rank and environment variables."""
 
     rank: int
     local_rank: int
@@ -51,7 +51,7 @@ class ForkRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """Exit of one worker process."""
+    """Record of one worker process that has ended: rank, process id, exit code and time."""
 
     rank: int
     pid: int
@@ -66,12 +66,13 @@ Preload = Callable[[], str | None]
 
 
 class ForkServer:
-    """The launcher's side of the fork server: starts workers, receives their exits, and signals them.
+    """The launcher's side of the fork server: starts and signals workers, and receives their exits.
 
     Args:
         job: function that runs in each worker; it need not be importable.
         ignored: signals that the server ignores besides SIGINT and SIGHUP.
-        preload: function that the server calls before it forks workers.
+        preload: function that imports packages in the server, before it forks workers. It returns
+            the name of a package whose import makes forks unsafe, or `None`.
     """
 
     def __init__(
@@ -108,7 +109,11 @@ class ForkServer:
             self._exits.append(Exit(**answer))
 
     def wait_for_preload(self, check: Callable[[], None]) -> str | None:
-        """Wait until `preload` has run; return its result. If `check` raises meanwhile, kill the server."""
+        """Wait until `preload` has run in the server, and return its result.
+
+        The result is the name of a package that makes forks unsafe, or `None`. `check` is called ten times
+        a second; if it raises an exception, the server is killed.
+        """
         try:
             while not self._has_message(_CHECK_SECONDS):
                 check()
@@ -128,12 +133,16 @@ class ForkServer:
         return exits
 
     def wait(self, seconds: float) -> None:
-        """Wait until a worker ends, `seconds` at most."""
+        """Wait until a worker ends, but at most `seconds`."""
         if not self._exits:
             self._has_message(seconds)
 
     def signal(self, signum: int, only: Collection[int] | None = None) -> None:
-        """Send `signum` to the sessions of all running workers, or to the processes `only`."""
+        """Send a signal to running workers.
+
+        By default all processes in the workers' sessions get the signal. With `only`, just the workers with
+        these process ids get it, and not their children.
+        """
         message = {"signal": int(signum), "only": None if only is None else sorted(only)}
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode())
@@ -188,12 +197,15 @@ class Workers:
         self.exits: dict[int, Exit] = {}  # by rank, exits of the processes that have ended
 
     def begin(self) -> None:
-        """Prepare the next start of workers: forget the earlier processes, all of which have ended."""
+        """Forget the processes of the previous generation, all of which have ended."""
         self.exits.clear()
         self.started.clear()
 
     def start(self, plan: Plan, worker: WorkerPlan, more: Mapping[str, str]) -> None:
-        """Start one worker or parameter server of `plan`; `more` are additional environment variables."""
+        """Start one worker or parameter server of `plan`.
+
+        `more` are environment variables in addition to `worker.env`.
+        """
         shown = plan.spec.streams.prefixes(worker.rank, worker.local_rank, worker.name)
         streams = (
             stdin.descriptor(worker.rank, plan.size, plan.spec.kind),
@@ -228,8 +240,8 @@ class Workers:
     ) -> bool:
         """Send `signum` to all processes; return whether all have ended within `seconds`.
 
-        `runs`: ids of the ranks inside `lockstep.Run`. If all ranks are, their child processes get no
-        signal: a run saves its state before it ends, and needs the workers of its DataLoaders until then.
+        `runs` are the process ids of the ranks inside `lockstep.Run`. If these are all ranks, their child
+        processes get no signal: the run needs the workers of its DataLoaders until it has saved its state.
         """
         if living := self.living:
             ranks = [pid for rank, pid in living.items() if rank >= 0]
@@ -247,9 +259,9 @@ class Workers:
     def kill(self) -> None:
         """Send SIGKILL to all processes and wait until the last has ended.
 
-        The kernel ends a process that is inside a system call, such as a write to a file server that does
-        not answer, when the call returns. Until then the process may change memory and files that workers
-        read after a restart.
+        If a process is inside a system call, such as a write to a file server that does not answer, the
+        kernel ends the process when the call returns. Until then the process may change memory and files
+        that workers read after a restart.
 
         Raises:
             Interrupted: if the launcher gets a second signal during the wait.
@@ -267,7 +279,10 @@ class Workers:
         self.started = {rank: pid for rank, pid in self.started.items() if rank in self.exits}
 
     def name_living(self, seconds: float, then: str) -> None:
-        """Print the names of processes that SIGKILL did not end within `seconds`, followed by `then`."""
+        """Print a message that SIGKILL has not ended certain processes within `seconds`.
+
+        The message names these processes, and ends with the text `then`.
+        """
         names = [f"{self._names[rank]} (process {pid})" for rank, pid in self.living.items()]
         say(f"lockstep: SIGKILL has not ended {', '.join(names)} within {seconds:.0f} s; {then}")
 
@@ -280,7 +295,8 @@ def _serve_and_exit(
 ) -> NoReturn:
     """Run the fork server in this process until the launcher closes the socket or dies.
 
-    `launcher` is the launcher's process id; `job` and `preload` are the functions of `ForkServer`.
+    `connection` is the server's end of the socket, and `launcher` the launcher's process id. `job` and
+    `preload` are the functions given to `ForkServer`.
     """
     try:
         os.setsid()

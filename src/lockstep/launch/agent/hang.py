@@ -60,12 +60,18 @@ class RankPosition:
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """Sort key that puts the likely cause of the hang first: stopped ranks, then the least progress."""
+        """Sort key: stopped ranks first, then the ranks that have made the least progress.
+
+        The first rank is the likely cause of the hang.
+        """
         return not self.stopped, self.progress, self.worker.rank
 
     @property
     def progress(self) -> float:
-        """Number of collective calls, plus 0.5 inside a call; -1 before the rank's `lockstep.Run`."""
+        """Number of collective calls that the rank has entered, plus 0.5 while it is inside one.
+
+        It is -1 before the rank has entered `lockstep.Run`.
+        """
         if not self.opened:
             return -1.0
         return self.entered + (0.5 if self.waiting else 0.0)
@@ -100,11 +106,12 @@ class HangWatch:
         size: int,
         servers: Sequence[WorkerPlan] = (),
     ) -> FailureReport | None:
-        """Return a report if no rank has made progress for the timeout; call this several times a second.
+        """Return a report if no rank has made progress for the timeout, otherwise `None`.
 
-        It has the `RankPosition.progress` of the likely cause in place of a time. Reports are sorted by
-        time: of the launchers whose ranks hang, the one with the least progress is blamed. A failure on
-        another launcher is blamed before any hang, unless it only follows from another rank's failure.
+        Call this method several times a second. In the report, `time` is not a time but the
+        `RankPosition.progress` of the likely cause. Reports of several launchers are sorted by it: the rank
+        with the least progress is blamed. A failure on another launcher is blamed before any hang, unless
+        another rank's failure caused it.
 
         Args:
             workers: all workers of this launcher, in the order of `slots`.
@@ -162,7 +169,10 @@ def _report(verdict: Verdict, progress: float) -> FailureReport:
 
 
 def verdict(positions: Sequence[RankPosition], size: int, timeout: float) -> Verdict:
-    """Return the failure message about ranks that hang, the likely cause first."""
+    """Return the message about ranks that hang; its first line names the likely cause.
+
+    `size` is the number of ranks in the launch, `timeout` the number of seconds without progress.
+    """
     cause, *others = sorted(positions, key=lambda position: position.order)
     rank = cause.worker.rank
     what = "is stopped (SIGSTOP)" if cause.stopped else "hangs"
@@ -183,7 +193,10 @@ def verdict(positions: Sequence[RankPosition], size: int, timeout: float) -> Ver
 
 
 def _server_verdict(server: WorkerPlan, timeout: float) -> Verdict:
-    """Return the failure message about a stopped parameter server."""
+    """Return the failure message for ranks that hang because a parameter server is stopped.
+
+    `timeout` is the number of seconds without progress.
+    """
     what = f"{server.name} is stopped (SIGSTOP)"
     line = f"lockstep: {what} on {socket.gethostname()}: no rank has moved for {timeout:g} s"
     return _hang_verdict([line, f"  log: {short(server.log)}"], server.name, what)
@@ -216,7 +229,10 @@ def _hint(cause: RankPosition) -> str:
 
 
 def dump(workers: Sequence[tuple[WorkerPlan, int]]) -> None:
-    """Make workers write their Python stacks, and copy the stacks into the directory of the logs."""
+    """Make workers write their Python stacks, and copy the stacks into the directory of the logs.
+
+    `workers` are pairs of a worker and its process id.
+    """
     writing = []
     for worker, pid in workers:
         if not is_stopped(pid) and _handles_signal(pid):
@@ -259,7 +275,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _handles_signal(pid: int) -> bool:
-    """Whether a process has a handler for the stack-dump signal, which would kill it otherwise."""
+    """Whether a process handles the stack-dump signal; it would end a process without a handler."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """The launcher has received a signal and must exit."""
+    """Raised if the launcher has received a signal and must exit; `signum` is the signal."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(signum)
@@ -54,7 +54,7 @@ class Interrupts:
 
     @property
     def is_preemption(self) -> bool:
-        """Whether exactly one signal was received, and the run saves its state and ends on this signal."""
+        """Whether exactly one signal was received, and runs save their state on this signal."""
         return self.first in self.preempting and self.count == 1
 
     @property

@@ -26,7 +26,7 @@ _END_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 
 
 def signal_session(pid: int, signum: int) -> None:
-    """Send a signal to a child process and to all processes of its session."""
+    """Send a signal to the child process `pid` and to all processes of its session."""
     try:
         os.killpg(pid, signum)
     except ProcessLookupError:  # the child has not called setsid yet
@@ -65,7 +65,7 @@ def end(pid: int) -> int | None:
 
 
 def run(words: Sequence[str], seconds: float) -> tuple[int, str, str]:
-    """Run a program; return its exit code, standard output and standard error.
+    """Run the command line `words`; return its exit code, standard output and standard error.
 
     Raises:
         TimeoutError: if the program runs longer than `seconds`.
@@ -128,13 +128,19 @@ def make_clean(parent: int, streams: Sequence[int]) -> None:
 
 
 def bind(cpus: str | None) -> None:
-    """Bind this process, and the processes that it starts, to a list of CPUs such as `0-3,8`."""
+    """Bind this process, and those that it starts later, to a list of CPUs such as `0-3,8`.
+
+    With `None` nothing is changed.
+    """
     if cpus is not None:
         os.sched_setaffinity(0, parse_list(cpus))
 
 
 def reset_signals() -> None:
-    """Reset the signal handlers and the signal mask inherited from the parent."""
+    """Undo the signal handlers and the signal mask that a forked child inherits from its parent.
+
+    SIGINT raises `KeyboardInterrupt` again; other handled signals get the system's default action.
+    """
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -158,7 +164,10 @@ def _encoding(stream: object) -> str | None:
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Start a thread that ends this process after `seconds`, even if other threads still run."""
+    """Start a thread that ends this process with exit code `code` after `seconds`.
+
+    The process ends even if other threads still run.
+    """
 
     def end() -> None:
         time.sleep(seconds)
@@ -168,10 +177,11 @@ def end_within(seconds: float, code: int) -> None:
 
 
 def finalize(code: int) -> None:
-    """End this forked process as a Python interpreter ends: join threads, run `atexit`, flush files.
+    """End this forked process with exit code `code`, as a Python interpreter ends.
 
-    The outer stack frames are the launcher's and must not be unwound here, so `sys.exit` cannot be used.
-    `os._exit` would lose data in files that the script left open, which the teardown flushes.
+    Threads are joined, `atexit` functions run, and files flushed. `sys.exit` cannot be used, since it would
+    unwind the outer stack frames, which are the launcher's. `os._exit` would lose data in files that the
+    script left open.
     """
     # nanobind (used by extensions of torch from 2.15 on) prints a warning for each object that is left at
     # exit, such as frozen ones. Unfreeze them then: their collection takes a quarter of a second.
@@ -183,7 +193,7 @@ def finalize(code: int) -> None:
 def extensions_state() -> dict[object, object]:
     """Return the dictionary in which CPython keeps per-interpreter state of extension modules.
 
-    `finalize` finds in it whether a module made with nanobind is loaded.
+    `finalize` looks in this dictionary for a sign that a module made with nanobind is loaded.
     """
     interpreter = ctypes.pythonapi.PyInterpreterState_Get
     interpreter.restype = ctypes.c_void_p

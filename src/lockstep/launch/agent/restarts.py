@@ -1,8 +1,9 @@
-"""Decide after which failures all workers restart, and give each start a rendezvous, store and plan.
+"""Decide after which failures the workers start again, and prepare each start.
 
-A failure that came from outside the script (a signal, a lost node, a full disk) may not happen again. An
-exception of the script would: a run is deterministic, so the same step fails the same way. Failures are
-counted in a row; the count starts anew once the run has made progress after the last failure.
+Each start needs a rendezvous of the launchers, a store and a plan. A failure that came from outside the
+script (a signal, a lost node, a full disk) may not happen again. An exception of the script would: a run is
+deterministic, so the same step fails the same way. Failures are counted in a row; the count starts anew
+once the run has made progress after the last failure.
 
 A generation is the set of workers between two restarts. A rendezvous round is the time in which the same
 launchers take part. Each generation has a store of its own, so that workers never read keys of earlier
@@ -89,17 +90,20 @@ class RankProgress:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps that the run has done."""
+        """Number of optimizer steps that the run has done, by the rank that is furthest."""
         return max(slot.step for slot in self.slots)
 
     @property
     def snapshot(self) -> tuple[bytes, int]:
-        """Tag of a run, and number of its newest snapshot (copy of its state in memory); 0 if none."""
+        """Run tag and number of the newest complete snapshot, or `b""` and 0 if there is none.
+
+        A snapshot is a copy of a run's state in memory. The tag identifies a run of the script.
+        """
         return progress(self._memory)
 
     @property
     def origin(self) -> str:
-        """Text that ends a message about a restart: the snapshot to resume from; empty if none exists."""
+        """End of a message about a restart: says that it uses a saved state; empty without one."""
         tag, number = self.snapshot
         if not number:
             return ""
@@ -108,7 +112,10 @@ class RankProgress:
         return f", from the newest snapshot or checkpoint{of_run}"
 
     def variables(self, index: int, ranks: int) -> dict[str, str]:
-        """Return variables through which the `index`-th of `ranks` local ranks finds the memory."""
+        """Return environment variables that give a worker the memory shared with the launcher.
+
+        `index` is the worker's number among the `ranks` ranks of this launcher.
+        """
         return {
             VARIABLE: self._memory.variable(),
             "LOCKSTEP_SLOT": f"{index}/{ranks}",
@@ -143,7 +150,7 @@ class Restarts:
 
     @property
     def limit(self) -> int:
-        """Maximum number of restarts that workers read from the variable `TORCHELASTIC_MAX_RESTARTS`."""
+        """Maximum number of restarts for the variable `TORCHELASTIC_MAX_RESTARTS`; 0 if not set."""
         return self._limit or 0
 
     @property
@@ -152,9 +159,10 @@ class Restarts:
         return self._uses_lockstep or self._progress.opened
 
     def decide(self, verdict: Verdict) -> str | None:
-        """Return the message to print if workers are to start again after a failure; otherwise `None`.
+        """Return the message to print if the workers are to start again; otherwise `None`.
 
-        With several launchers, the coordinator of launcher 0 calls this method, in its thread.
+        `verdict` is the message about the failure. With several launchers, the coordinator of launcher 0
+        calls this method, in its thread.
         """
         self._count_failure()
         limit = self._limit
@@ -173,7 +181,10 @@ class Restarts:
         return f"{verdict.brief}; restart {self._count}{origin}"
 
     def count_restart(self) -> None:
-        """Count a restart that launcher 0 decided, since this launcher may become launcher 0 later."""
+        """Count a failure and a restart that launcher 0 decided on.
+
+        All launchers count, since each may become launcher 0 later.
+        """
         self._count_failure()
         self._count += 1
 
@@ -184,7 +195,10 @@ class Restarts:
 
 
 def policy_of(launch: Launch, progress: RankProgress, *, is_only: bool) -> Restarts:
-    """Return the restart policy of `launch`; `is_only`: whether it has a single launcher."""
+    """Return the restart policy of `launch`.
+
+    `is_only` is whether the launch has a single launcher.
+    """
     settings, environ = launch.spec.settings, launch.environ
     return Restarts(
         settings.value("max_restarts", environ),
@@ -235,9 +249,9 @@ class GenerationRendezvous:
         return self._rounds is not None and not self._rounds.fixed and self.membership.count > 1
 
     def leave_out(self, rank: int) -> None:
-        """Start no process for this rank in the following generations; call it only for a single launcher.
+        """Leave a rank out of all following generations; call this only for a single launcher.
 
-        `rank` is the rank's number in the current generation; ranks above it move down by one.
+        `rank` is the rank's number in the current generation; higher ranks move down by one.
         """
         ranks = self._alone.size + len(self._common.left_out)  # of the first generation
         left = [place for place in range(ranks) if place not in self._common.left_out]
@@ -245,7 +259,7 @@ class GenerationRendezvous:
         self._alone = Membership.alone(self._alone.size - 1)
 
     def next_generation(self, check: Check = go_on) -> Generation:
-        """Wait until all launchers have stopped their workers; return the rendezvous of the next workers.
+        """Wait until all launchers have stopped their workers; return the next generation.
 
         Args:
             check: called repeatedly during the wait; may raise to end it.
@@ -281,7 +295,10 @@ class GenerationRendezvous:
         return int(self._store.port)
 
     def _enter(self, rounds: Rounds, check: Check) -> int:
-        """Wait until all launchers are ready to start workers; return the port of the workers' store."""
+        """Wait until all launchers are ready to start workers; return the port of the new store.
+
+        `rounds` makes the launchers' rendezvous. `check` is called repeatedly during the wait.
+        """
         while True:
             client = self.coordinator = self._client(rounds)
             self.generation = max(rounds.generation, self.generation + 1)
@@ -292,7 +309,10 @@ class GenerationRendezvous:
                     raise
 
     def _client(self, rounds: Rounds) -> CoordinatorClient:
-        """Return the client of launcher 0; if launchers change, first join the next rendezvous round."""
+        """Return this launcher's connection to the coordinator on launcher 0.
+
+        If the coordinator has decided that the launchers change, join the next rendezvous round first.
+        """
         client = self.coordinator
         if client is not None:
             decision, lost_coordinator = client.decision, client.has_lost_coordinator
@@ -335,19 +355,20 @@ def plan_generation(
     files: Path | None,
     generation: Generation,
 ) -> Plan:
-    """Return the commands, environment variables and files of the workers until the next restart.
+    """Return the commands, environment variables and files of the workers of one generation.
 
     The first call makes the run's directory.
 
     Args:
-        launch: the launch with the facts of this machine.
+        launch: what to launch, and the facts of this machine.
         place: run directory and log directory, made here if the run has none yet.
-        common: constants of a launch with several launchers, such as the name of the run's directory.
+        common: constants of a launch with several launchers, such as the name of the run's
+            directory.
         private: temporary directory of this launcher.
         port: port at which the script may host a store, if the launch has a single rank.
-        files: directory for a `FileStore` after each restart, which the ranks of a single launcher use;
-            `None` on a file system without locks, where they use the launcher's `TCPStore`.
-        generation: rendezvous of these workers.
+        files: directory for a `FileStore` after each restart, which the ranks of a single launcher
+            use; `None` on a file system without locks, where they use the launcher's `TCPStore`.
+        generation: settings of the rendezvous of these workers.
     """
     members = generation.membership
     assert members is not None, "known after the rendezvous"

@@ -56,14 +56,19 @@ def supervise(
     interrupts: Interrupts,
     deadline: float | None = None,
 ) -> Verdict | None:
-    """Run the workers of `launch` until they end; return the failure message, or `None` after success.
+    """Run the workers of a launch to their end; return the failure message, `None` after success.
 
-    `job` runs in each worker process, `private` is a temporary directory of this launch, and `deadline` a
-    value of `time.monotonic`.
+    Args:
+        launch: what to launch, and the facts of this machine.
+        job: function that runs in each worker process.
+        place: run directory and log directory.
+        private: temporary directory of this launch.
+        interrupts: the signals that the launcher has received.
+        deadline: value of `time.monotonic` at which the launch times out; `None` for no limit.
 
     Raises:
         Interrupted: if a signal stopped the launcher.
-        NotNeeded: if the launch ended while this launcher waited to join it.
+        LaunchEnded: if the launch ended while this launcher waited to join it.
         TimeoutError: if `deadline` passed.
         WorldError: if the rendezvous with other launchers fails.
     """
@@ -110,9 +115,10 @@ def supervise(
 
 
 def _listens(launch: Launch, *, has_locks: bool) -> bool:
-    """Whether a single launcher hosts a `TCPStore` for its ranks.
+    """Whether the launcher hosts a `TCPStore` for its ranks, if it is the only launcher.
 
-    Otherwise ranks and servers that need a store use a `FileStore`, which needs file locks (`has_locks`).
+    Otherwise ranks and servers that need a store use a `FileStore`, which requires a file system with locks
+    (`has_locks`).
     """
     sources = launch.sources
     if has_locks and sources.uses_lockstep and sources.leaves_groups_alone:
@@ -121,11 +127,11 @@ def _listens(launch: Launch, *, has_locks: bool) -> bool:
 
 
 def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
-    """Return two ports: of a store that the script may host, and of the launcher's store for all ranks.
+    """Return two ports: one for a store that the script may host, one for the launcher's own store.
 
-    0 means any free port. The port that the user requested is the first one if there is one node, whose
-    launcher hosts no `TCPStore` (`is_only`); else it is the second one. In an elastic launch both are 0,
-    since the launchers' rendezvous uses the requested port.
+    0 means any free port. `is_only` is whether a single launcher hosts no `TCPStore`. With `is_only` and
+    one node, the port that the user requested is the first one; otherwise it is the second one. In an
+    elastic launch both ports are 0, since the launchers' rendezvous uses the requested port.
     """
     port = nodes.main_port or 0
     if is_only and nodes.count in (None, 1):
@@ -135,9 +141,9 @@ def _ports(nodes: Nodes, *, is_only: bool) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Rounds | None]:
-    """Context manager: yield the `Rounds` with which this launcher joins the launchers of other nodes.
+    """Context manager: yield the `Rounds` object for the rendezvous with launchers of other nodes.
 
-    It yields `None` for a single launcher.
+    It yields `None` if this launcher is the only one. `name` is the name of the run's directory in `runs/`.
     """
     nodes, config = launch.spec.nodes, launch.nodes
     if config is None:
@@ -180,7 +186,7 @@ def _joined(launch: Launch, name: str, interrupts: Interrupts) -> Iterator[Round
 def _waiting_check(config: RendezvousConfig, interrupts: Interrupts) -> Callable[[], None]:
     """Return a function to call repeatedly during waits for other launchers.
 
-    It prints one message about a long wait, and raises `Interrupted` after a signal.
+    The function prints one message about a long wait, and raises `Interrupted` after a signal.
     """
     began = last = time.monotonic()
     is_printed = False
@@ -215,9 +221,10 @@ def _preload(launch: Launch) -> Importer | None:
 
 
 def _fork_server(job: Job, preload: Importer | None, interrupts: Interrupts) -> ForkServer:
-    """Start the fork server. It imports the script's packages first, so that no worker has to.
+    """Start the fork server and return the launcher's side of it.
 
-    A package whose import starts threads or uses a device would break forks: it is left to the workers.
+    `preload` imports the script's packages in the server, so that no worker has to. A package whose import
+    starts threads or uses a device would break forks, so each worker imports it itself.
     """
     # Only an actual import shows whether a package makes forks unsafe.
     skipped: list[str] = []

@@ -46,7 +46,10 @@ def job(launch: Launch) -> Job:
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
-    """Return a function that runs `job` in a worker process, or a server in a parameter-server process."""
+    """Return a function that tells workers and parameter servers apart.
+
+    In a worker process it calls `job`; in a parameter-server process it runs a parameter server.
+    """
     # The launcher of a function is the user's interpreter: do not fork servers from it.
     forks = spec.start == "fork" and spec.kind != "function"
     words = (*interpreter(), "-m", server_processes.MODULE)
@@ -131,7 +134,10 @@ def _report(error: BaseException, environ: Mapping[str, str], home: str | None) 
 
 
 def _set_up_process(request: ForkRequest) -> None:
-    """Set standard streams, environment variables and torch threads in a freshly forked process."""
+    """Set standard streams, environment variables and torch threads in a freshly forked process.
+
+    `request` contains the environment variables of the process.
+    """
     processes.renew_streams()
     os.environ.update(request.env)
     faulthandler.enable()
@@ -139,7 +145,11 @@ def _set_up_process(request: ForkRequest) -> None:
 
 
 def run_target(kind: str, name: str, args: list[str]) -> int:
-    """Run a script or module as `__main__`; write its exception to the error file; return the exit code."""
+    """Run a script or module as `__main__`, and return the exit code.
+
+    `kind` is `script` or `module`, and `name` the script's path or the module's name. An exception is
+    written to the error file.
+    """
     if kind == "module":
         return run_guarded(lambda: run_module(name, args), os.environ, str(Path.cwd()))
     home = str(Path(name).resolve().parent)

@@ -27,6 +27,9 @@ def variables(
 ) -> tuple[dict[str, str], ...]:
     """Return, for each of this launcher's ranks, the environment variables that bind it to CPUs.
 
+    `local_ranks` are the numbers of these ranks on their node, and `local_size` is the number of all ranks
+    on the node.
+
     Raises:
         UsageError: if there are fewer cores than ranks.
     """
@@ -41,8 +44,8 @@ def variables(
 def shares(topology: Topology, n: int) -> tuple[Core, ...]:
     """Return the CPUs of each of `n` ranks: disjoint sets of whole, neighbouring cores.
 
-    With at least as many ranks as NUMA nodes, a rank gets cores of one NUMA node; with fewer ranks, each
-    gets whole NUMA nodes.
+    `topology` has the cores by NUMA node. With at least as many ranks as NUMA nodes, a rank gets cores of
+    one NUMA node; with fewer ranks, each gets whole NUMA nodes.
 
     Raises:
         UsageError: if there are fewer cores than ranks.

@@ -1,8 +1,9 @@
-"""List the GPUs of this machine, and those that `CUDA_VISIBLE_DEVICES` leaves visible, without CUDA.
+"""List the GPUs of this machine, and those that `CUDA_VISIBLE_DEVICES` leaves visible.
 
-The list comes from `nvidia-smi -L`. The Python bindings of NVML are a more stable interface, but a call
-into a library cannot be interrupted if the driver hangs, and leaves open files in every process forked
-later. The format has been stable since 2013; `read_listing` reports lines that it cannot parse.
+CUDA is not initialized. The list comes from the program `nvidia-smi -L`, whose output format has been
+stable since 2013; `read_listing` reports lines that it cannot parse. The Python bindings of NVML are a more
+stable interface, but a call into a library cannot be interrupted if the driver hangs, and leaves open files
+in every process forked later.
 
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html describes
 CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
@@ -45,20 +46,26 @@ class Gpu:
 
     @property
     def short(self) -> str | None:
-        """The uuid for messages: shortened for a GPU, complete for a MIG device, as CUDA accepts them."""
+        """The uuid for messages, in a form that CUDA accepts; `None` if unknown.
+
+        The uuid of a GPU is shortened to eight digits, that of a MIG device is complete.
+        """
         return self.uuid if self.uuid is None or self.parent else self.uuid[: len("GPU-") + 8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The GPUs of a machine, as nvidia-smi lists them."""
+    """The GPUs of a machine, as nvidia-smi lists them, or the reason why the list is unknown."""
 
     gpus: tuple[Gpu, ...] = ()  # each GPU followed by its MIG devices
     problem: str | None = None  # reason why the list is unknown
 
 
 def list_gpus(tool: str | None = None) -> Listing:
-    """List the GPUs of this machine with `nvidia-smi -L`."""
+    """List the GPUs of this machine with `nvidia-smi -L`.
+
+    `tool` is the path of nvidia-smi, by default the one in `PATH`.
+    """
     tool = tool or shutil.which("nvidia-smi")
     if tool is None:
         return Listing(problem="there is no nvidia-smi")

@@ -30,7 +30,10 @@ class Machine:
 
 
 def look(*, gpus: bool = True) -> Machine:
-    """Return cores, GPUs and other facts of this machine; import torch without initializing CUDA."""
+    """Return cores, GPUs and other facts of this machine; import torch without initializing CUDA.
+
+    With `gpus=False`, GPUs are neither counted nor listed.
+    """
     with loaded_unbound():
         import torch  # noqa: F401
 
@@ -65,7 +68,10 @@ def _listing() -> Listing:
 
 
 def _count(listing: Listing) -> int:
-    """Return the number of GPUs that torch would find."""
+    """Return the number of GPUs that torch would find.
+
+    `listing` is the list of nvidia-smi. If the list does not determine the number, torch counts the GPUs.
+    """
     from lockstep.world import accelerator
 
     left = visible(listing.gpus, os.environ).gpus
@@ -78,7 +84,10 @@ def _count(listing: Listing) -> int:
 
 
 def count_in_a_child() -> int:
-    """Count GPUs with the driver, in a child process: a process that initializes CUDA must not fork."""
+    """Return the number of GPUs that the driver finds; 0 if the driver fails.
+
+    A child process asks the driver, since this process must not initialize CUDA before a fork.
+    """
 
     def count(_: object) -> int:
         from lockstep.world import accelerator

@@ -23,9 +23,10 @@ def binding_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def loaded_unbound(threads: str | None = None) -> Iterator[None]:
-    """Context manager for imports of OpenMP: unset variables that would bind this process to one core.
+    """Context manager: unset variables with which OpenMP would bind this process to one core.
 
-    If `threads` is given, `OMP_NUM_THREADS` has this value in the body.
+    Use it around imports that load OpenMP. If `threads` is given, `OMP_NUM_THREADS` has this value in the
+    meantime. All variables are restored at the end.
     """
     names = (*binding_variables(os.environ), *(() if threads is None else ("OMP_NUM_THREADS",)))
     before = {name: os.environ.pop(name) for name in names if name in os.environ}

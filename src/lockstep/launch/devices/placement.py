@@ -22,10 +22,12 @@ class RankDevice:
 
 
 def asked(spec: LaunchSpec, environ: Mapping[str, str]) -> Word | Ids:
-    """Return the requested devices, from `--devices` or the environment: a word or a list of ids.
+    """Return the requested devices, from `--devices` or its environment variable.
+
+    The result is `auto`, `cpu` or `gpu`, or a tuple with an index or id of a GPU for each rank.
 
     Raises:
-        UsageError: if the request contradicts `-n`.
+        UsageError: if the requested devices contradict `-n`.
     """
     origin, text = _asked(spec, environ)
     wanted = parse(text, origin)
@@ -45,7 +47,8 @@ def _asked(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, str]:
 def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: int) -> int | None:
     """Return the number of ranks that `-n` and `--devices` request, without listing GPUs.
 
-    Returns `None` if it depends on the number of GPUs. `cores` is the number of this machine's cores.
+    Returns `None` if this number depends on the number of GPUs. `cores` is the number of this machine's
+    cores.
     """
     wanted = asked(spec, environ)
     if isinstance(wanted, tuple):
@@ -65,8 +68,9 @@ def rank_devices(
 ) -> tuple[RankDevice, ...]:
     """Return the devices of this launcher's ranks.
 
-    With `own`, the visible GPUs belong to this launcher's ranks alone: a scheduler has given each launcher
-    of the node its own GPUs. Otherwise all ranks of the node use the visible GPUs.
+    `local_ranks` are the numbers of these ranks on their node. With `own`, a scheduler has given each
+    launcher of the node its own GPUs, so the visible GPUs belong to this launcher's ranks alone. Otherwise
+    all ranks of the node use the visible GPUs.
 
     Raises:
         DeviceError: if a requested GPU is missing or hidden.
@@ -188,7 +192,14 @@ class _Search:
         return found[0]
 
     def check(self, ids: Sequence[str], gpus: Sequence[Gpu]) -> None:
-        """Raise an error if a GPU is named twice or with its MIG device, or is split into MIG devices."""
+        """Raise an error if `gpus` contradict each other, or one is split into MIG devices.
+
+        GPUs contradict each other if one is named twice, or together with its MIG device. `ids` are the
+        entries of `--devices` that name the GPUs.
+
+        Raises:
+            DeviceError: in these cases.
+        """
         for k, gpu in enumerate(gpus):
             for j, other in enumerate(gpus[:k]):
                 if other == gpu:

@@ -1,1 +1,1 @@
-"""Launches over several nodes: rendezvous of launchers, membership, and common decisions."""
+"""Launches over several nodes: rendezvous of launchers, membership, and decisions for all."""

@@ -1,9 +1,9 @@
-"""`CoordinatorClient`: sends reports on this launcher's workers, and receives decisions for all launchers.
+"""`CoordinatorClient`: sends reports on this launcher's workers, and receives common decisions.
 
     launcher k: report ──> launcher 0: coordinator ──> decision
 
-A thread sends and receives, so that a slow network does not block the launcher. Each report is answered,
-and a decision arrives without a report, too. A connection without an answer is replaced after two seconds:
+A thread sends and receives, so that a slow network does not block the launcher. Launcher 0 answers each
+report, and sends each new decision at once. A connection without an answer is replaced after two seconds:
 TCP would retransmit at growing intervals, and ten seconds without a network would look like a dead host.
 """
 
@@ -48,7 +48,10 @@ _REFUSED_SECONDS = 1.5
 
 
 class RoundOverError(Exception):
-    """The rendezvous round, a period with fixed launchers, ended while this launcher waited."""
+    """Raised if the rendezvous round of a launcher ended while the launcher waited.
+
+    Attribute `decision` is the decision that ended the round.
+    """
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision)
@@ -56,11 +59,13 @@ class RoundOverError(Exception):
 
 
 class CoordinatorClient:
-    """Sends this launcher's reports to launcher 0 as heartbeats, and receives decisions for all launchers.
+    """Client with which a launcher reports to launcher 0 and receives decisions for all launchers.
+
+    The reports also serve as heartbeats.
 
     Args:
         membership: the launchers and their ranks.
-        at: address of launcher 0; on launcher 0, its server.
+        at: address of launcher 0; on launcher 0, the server object itself.
         number: number of the rendezvous round.
         generation: number of the round's first start of workers.
         policy: restart policy, applied on launcher 0.
@@ -121,13 +126,17 @@ class CoordinatorClient:
 
     @property
     def saves(self) -> bool:
-        """Whether all ranks are to save the run's state and exit."""
+        """Whether launcher 0 has answered that all ranks are to save the run's state and exit."""
         return self._answer.saves
 
     def enter(self, generation: int, open_store: Callable[[], int], check: Check) -> int:
-        """Wait until all launchers have stopped their workers; return the port of the new workers' store.
+        """Wait until all launchers have stopped their workers; return the port of the new store.
 
-        Launcher 0 calls `open_store`, which returns the port. `check` is called repeatedly during the wait.
+        Args:
+            generation: number of the next start of workers.
+            open_store: function that hosts the store of the new workers and returns its port;
+                called on launcher 0 only.
+            check: called repeatedly during the wait; may raise to end it.
 
         Raises:
             RoundOverError: if the rendezvous round ends instead.
@@ -157,7 +166,10 @@ class CoordinatorClient:
 
     @property
     def decision(self) -> Decision | None:
-        """Newest decision of launcher 0; if launcher 0 is lost, this launcher's own; else `None`."""
+        """Newest decision of launcher 0; `None` if there is none.
+
+        If launcher 0 is lost, the decision of this launcher: to end, or to begin another rendezvous round.
+        """
         decision = self._answer.decision
         why = None if self._connection is None else self._connection.lost
         if decision is None and why is not None:
@@ -218,7 +230,7 @@ class CoordinatorClient:
     def _exchange_here(self, *, silent: bool) -> None:
         """Pass the report of this launcher, launcher 0, to its own server, then wait a moment.
 
-        With `silent`, since the main thread is blocked, no report is passed.
+        `silent` is whether the main thread is blocked; in this case no report is passed.
         """
         assert self.server is not None, "this is launcher 0"
         if not silent:
@@ -226,9 +238,10 @@ class CoordinatorClient:
         self._stop.wait(_INTERVAL)
 
     def _exchange(self, *, silent: bool) -> None:
-        """Send this launcher's report; store answers until the report changes, or must be sent again.
+        """Send this launcher's report, and store answers until the next report is due.
 
-        With `silent`, since the main thread is blocked, no report is sent, but answers are still stored.
+        The next report is due if its content changes, or after the heartbeat interval. `silent` is whether
+        the main thread is blocked; in this case no report is sent, but answers are still stored.
         """
         connection = self._connection
         assert connection is not None, "this is not launcher 0"

@@ -255,7 +255,9 @@ def _at_endpoint(endpoint: str, name: str, count: int) -> RendezvousConfig:
 
 
 def endpoint_place(endpoint: str) -> tuple[str | None, int | None]:
-    """Parse a value of `--rdzv-endpoint`; return host and port, `None` for a directory or an unset port.
+    """Parse a value of `--rdzv-endpoint`; return the host and the port.
+
+    The host is `None` for a directory, and the port is `None` if the value has none.
 
     Raises:
         UsageError: if the value is not a host, `HOST:PORT` or `file:///DIRECTORY`.

@@ -87,7 +87,9 @@ class Coordinator:
         self.changes = 0
 
     def receive(self, report: LauncherReport, now: float) -> Answer:
-        """Store a launcher's report, decide on a restart or the end if that is due, and return the answer.
+        """Store a launcher's report, make a decision if one is due, and return the answer.
+
+        `now` is the current time in seconds.
 
         Raises:
             KeyError: if the launcher takes no part in the round.
@@ -105,7 +107,10 @@ class Coordinator:
         return self.answer(report.index)
 
     def answer(self, index: int) -> Answer:
-        """Return the answer to the last report of launcher `index`; the same object until it changes."""
+        """Return the answer to the last report of launcher `index`.
+
+        As long as the answer stays the same, all calls return the same object.
+        """
         generation = self._reports[index].generation
         if generation not in self._answers:
             self._answers[generation] = self._answer(generation)
@@ -126,11 +131,15 @@ class Coordinator:
         self.changes += 1
 
     def disconnect(self, index: int, now: float) -> None:
-        """Record that the connection of a launcher has ended."""
+        """Record that the connection of launcher `index` has ended, at time `now` in seconds."""
         self._gone.setdefault(index, now)
 
     def note(self, lost: Sequence[int], newcomers: Sequence[str], now: float) -> None:
-        """Record which launchers lost their connection to launcher 0, and the names of new launchers."""
+        """Record launchers that are cut off from launcher 0, and new launchers; then decide.
+
+        `lost` are indices of launchers that lost their connection, and `newcomers` the names of launchers
+        that wait to join.
+        """
         for index in lost:
             if index > 0:
                 self._gone[index] = now - _GONE_SECONDS - 1
@@ -143,7 +152,10 @@ class Coordinator:
         self._decide(Decision(kind="round", text="a newer round has begun without this node"))
 
     def enter(self, generation: int) -> None:
-        """Prepare the next start of workers, number `generation`: clear the last decision."""
+        """Clear the last decision, before all launchers start workers again.
+
+        `generation` is the number of this start.
+        """
         if self.decision is not None and self.decision.is_last:
             return
         self._restart = self.decision or self._restart
@@ -174,7 +186,10 @@ class Coordinator:
         self._change()
 
     def look(self, now: float) -> None:
-        """Decide, if reports or missing reports require it: restart, change launchers, or end."""
+        """Make a decision if reports, or missing reports, require one.
+
+        The decision is to restart the workers, to change the launchers, or to end the launch.
+        """
         if self.decision is not None and self.decision.is_last:
             return
         reports, restarting = self._reports, self.decision is not None
@@ -208,7 +223,10 @@ class Coordinator:
             self._decide(Decision(kind="restart", text=line))
 
     def _judge_consequences(self, now: float) -> None:
-        """Decide on failures that all follow from another rank's, after a wait for that rank's report."""
+        """Decide on failures if each may be a consequence of another rank's failure.
+
+        The decision is made after a wait, since the rank that failed first may not have been reported yet.
+        """
         if self._first_failed is None:
             self._first_failed = now
         is_early = now - self._first_failed <= _SETTLE_SECONDS
@@ -218,7 +236,11 @@ class Coordinator:
             self._judge()
 
     def _release(self, now: float) -> None:
-        """Continue without launchers that leave; if too few stay, all ranks save the state and exit."""
+        """Decide to continue without the launchers that want to leave, after a short wait.
+
+        In this time more launchers may ask to leave. If too few would stay, all ranks save the run's state
+        and exit instead.
+        """
         if self._first_leaves is None:
             self._first_leaves = now
         # A scheduler that ends one launcher may be about to end all.
@@ -235,7 +257,7 @@ class Coordinator:
                 self._decide(Decision(kind="done"))
 
     def _lost(self, now: float) -> dict[int, str]:
-        """Return the launchers that are lost, each with the reason."""
+        """Return the launchers that count as lost at time `now`, each with the reason."""
         found = dict.fromkeys(
             _older(self._heard, now - LOST_SECONDS),
             f"no sign of its launcher for {LOST_SECONDS:.0f} s",

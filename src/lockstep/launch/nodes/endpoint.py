@@ -51,7 +51,10 @@ class Endpoint:
         self._entrance, self._file = entrance, file
 
     def stop_announcing(self) -> None:
-        """Stop answering port discovery of other launchers; release its port and the lock of this host."""
+        """Stop answering port discovery of other launchers.
+
+        The port of port discovery and the lock of this host are released.
+        """
         self._entrance.close()
 
     def close(self) -> None:
@@ -64,6 +67,8 @@ class Endpoint:
 
 def enter(config: RendezvousConfig, check: Check) -> Endpoint:
     """Host the rendezvous store of a launch, or connect to it; return its endpoint.
+
+    `check` is called repeatedly during waits, and may raise to end them.
 
     Raises:
         UnreachableError: if no packet reaches the host of the store.
@@ -97,10 +102,11 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
 
 
 def _find(config: RendezvousConfig, check: Check) -> dist.Store:
-    """Connect to the store on the host of launcher 0.
+    """Connect to the store on the host of launcher 0, and return the store.
 
-    The host name of a pod has no address before the pod runs, and another address after the pod was
-    replaced. In a pod, the name is therefore looked up repeatedly until the join timeout.
+    In a Kubernetes pod, the host name is looked up repeatedly until the join timeout: the name has no
+    address before its pod runs, and another address after the pod was replaced. `check` is called
+    repeatedly during the wait, and may raise to end it.
     """
     deadline = time.monotonic() + config.seconds
     while True:
@@ -130,7 +136,10 @@ def _find_port(config: RendezvousConfig, check: Check, seconds: float) -> Socket
 
 
 def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
-    """Return the hint about missing launchers; `hosts` is whether this launcher hosts the store."""
+    """Return the hint for an error about missing launchers.
+
+    `hosts` is whether this launcher hosts the rendezvous store.
+    """
     if config.directory is not None:
         return "if the others say the same, the directory is not shared between the nodes"
     assert config.address is not None, "a rendezvous has a directory or a host"
@@ -145,7 +154,10 @@ def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
 
 @contextlib.contextmanager
 def host_lock(name: str) -> Iterator[bool]:
-    """Lock `name` among the launchers of this host; yield whether this launcher got the lock."""
+    """Context manager: take a lock that one launcher of this host can hold.
+
+    It yields whether this launcher got the lock. `name` identifies the lock.
+    """
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()
     is_free = True
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
@@ -160,7 +172,10 @@ def host_lock(name: str) -> Iterator[bool]:
 
 
 def _open_file(directory: Path, config: RendezvousConfig, check: Check) -> RendezvousFile:
-    """Open the rendezvous file of a launch; if an earlier launch still uses it, wait for its end."""
+    """Open the rendezvous file of a launch; if an earlier launch still uses it, wait for its end.
+
+    `check` is called repeatedly during the wait, and may raise to end it.
+    """
     deadline = time.monotonic() + config.seconds
     while True:
         file = RendezvousFile(directory, config.name)
@@ -235,7 +250,10 @@ class RendezvousFile:
             return False
 
     def _share(self, lock: int) -> None:
-        """Take the lock in shared mode; if no other launcher has the lock, first remove an old store."""
+        """Take the lock in shared mode; remove an old store if no other launcher has the lock.
+
+        `lock` is the descriptor of the open lock file. The old store is removed before the lock is shared.
+        """
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

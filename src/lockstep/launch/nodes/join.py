@@ -26,23 +26,26 @@ _NAMES = 8
 
 
 def order(cards: Sequence[JoinEntry], most: int) -> tuple[JoinEntry, ...]:
-    """Sort the entries (`cards`) of launchers that join, and return the first `most`.
+    """Return the first `most` of the launchers' entries `cards`, sorted.
 
-    Launchers that took part in an earlier round come first.
+    Launchers that took part in an earlier round come first; new ones are sorted by node rank, then by
+    arrival.
     """
     ranked = sorted(cards, key=lambda card: (-card.round, card.index))  # stable: by arrival
     return tuple(ranked[:most])
 
 
 class Join:
-    """Waits, for one launcher, until a rendezvous round (a period with fixed launchers) starts.
+    """Waits until a rendezvous round starts, on behalf of one launcher.
+
+    A rendezvous round is a period in which the same launchers take part.
 
     Args:
         number: number of the round.
         own: entry of this launcher.
         expected: tokens of launchers that are known to join.
         may_close: whether this launcher may start the round, as no other round is in progress.
-        hint: returns the hint for an error about missing launchers.
+        hint: function that returns the hint for an error about missing launchers.
     """
 
     def __init__(
@@ -86,7 +89,10 @@ class Join:
         return cards if self._own.token in {card.token for card in cards} else None
 
     def _look(self, now: float) -> None:
-        """Read changes in the store; start the round if enough launchers have joined and this one may."""
+        """Read changes in the store; start the round if this launcher may and enough have joined.
+
+        `now` is a value of `time.monotonic`.
+        """
         if self._reads_cards(now):
             self._read_cards(now)
             self._check_numbers()
@@ -173,6 +179,9 @@ class Join:
         )
 
     def _fail(self, error: WorldError) -> None:
-        """End the rendezvous with an error for all launchers that joined; raise the first such error."""
+        """End the rendezvous round with `error` for all launchers that joined.
+
+        If another launcher has ended it with an error before, that error is raised instead of `error`.
+        """
         self._keys.fail(self._number, error)
         self._keys.check_failed(self._number)

@@ -169,7 +169,7 @@ class RendezvousKeys:
     def arrive(self, number: int, card: JoinEntry) -> int:
         """Join rendezvous round `number`: write `card`, the entry of this launcher, to the store.
 
-        Returns how many launchers have begun to join before.
+        Returns the number of launchers that began to join earlier.
         """
         arrival = self.store.add(f"round/{number}/arrivals", 1) - 1
         self._write(f"round/{number}/card/{arrival}", asdict(card))
@@ -232,9 +232,10 @@ class RendezvousKeys:
         return newest == number and any(card.address.answers() for card in cards[:1])
 
     def has_ended(self, number: int, index: int = -1) -> bool:
-        """Return whether launcher 0 of a rendezvous round answers neither by network nor by store.
+        """Return whether launcher 0 of rendezvous round `number` has ended.
 
-        `index` is the number of this launcher in the round; -1 if it takes no part.
+        It counts as ended if it answers neither over the network nor through the store, and no newer round
+        has started. `index` is the number of this launcher in the round; -1 if this launcher takes no part.
         """
         if self.reaches(number):
             return False
@@ -246,9 +247,10 @@ class RendezvousKeys:
         return self.newest_number == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Write that launcher 0 runs, for launchers that lost the connection to it; return their numbers.
+        """Write to the store that launcher 0 runs, for launchers cut off from launcher 0.
 
-        The first `known` of these launchers were answered before, and are left out.
+        Returns the indices of these launchers. The first `known` losses were answered before, and are
+        skipped.
         """
         asked: list[int] = []
         while self._has(f"round/{number}/loss/{known + len(asked)}"):

@@ -30,7 +30,10 @@ class LineReader:
 
 
 class Waker:
-    """Ends another thread's wait for messages on sockets; that thread also waits for `reader`."""
+    """Lets one thread end another thread's wait for messages on sockets.
+
+    The waiting thread includes the socket `reader` in its wait.
+    """
 
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()
@@ -38,12 +41,12 @@ class Waker:
         self._writer.setblocking(False)
 
     def wake(self) -> None:
-        """End the current wait, or the next one."""
+        """End the other thread's current wait; if it does not wait, its next wait ends at once."""
         with contextlib.suppress(OSError):  # closed, or full of calls that were not read yet
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """Read all calls of `wake`, so that the next wait does not end at once."""
+        """Forget all earlier calls of `wake`, so that the next wait does not end at once."""
         with contextlib.suppress(OSError):
             self.reader.recv(READ)
 

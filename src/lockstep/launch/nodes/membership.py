@@ -43,7 +43,11 @@ class Common:
 
     @staticmethod
     def new(replicas: int, stamp: str | None = None) -> Common:
-        """Return the constants of a new launch, which resumes the run in directory `stamp` if given."""
+        """Return the constants of a new launch.
+
+        `replicas` is the default number of logical data-parallel workers, and `stamp` the name of the
+        directory of an unfinished run to resume.
+        """
         run_id, now = uuid.uuid4().hex, time.strftime("%Y%m%d-%H%M%S")
         return Common(
             run_id=run_id,
@@ -55,13 +59,14 @@ class Common:
 
 
 class LaunchEnded(Exception):  # noqa: N818 - an end, and no error
-    """The launch ended while this launcher waited to join: not an error."""
+    """Raised if the launch ended while this launcher waited to join it; this is not an error."""
 
 
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
-    """Return whether no other launcher on launcher `index`'s node shares its `things` (CPUs or GPUs).
+    """Return whether launcher `index` shares its CPUs or GPUs with no other launcher on its node.
 
-    Returns false for the only launcher of a node. Schedulers may give each launcher of a node its own CPUs.
+    `nodes` has the node of each launcher, and `things` the CPUs or GPUs of each. Returns false for the only
+    launcher of a node. Schedulers may give each launcher of a node its own CPUs.
     """
     same = [k for k, node in enumerate(nodes) if node == nodes[index] and k != index]
     mine = set(things[index])

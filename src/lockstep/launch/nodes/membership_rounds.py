@@ -49,7 +49,9 @@ _STORE_CLIENTS = 4
 
 
 class Rounds:
-    """Takes part, for one launcher, in the rendezvous rounds of a launch (periods with fixed launchers).
+    """Takes part in the rendezvous rounds of a launch, on behalf of one launcher.
+
+    A round is a period in which the same launchers take part in the launch.
 
     Args:
         interface: network interface that the user chose.
@@ -57,7 +59,7 @@ class Rounds:
         stamp: name of the directory of the run to resume, used if this launcher is the first.
 
     Raises:
-        NotNeeded: if the launch ends while this launcher waits to join.
+        LaunchEnded: if the launch ends while this launcher waits to join.
         UnreachableError: if nodes cannot reach each other.
         WorldError: if this launcher does not fit the launch, or too few launchers join.
     """
@@ -180,9 +182,10 @@ class Rounds:
             self._join(expected, over)
 
     def _approach(self) -> int:
-        """Wait until this launcher may join a rendezvous round; return the last ended round's number, or 0.
+        """Wait until this launcher may join a rendezvous round.
 
-        A round is a period with fixed launchers. Launcher 0 of a running round lets new launchers in.
+        Returns the number of the last round that has ended, 0 before any. While a round is in progress, its
+        launcher 0 lets new launchers in.
 
         Raises:
             UnreachableError: if launcher 0 runs and this node cannot connect to it.
@@ -207,7 +210,9 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest rendezvous round, or 0; set `common`, the launch's constants.
+        """Return the number of the newest rendezvous round, or 0 if there is none.
+
+        Attribute `common` is set to the launch's constants.
 
         Raises:
             WorldError: if this launcher has different library versions, or the launch is full.
@@ -287,7 +292,10 @@ class Rounds:
         )
 
     def _take_part(self, number: int, cards: tuple[JoinEntry, ...]) -> None:
-        """Run the connectivity check of a rendezvous round, and set this launcher's membership in it."""
+        """Run the connectivity check of rendezvous round `number`, and set the membership in it.
+
+        `cards` are the entries of the round's launchers.
+        """
         error = _differing(cards)
         if error is not None:
             self.keys.fail(number, error)
@@ -393,7 +401,10 @@ class StoreWatch:
 
 
 def _differing(cards: Sequence[JoinEntry]) -> WorldError | None:
-    """Return an error if a launcher has different library versions than the first one; else `None`."""
+    """Return an error if a launcher has different library versions than the first one; else `None`.
+
+    `cards` are the launchers' entries.
+    """
     for card in cards[1:]:
         text = differing_versions(
             *(card.launcher.name, card.node.versions),

@@ -21,7 +21,7 @@ LINE = 1 << 20
 
 
 def shortened_failure(report: FailureReport) -> FailureReport:
-    """Return the report; replace its failure message by a short one if it is too long to send."""
+    """Return `report`, with a short failure message if the original one is too long to send."""
     size = len(json.dumps(asdict(report)))
     if size <= LINE // 2:  # an answer contains the message and its first line
         return report

@@ -34,7 +34,7 @@ class Reports:
         return [one for index in sorted(self.failed) if (one := self._last[index].failure)]
 
     def store(self, report: LauncherReport) -> None:
-        """Replace the last report of a launcher."""
+        """Store `report` as the last one of its launcher, and update the sets of launchers."""
         self._last[report.index] = report
         failure, here = report.failure, report.generation == self._generation
         for launchers, belongs in (

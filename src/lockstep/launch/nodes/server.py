@@ -123,9 +123,10 @@ class CoordinatorServer:
 
     @contextlib.contextmanager
     def locked(self, number: int) -> Iterator[Coordinator | None]:
-        """Lock and yield the coordinator of a rendezvous round; `None` before the round begins.
+        """Context manager: lock and yield the coordinator of a rendezvous round.
 
-        If the answers have changed at the end, the other launchers receive them.
+        It yields `None` before the round begins. If the coordinator's answers have changed when the context
+        ends, they are sent to the other launchers.
         """
         with self._lock:
             coordinator = self._coordinators.get(number)
@@ -134,7 +135,10 @@ class CoordinatorServer:
             self._waker.wake()
 
     def linger(self, number: int) -> None:
-        """If this launcher leaves, wait until all launchers have received the last decision."""
+        """Wait up to 5 s until all launchers have received the last decision of round `number`.
+
+        There is no wait if launcher 0 takes part in the next round.
+        """
         with self._lock:
             coordinator = self._coordinators[number]
         decision, deadline = coordinator.decision, time.monotonic() + _LINGER_SECONDS
@@ -221,7 +225,7 @@ class CoordinatorServer:
         return self._encoded[1]
 
     def _send_changes(self) -> None:
-        """Send the answer to each launcher whose answer has changed since the last one."""
+        """Send the current answer to each launcher that received a different one before."""
         for number, coordinator in tuple(self._coordinators.items()):
             if self.is_silent or coordinator.changes == self._sent.get(number):
                 continue
@@ -262,7 +266,11 @@ class CoordinatorServer:
                 self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
-        """Close a connection; if a launcher used it, the launcher has a moment to connect again."""
+        """Close a connection.
+
+        If a launcher reported on it, the coordinator is told: the launcher counts as lost unless it
+        connects again within a few seconds.
+        """
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._connections.discard(connection)

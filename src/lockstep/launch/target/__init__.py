@@ -1,1 +1,5 @@
-"""Analysis of the user's script before it runs: its source, its imports, and imports shared by ranks."""
+"""Analysis of the user's script before it runs, and preparation of the processes that run it.
+
+The modules parse the script, find its imports, import packages once for all ranks, seed random generators,
+and support old scripts.
+"""

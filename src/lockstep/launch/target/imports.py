@@ -130,7 +130,10 @@ class _Reader:
     sets_compiler: bool = False
 
     def read(self, tree: ast.Module, package: str, *, is_main: bool = False) -> None:
-        """Analyze a module of `package`, and the user's modules that it imports."""
+        """Analyze a module of `package`, and the user's modules that it imports.
+
+        `tree` is the syntax tree of the module, and `is_main` whether it is the script itself.
+        """
         nodes = list(ast.walk(tree))
         names = {name for node in nodes for name in source.names(node)}
         self.names |= names
@@ -252,7 +255,8 @@ def _may_change(node: ast.AST, file: _File) -> bool:
     """Whether a node may change later imports, such as `os.environ[…] = …` or `sys.path.insert(…)`.
 
     Such nodes are calls of the user's functions, assignments to attributes and items, and calls whose
-    result is unused; assignments and calls on names from installed packages are taken as harmless.
+    result is unused. Assignments and calls on names from installed packages are taken as harmless. `file`
+    has these two kinds of names.
     """
     match node:
         case ast.Attribute() | ast.Subscript():

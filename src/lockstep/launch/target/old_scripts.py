@@ -90,6 +90,9 @@ def _spawns(call: ast.Call) -> bool:
 
 
 def _calls(spec: LaunchSpec) -> list[ast.Call]:
-    """Return the calls in the script's source, in source order; an empty list if it is invalid."""
+    """Return the calls in the script's source, in source order.
+
+    The list is empty if the source is missing or invalid.
+    """
     calls = [node for node in ast.walk(source.parse(spec)) if isinstance(node, ast.Call)]
     return sorted(calls, key=lambda call: (call.lineno, call.col_offset))

@@ -49,7 +49,11 @@ _OF_WORKERS = (
 
 
 def likely(spec: LaunchSpec, sources: Sources, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return modules, besides `MODULES`, that workers will probably import, by the script and the flags."""
+    """Return the names of modules that the workers will probably import, besides `MODULES`.
+
+    They follow from the flags in `spec`, from facts about the script (`sources`), and from the environment
+    variables `env`.
+    """
     strategy = STRATEGIES.find(spec.settings.value("strategy", env) or "auto")
     dynamo = () if sources.sets_compiler else (_DYNAMO,)
     if strategy.slow_import and isinstance(strategy.wrap, str):
@@ -192,7 +196,10 @@ def _is_the_same(package: str, origin: str) -> bool:
 
 @contextlib.contextmanager
 def _output_captured() -> Iterator[Callable[[], bool]]:
-    """Redirect standard output and error to a file; yield a function that says if anything was printed."""
+    """Context manager: redirect standard output and standard error to a temporary file.
+
+    It yields a function that returns whether anything was printed.
+    """
     kept = [(os.dup(number), number) for number in (1, 2)]
     with tempfile.TemporaryFile() as file:
 
@@ -213,7 +220,11 @@ def _output_captured() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _accesses_recorded() -> Iterator[list[str]]:
-    """Yield a list to which reads of worker-specific variables and new temporary directories are added."""
+    """Context manager: record actions of an import that would be wrong before a fork.
+
+    It yields a list. The list receives the names of worker-specific environment variables that are read,
+    and the paths of temporary directories that are made.
+    """
     accesses: list[str] = []
     kind, make = type(os.environ), tempfile.mkdtemp
 

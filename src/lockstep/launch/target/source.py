@@ -20,7 +20,10 @@ _NOT_FOUND = (OSError, ImportError, ValueError)
 
 
 def check(kind: str, target: str) -> None:
-    """Raise an error if a script is not a file or a program is not on `PATH`; modules are not checked.
+    """Raise an error if the target of a launch, a script or a program, does not exist.
+
+    `kind` is `script`, `program` or another kind of target, which is not checked. A script is a path, and a
+    program is searched on `PATH`.
 
     Raises:
         ScriptNotFoundError: if the script or program does not exist.
