@@ -152,10 +152,7 @@ class Loop:
 
     @property
     def iterations(self) -> dict[Any, int]:
-        """Numbers of the current epoch and of the current batch in each open loop.
-
-        The keys identify the call of `run.epochs` and the loops.
-        """
+        """Numbers of the current epoch and batches; keys identify `run.epochs` and the open loops."""
         numbers: dict[Any, int] = {loop.key: loop.last for loop in self._loops}
         if self.progress.is_in_epoch:
             numbers["phase", self.phases] = self.epoch
@@ -200,13 +197,7 @@ class Loop:
         return self._active[-1] if self._active else None
 
     def require_microbatch(self, call: str) -> Microbatch:
-        """Return the current microbatch.
-
-        `call`: name of the script's call, for the message of the error.
-
-        Raises:
-            StepError: outside of a loop over a loader.
-        """
+        """Return the current microbatch; outside of a loop raise a `StepError` that names `call`."""
         if not self._active:
             raise StepError(
                 f"{call} was called outside of a loop over a loader; "
