@@ -72,7 +72,7 @@ class Join:
         Returns `None` if the round started without this launcher.
 
         Raises:
-            NotNeeded: if the launch ends during the wait.
+            LaunchEnded: if the launch ends during the wait.
             WorldError: if too few launchers join in time, or this launcher cannot join.
         """
         arrival = self._keys.arrive(self._number, self._own)

@@ -167,7 +167,7 @@ class Rounds:
             lost_coordinator: whether this launcher lost the connection to launcher 0.
 
         Raises:
-            NotNeeded: if the launch ends while this launcher waits to join.
+            LaunchEnded: if the launch ends while this launcher waits to join.
             UnreachableError: if nodes cannot reach each other in several rounds.
             WorldError: if too few launchers join.
         """
