@@ -17,10 +17,10 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bandwidth(text: str, flag: str = "--bandwidth") -> float:
-    """Return a bandwidth such as `25Gbit/s` or `3GB/s` in bytes per second.
+    """Convert a bandwidth such as `25Gbit/s` or `3GB/s` to bytes per second.
 
     Raises:
-        UsageError: if `text`, the value of `flag`, is not a bandwidth.
+        UsageError: if `text`, the value of the option `flag`, is not a bandwidth.
     """
     found = _BANDWIDTH.fullmatch(text.strip())
     if found is None or not float(found["number"]):
@@ -30,10 +30,10 @@ def parse_bandwidth(text: str, flag: str = "--bandwidth") -> float:
 
 
 def parse_size(text: str, flag: str) -> float:
-    """Return a size such as `14GB` in bytes.
+    """Convert a size such as `14GB` to bytes.
 
     Raises:
-        UsageError: if `text`, the value of `flag`, is not a size.
+        UsageError: if `text`, the value of the option `flag`, is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None or not float(found["number"]):
@@ -42,10 +42,10 @@ def parse_size(text: str, flag: str) -> float:
 
 
 def parse_latency(text: str, flag: str = "--latency") -> float:
-    """Return a time such as `20us` in seconds.
+    """Convert a time such as `20us` to seconds.
 
     Raises:
-        UsageError: if `text`, the value of `flag`, is not a time.
+        UsageError: if `text`, the value of the option `flag`, is not a time.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
@@ -60,21 +60,21 @@ def _unreadable(flag: str, text: str, expected: str, example: str) -> UsageError
 
 
 def seconds(value: float) -> str:
-    """Return a time with three significant digits and a unit, such as `1.25 ms`."""
+    """Format a time in seconds with three significant digits and a unit, such as `1.25 ms`."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     factor, unit = next((one for one in units if value >= one[0]), (1e-9, "ns"))
     return f"{three(value / factor)} {unit}"
 
 
 def size(value: float) -> str:
-    """Return a number of bytes with three significant digits and a decimal unit, such as `1.25 MB`."""
+    """Format a number of bytes with three significant digits and a decimal unit, such as `1.25 MB`."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     factor, unit = next((one for one in units if value >= one[0]), (1.0, "B"))
     return f"{three(value / factor)} {unit}"
 
 
 def three(value: float) -> str:
-    """Return a number with at least three significant digits, such as `0.0123` or `1,234`."""
+    """Format a number with at least three significant digits, such as `0.0123` or `1,234`."""
     if not value:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -82,7 +82,7 @@ def three(value: float) -> str:
 
 
 def binary_size(value: float) -> str:
-    """Return a number of bytes with a binary unit, such as `1.5 GiB`."""
+    """Format a number of bytes with a binary unit, such as `1.5 GiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
             break
@@ -91,7 +91,7 @@ def binary_size(value: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number and a noun, in the plural unless the number is 1: `1 rank`, `2 ranks`."""
+    """Format a number with the noun `what`, in the plural unless the number is 1: `1 rank`, `2 ranks`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

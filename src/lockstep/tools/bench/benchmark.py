@@ -1,4 +1,4 @@
-"""`Benchmark`: validated options of a benchmark, all its launches, and the content of its results file."""
+"""Run all launches of `lockstep bench`, and make the content of its JSON results file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.world.host import processor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Options of a benchmark of a script; `run` launches the script and returns the results."""
+    """Options of one call of `lockstep bench`; `run` launches the script and returns the results."""
 
     command: RunCommand
     combinations: Sequence[Combination]
@@ -53,7 +53,11 @@ class Benchmark:
         }
 
     def run(self, directory: Path, say: Listener, *, keep: bool) -> dict[str, Any]:
-        """Launch the script on each of `combinations`; return the content of the results file."""
+        """Launch the script with each of `combinations`; return the content of the JSON results file.
+
+        Each launch writes its output and its run directory below `directory`; both are removed unless
+        `keep`. `say` is called with one line of progress after each launch.
+        """
         machine = describe_machine()
         ranks = [one.ranks for one in self.combinations]
         work = Runner(self.command, choose_threads(machine["cores"], ranks), visible_gpus())
@@ -74,7 +78,10 @@ class Benchmark:
         return content
 
     def compare(self, content: dict[str, Any]) -> UsageError | None:
-        """Add to `content` a comparison with results that the user named; return the error if it fails."""
+        """Add the comparison with the results that `--compare` names to the results `content`.
+
+        Return the error if the two results cannot be compared, else `None`.
+        """
         if self.other is None:
             return None
         try:
@@ -85,7 +92,7 @@ class Benchmark:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processor, cores and memory of this machine, and the installed versions."""
+    """Return this machine's processor, cores and memory, and the versions of Python, torch and Lockstep."""
     return {
         "processor": processor(),
         "cores": usable_cores(),

@@ -23,7 +23,7 @@ _PARTS = {"compute_seconds": "compute", "exchange_seconds": "exchange", "data_se
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the content of a results file to `path`, as an HTML page.
+    """Write an HTML page on `content`, the content of a results file, to `path`.
 
     Raises:
         OutputError: if the file cannot be written.
@@ -33,7 +33,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def sections(content: Mapping[str, Any]) -> list[Section]:
-    """Return the sections of the HTML page that shows the content of a results file."""
+    """Return the sections of an HTML page on `content`, the content of a results file."""
     rows = [row for row in content["results"] if row.get("measured_by")]
     comparison = content.get("comparison")
     failed = map(Paragraph, table.failures(content["results"]))
@@ -76,7 +76,10 @@ def _table(columns: Sequence[table.Column], rows: Sequence[Row], caption: str) -
 
 
 def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
-    """Group rows with the field `value` by strategy and exchange; return each group's rows by its name."""
+    """Return the lines of a chart: by title, the rows of one strategy and exchange, sorted by ranks.
+
+    Rows without the field `value` are left out. A row of one rank may belong to several lines.
+    """
     known = sorted((row for row in rows if row.get(value)), key=lambda row: row["ranks"])
     groups = dict.fromkeys(group(row) for row in known if row["ranks"] > 1)
     return {
@@ -86,13 +89,19 @@ def _lines(rows: Sequence[Row], value: str) -> dict[str, list[Row]]:
 
 
 def _add(figure: Any, name: str, rows: Sequence[Row], value: str, **style: Any) -> None:
-    """Add a line to a figure: the field `value` of each row over the row's number of ranks."""
+    """Add a line called `name` to a plotly figure: the field `value` of `rows` over the number of ranks.
+
+    `style` holds further arguments of `figure.add_scatter`.
+    """
     points = {"x": [row["ranks"] for row in rows], "y": [row[value] for row in rows]}
     figure.add_scatter(**points, name=name, **{"mode": "lines+markers", **style})
 
 
 def _speedups(rows: Sequence[Row], comparison: Mapping[str, Any] | None) -> Chart:
-    """Return the chart of speed-up by ranks, with the range of the repeats and the ideal line."""
+    """Return the chart of speed-up over ranks, with error bars from the repeats and the ideal line.
+
+    Dashed lines show the other results of `comparison`, if that is not `None`.
+    """
     figure = graph_objects().Figure()
     for name, members in _lines(rows, "speedup").items():
         ends = [_ends(row) for row in members]
@@ -112,7 +121,10 @@ def _speedups(rows: Sequence[Row], comparison: Mapping[str, Any] | None) -> Char
 
 
 def _ends(row: Row) -> tuple[float, float]:
-    """Return how far a row's error bar reaches below and above its speed-up, by the spread of launches."""
+    """Return the lengths of a row's error bar, below and above its speed-up.
+
+    The bar spans the speed-ups of the slowest and the fastest launch.
+    """
     speedup = row["speedup"]
     if row.get("samples_per_second"):
         ends = [
@@ -124,7 +136,7 @@ def _ends(row: Row) -> tuple[float, float]:
 
 
 def _steps(rows: Sequence[Row]) -> Chart:
-    """Return the chart of a step's time, divided into compute, exchange and data."""
+    """Return a bar chart of each row's step time: computing, exchange and waiting for data, stacked."""
     figure = graph_objects().Figure()
     labels = [label(row) for row in rows]
     for name, title in _PARTS.items():
@@ -176,7 +188,7 @@ def _projection(content: Mapping[str, Any]) -> list[Part]:
 
 
 def _projected(measured: Sequence[Row], projected: Sequence[Row]) -> Chart:
-    """Return the chart of measured and projected samples per second."""
+    """Return the chart of measured and projected samples per second over the number of ranks."""
     figure = graph_objects().Figure()
     rate, dashed = "samples_per_second", {"line_dash": "dash", "marker_symbol": "circle-open"}
     for name, members in _lines(measured, rate).items():

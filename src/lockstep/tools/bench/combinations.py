@@ -21,7 +21,7 @@ from lockstep.tools.quantities import counted
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A number of ranks, a strategy and an exchange with which the script is launched."""
+    """A number of ranks, a strategy and an exchange for launches of the benchmarked script."""
 
     ranks: int  # with `dp`: GPUs, all of one rank
     strategy: str | None = None  # `None` leaves it to the script
@@ -29,11 +29,11 @@ class Combination:
 
     @property
     def processes(self) -> int:
-        """Number of ranks that `lockstep run` starts."""
+        """Number of ranks that `lockstep run` starts: 1 with DataParallel, else `ranks`."""
         return 1 if self.strategy == DATA_PARALLEL else self.ranks
 
     def environ(self, gpus: Sequence[Gpu]) -> dict[str, str]:
-        """Return environment variables that give one rank several GPUs; empty if each rank has one."""
+        """Return `CUDA_VISIBLE_DEVICES` with several of `gpus` for DataParallel; else an empty dict."""
         if self.processes == self.ranks:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.entry for gpu in gpus[: self.ranks])}
@@ -52,7 +52,7 @@ def visible_gpus() -> Sequence[Gpu]:
 
 
 def check_gpus(combinations: Sequence[Combination], gpus: Sequence[Gpu]) -> None:
-    """Raise an error if a combination of DataParallel needs more GPUs than there are.
+    """Raise an error if a combination with DataParallel has more GPUs than there are in `gpus`.
 
     Raises:
         UsageError: naming the number of GPUs.
@@ -69,7 +69,10 @@ def check_gpus(combinations: Sequence[Combination], gpus: Sequence[Gpu]) -> None
 def combine(
     ranks: Sequence[int], strategies: Sequence[str | None], exchanges: Sequence[str | None]
 ) -> list[Combination]:
-    """Return each combination of ranks, strategy and exchange once; on one rank the exchange is `None`."""
+    """Return each combination of ranks, strategy and exchange once.
+
+    With one rank the exchange is `None`, since one rank exchanges nothing.
+    """
     found = [
         Combination(count, strategy, exchange if count > 1 else None)
         for strategy in strategies
@@ -80,7 +83,7 @@ def combine(
 
 
 def parse_counts(flag: str, text: str) -> list[int]:
-    """Return the numbers of ranks in the value of a flag, such as `1,2,4`, sorted.
+    """Parse `text`, the value of the option `flag`, such as `1,2,4`; return the numbers of ranks, sorted.
 
     Raises:
         UsageError: for a word that is no number of ranks.
@@ -96,9 +99,10 @@ def parse_counts(flag: str, text: str) -> list[int]:
 
 
 def parse_layouts(flag: str, text: str, link: Link) -> list[Layout]:
-    """Return the layouts in the value of a flag, such as `8,64,8x8` (hosts x ranks of each), sorted.
+    """Parse `text`, the value of the option `flag`, such as `8,64,8x8`; return the layouts, sorted.
 
-    A plain number N means N hosts of one rank each if `link` has a speed between hosts, else one host.
+    `8x8` means 8 hosts of 8 ranks each. A plain number N means N hosts of one rank each if `link` has a
+    speed between hosts, else N ranks on one host.
 
     Raises:
         UsageError: for a word that is no layout, or for several hosts if `link` has no bandwidth.

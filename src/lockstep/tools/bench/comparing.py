@@ -1,4 +1,4 @@
-"""Compare results of two benchmarks: ratios of speed, or an error if the results do not compare."""
+"""Compare the results of two benchmarks, by samples per second or by speed-up."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ _TABLES = resources.files("lockstep.tools.bench").joinpath("tables")
 
 
 def shipped() -> list[str]:
-    """Return the names of the benchmark results that come with Lockstep."""
+    """Return the names of the results files that are part of the package Lockstep."""
     names = (file.name for file in _TABLES.iterdir())
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the content of a results file, given by its path or by the name of a shipped table.
+    """Read the JSON results file `name`, a path or the name of a file that is part of Lockstep.
+
+    Speed-ups are added to its rows.
 
     Raises:
         UsageError: if the file does not exist or cannot be read.
@@ -81,10 +83,10 @@ def _is_row(row: Any) -> bool:
 
 
 def check_scripts(script: Mapping[str, Any], other: Mapping[str, Any], name: str) -> None:
-    """Raise an error unless the results `other` are of this script with these arguments.
+    """Raise an error unless the script in the results `other` has the name and arguments of `script`.
 
-    `script` describes the script to measure. A published table is not checked. `name` names `other` in
-    error messages.
+    `script` describes the script to measure, as in a results file. Results copied from a publication are
+    not checked. `name` names `other` in error messages.
 
     Raises:
         UsageError: naming each difference.
@@ -107,10 +109,10 @@ def _do_not_compare(name: str, differ: Sequence[str]) -> UsageError:
 
 
 def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the comparison of two results, for the field `comparison` of the results file.
+    """Compare the results `own` with `other`; return the field `comparison` of the results file.
 
     Samples per second are compared if both were measured in the same way, otherwise speed-ups and
-    efficiencies.
+    efficiencies. `name` names `other` in the comparison and in error messages.
 
     Raises:
         UsageError: if the results cannot be compared, naming each difference.
@@ -137,7 +139,10 @@ def compare(own: Mapping[str, Any], other: Mapping[str, Any], name: str) -> dict
 
 
 def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Return the rows of two results in pairs of equal layout; `None` stands for a missing partner."""
+    """Return pairs of rows, one of each result, that have the same ranks, strategy and exchange.
+
+    A row without a counterpart in the other result is paired with `None`.
+    """
     left = list(other)
     pairs: list[tuple[Row | None, Row | None]] = []
     for mine in own:
@@ -150,9 +155,9 @@ def _pairs(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[Row | None, R
 
 
 def _same_layout(mine: Row, theirs: Row) -> bool:
-    """Whether two rows have the same ranks, strategy and exchange.
+    """Whether two rows of results have the same ranks, strategy and exchange.
 
-    `theirs` may lack the exchange, and on one rank the strategy.
+    In `theirs` a missing exchange equals any exchange, and on one rank a missing strategy any strategy.
     """
     if mine["ranks"] != theirs["ranks"]:
         return False
@@ -194,7 +199,7 @@ def _notes(
 
 
 def _circumstances(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return the processor, cores, device, versions and options with which results were measured."""
+    """Return the processor, cores, device, versions and options of the benchmark with these results."""
     machine = content["machine"]
     versions = machine.get("versions") or {}
     return {

@@ -1,4 +1,4 @@
-"""`StepAssumptions`: predicts step times from numbers that the user gives; nothing is measured."""
+"""Predict step times from numbers that the user gives: gradient size, compute time, network speeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KIND = "arithmetic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAssumptions:
-    """Gradient size and computing time of a step, given by the user; `content` predicts step times."""
+    """Gradient size and computing time of a step, given by the user to predict step times from."""
 
     gradients: float  # bytes of all gradients
     compute: float  # seconds of a step without the exchange, on any number of ranks
@@ -48,7 +48,7 @@ class StepAssumptions:
                 )
 
     def content(self) -> dict[str, Any]:
-        """Return the content of a results file with the predicted step time on each layout of `wanted`."""
+        """Return the content of a results file, with the predicted step time on each of `wanted`."""
         way = ReduceAlgorithm.HOSTS if self.on_cpu else ReduceAlgorithm.FLAT
         cost = Cost("tree", self.gradients, buckets_of(self.gradients), way)
         batches = Batches(1, per_rank=True, replicas=None)

@@ -35,14 +35,17 @@ _BEFORE_KILL, _AFTER_KILL = 3.0, 3
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Launches the script with one combination of ranks, strategy and exchange."""
+    """Launches the script of a benchmark, once for each call of `run` or `restart`."""
 
     command: RunCommand
     threads: int  # of each rank, if neither the script nor a flag sets a number
     gpus: Sequence[Gpu] = ()
 
     def run(self, combination: Combination, directory: Path) -> Trial:
-        """Launch the script once, and return the result; `directory` must not exist yet."""
+        """Launch the script once; return its exit code, duration and measurements.
+
+        The launch writes its output and its run directory to `directory`, which must not exist yet.
+        """
         exit_code, launched, wall = self._launch(combination, directory)
         trial = Trial(combination=combination, exit_code=exit_code, wall_seconds=wall)
         if exit_code:
@@ -56,9 +59,10 @@ class Runner:
         return replace(trial, measured=measured, verdict=verdict, **known)
 
     def restart(self, run: Measurements, combination: Combination, directory: Path) -> float | None:
-        """Launch the script and kill a rank; return the seconds until the run resumed, or `None`.
+        """Launch the script and kill a rank; return the seconds until the run resumed.
 
-        `run`: measurements of an earlier launch, from which the step of the kill is chosen.
+        Return `None` if the run did not resume. The step of the kill is chosen from `run`, the measurements
+        of an earlier launch. The launch writes to `directory`, which must not exist yet.
         """
         kill = min(max(2, run.steps // 2), 2 + math.ceil(_BEFORE_KILL / run.step_seconds))
         faults = f"kill@{kill},term@{kill + _AFTER_KILL}"
@@ -69,7 +73,11 @@ class Runner:
     def _launch(
         self, combination: Combination, directory: Path, variables: Mapping[str, str] | None = None
     ) -> tuple[int, float, float]:
-        """Launch the script; return its exit code, its start as Unix time, and its duration in seconds."""
+        """Launch the script; return its exit code, its start as Unix time, and its duration in seconds.
+
+        Output and run directory are written to `directory`, which must not exist yet. `variables` are
+        further environment variables of the launch.
+        """
         directory.mkdir(parents=True)
         words = ["-n", str(combination.processes), "--run-dir", str(directory / "run")]
         words += self.command.words(combination.strategy, os.environ)
@@ -157,7 +165,10 @@ class Launches:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def rows(self, cores: int) -> list[Row]:
-        """Return a row of results for each combination; `cores` is the number of cores of this machine."""
+        """Return a row of results for each combination of ranks, strategy and exchange.
+
+        `cores` is the number of cores of this machine.
+        """
         rows = [
             row(one, self._trials.get(one, ()), self._restarts.get(one), cores)
             for one in self.combinations
@@ -178,5 +189,5 @@ def _described(trial: Trial) -> str:
 
 
 def choose_threads(cores: int, ranks: Sequence[int]) -> int:
-    """Return the number of threads per rank with which the largest number of ranks fits the cores."""
+    """Return the number of threads per rank: `cores` divided by the largest of `ranks`, at least 1."""
     return max(1, cores // max(ranks))

@@ -38,7 +38,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """Sums of one rank's recorded measurements of steps, without the warm-up after each (re)start."""
+    """Totals of one rank's steps, samples and seconds, without the warm-up after each (re)start."""
 
     steps: int
     samples: int
@@ -49,7 +49,10 @@ class _Rank:
 
     @staticmethod
     def of(events: Iterable[Event], *, alone: bool) -> _Rank:
-        """Sum a rank's recorded measurements of steps; if the rank is `alone`, its exchange takes 0 s."""
+        """Return the totals of the steps that a rank recorded in `events`.
+
+        `alone`: whether the run has only this rank; then the time of the exchange counts as 0 s.
+        """
         # The first window after each (re)start is the warm-up.
         parts = [part.events for part in split_generations(events)]
         paces = [one for part in parts for one in _of(part, "pace")[1:]]
@@ -66,7 +69,10 @@ class _Rank:
 
 
 def measure(recorded: RunRecords, launched: float) -> Measurements | None:
-    """Return the measurements of a run; `None` if it has no steps after the warm-up."""
+    """Return the measurements of a run; `None` if it has no steps after the warm-up.
+
+    `launched`: Unix time at which the run was launched.
+    """
     alone = len(recorded.ranks) == 1
     ranks = {
         number: _Rank.of(events, alone=alone) for number, events in sorted(recorded.ranks.items())
@@ -105,7 +111,10 @@ def measure(recorded: RunRecords, launched: float) -> Measurements | None:
 
 
 def restart_seconds(recorded: RunRecords) -> float | None:
-    """Return the seconds from a run's first failure to the end of the first step after the restart."""
+    """Return the seconds from a run's first failure to the end of the first step after the restart.
+
+    Return `None` if the run had no failure, or no step after the restart.
+    """
     launchers = recorded.launchers.values()
     failures = [one["time"] for events in launchers for one in _of(events, "failure")]
     return _first_step(recorded, 1, min(failures)) if failures else None
@@ -120,14 +129,20 @@ def _all(recorded: RunRecords, kind: str) -> list[Event]:
 
 
 def _first_step(recorded: RunRecords, generation: int, since: float) -> float | None:
-    """Return the seconds from `since` until rank 0 ends its first step in a generation; 0 is the first."""
+    """Return the seconds from the Unix time `since` to the end of rank 0's first step in a generation.
+
+    `generation` is the number of restarts before that step. Return `None` if there is no such step.
+    """
     found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []
     return paces[0]["time"] - since if paces else None
 
 
 def _peaks(recorded: RunRecords, kind: str) -> dict[int, int]:
-    """Return each rank's peak memory: the recorded peak if there is one, else the largest sample."""
+    """Return each rank's peak memory in bytes: the recorded peak if there is one, else the largest sample.
+
+    `kind` is `host` for resident memory, or `device` for memory of the GPU.
+    """
     peaks = {}
     for rank, events in recorded.ranks.items():
         recorded_peaks = [
@@ -140,7 +155,10 @@ def _peaks(recorded: RunRecords, kind: str) -> dict[int, int]:
 
 
 def _samples(recorded: RunRecords) -> list[Event]:
-    """Return recorded samples of CPU, memory and GPU use, without those of each generation's first step."""
+    """Return the recorded samples of CPU, memory and GPU use, without those up to a rank's first step.
+
+    The first step after each restart is left out, too.
+    """
     return [
         event
         for events in recorded.ranks.values()

@@ -40,7 +40,7 @@ _COMPETES = "more threads than cores: ranks wait for each other's cores"
 
 @dataclass(slots=True)
 class Projection:
-    """Rows of predicted step times for other numbers of ranks, and the models that predict them."""
+    """Predicted step times for the wanted layouts, as rows, and the models that predict them."""
 
     rows: list[Row] = field(default_factory=list)  # one per number of ranks and group of results
     parameters: list[Row] = field(default_factory=list)  # one row per group
@@ -50,7 +50,10 @@ class Projection:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Parameters, errors and assumptions of the models, for the field `model` of the results file."""
+        """Parameters, errors and assumptions of the models, for the field `model` of the results file.
+
+        It is a dict of JSON's types.
+        """
         return {
             "formula": _FORMULA,
             "parameters": self.parameters,
@@ -61,7 +64,10 @@ class Projection:
 
 
 def project(rows: Sequence[Row], wanted: Sequence[Layout], link: Link) -> Projection:
-    """Predict the step time on the layouts `wanted`, for each strategy and exchange of measured rows."""
+    """Fit a model to the measured `rows` of each strategy and exchange, and predict step times.
+
+    `wanted` are the layouts to predict for. `link` has the network speeds that the user has given.
+    """
     done = Projection()
     is_alone = all(one["ranks"] == 1 for one in rows)
     for of in dict.fromkeys(group(one) for one in rows if one["ranks"] > 1 or is_alone):
@@ -111,9 +117,9 @@ def _project_group(
 
 
 def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
-    """Return the cost of a step's sums of gradients over ranks, as measured in the row with the most ranks.
+    """Return exchange, algorithm and bytes of the gradient sums in a step of the row with the most ranks.
 
-    `usable` are measured rows of one strategy and exchange. Returns `None` if there are none, or if the
+    `usable` are measured rows of one strategy and exchange. Return `None` if there are none, or if the
     bytes are not known.
     """
     if not usable:
@@ -133,7 +139,7 @@ def _cost(usable: Sequence[Row], strategy: str | None) -> Cost | None:
 
 
 def _layout(one: Row) -> Layout:
-    """Return the hosts and ranks of a row of results; `lockstep bench` itself measures on one host."""
+    """Return the layout of a row of results; a row without the field `hosts` was measured on one host."""
     hosts = one.get("hosts", 1)
     return Layout(hosts, one["ranks"] // hosts)
 
@@ -145,7 +151,11 @@ def _refusal(
     batches: Batches | None,
     cost: Cost | None,
 ) -> str | None:
-    """Return why no model of the step time can be fitted; `None` if one can."""
+    """Return why no model can be fitted to the rows of one strategy and exchange; `None` if one can.
+
+    `usable` are the rows with measured steps, `used` those of them that the fit uses, as points. `batches`
+    and `cost` are `None` if they are not known.
+    """
     checks = [
         (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
         (not usable, "no steps were measured"),
@@ -157,7 +167,10 @@ def _refusal(
 
 
 def _no_speed(used: Sequence[FitPoint], wanted: Sequence[Layout], link: Link) -> str | None:
-    """Return a message if a speed of the network is neither measured nor given but needed, else `None`."""
+    """Return a message if a network speed is needed but neither measured nor given, else `None`.
+
+    `used` are the measured points, `wanted` the layouts to predict for; `link` has the given speeds.
+    """
     if link.bandwidth is None and all(one.ranks == 1 for one in used):
         return _NO_EXCHANGE
     is_local = any(one.hosts > 1 and one.per_host > 1 for one in wanted)
@@ -167,7 +180,7 @@ def _no_speed(used: Sequence[FitPoint], wanted: Sequence[Layout], link: Link) ->
 
 
 def _residual(model: Model, point: FitPoint) -> Row:
-    """Return a row with a layout's measured step time, the model's prediction and its relative error."""
+    """Return a row with the measured step time of `point`, the predicted one and its relative error."""
     predicted = model.step(point.layout)
     return {
         "ranks": point.ranks,
@@ -180,7 +193,7 @@ def _residual(model: Model, point: FitPoint) -> Row:
 
 
 def parameters_of(model: Model, link: Link) -> Row:
-    """Return the parameters of a model of the step time, and the names of those that the user has given."""
+    """Return the parameters of a step-time model as a row; its field `given` names those set by `link`."""
     per_byte = model.parameters.seconds_per_byte
     local = model.parameters.local_seconds_per_byte
     return {
@@ -232,7 +245,10 @@ _BESIDE = {
 def _assumptions(
     model: Model, cost: Cost, link: Link, used: Sequence[FitPoint], wanted: Sequence[Layout]
 ) -> list[str]:
-    """Return, in words, what a projection assumes: of samples per step, of the fit and of the network."""
+    """Return the assumptions of a projection as lines of text: on batch sizes, the fit and the network.
+
+    `cost` is the measured exchange, `used` the measured points, `wanted` the layouts to predict for.
+    """
     counted = ", ".join(_named(one.layout) for one in used)
     batches = model.batches
     lines = [
@@ -256,7 +272,10 @@ def _named(layout: Layout) -> str:
 
 
 def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[FitPoint]) -> list[str]:
-    """Return, in words, what the fit assumes about the time in which gradients are summed."""
+    """Return the assumptions of the fit about the exchange of gradients, as lines of text.
+
+    `cost` is the measured exchange, from which that of `model` may differ; `used` are the measured points.
+    """
     several = [one for one in used if one.ranks > 1]
     lines = []
     if link.bandwidth is None:
@@ -278,7 +297,7 @@ def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[FitPoint]) -> l
 
 
 def on_traffic(model: Model, link: Link, wanted: Sequence[Layout]) -> list[str]:
-    """Return, in words, which messages and bytes of gradients the model counts."""
+    """Return lines of text that explain which messages and bytes of gradients the model counts."""
     way = model.cost.way
     lines = [_COUNTED[way if any(one.hosts > 1 for one in wanted) else _ON_ONE_HOST.get(way, way)]]
     if link.bandwidth is not None:

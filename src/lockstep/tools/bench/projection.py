@@ -51,7 +51,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The all-reduces, or sums like them, of gradients in one step: algorithm, number and total bytes."""
+    """How gradients are summed over ranks in one step: exchange, algorithm, number of sums, total bytes."""
 
     exchange: str
     volume: float  # bytes of all that is summed in a step
@@ -59,7 +59,10 @@ class Cost:
     way: ReduceAlgorithm = ReduceAlgorithm.HOSTS
 
     def traffic(self, layout: Layout, replicas: int | None = None) -> Traffic:
-        """Return the messages and bytes of a step on a layout."""
+        """Return the messages and bytes of a step on a layout.
+
+        `replicas`: number of replicas of the run; `None` if there are as many as ranks.
+        """
         return traffic(self.way, layout, replicas).times(self.sums, self.volume)
 
 
@@ -74,7 +77,7 @@ def cost_of(
     """Return how gradients are summed over ranks in one step; `None` if the bytes are not known.
 
     `sent` is a layout, and the bytes that each of its ranks sent in a step. `gradients` is the size of all
-    gradients in bytes.
+    gradients in bytes. `on_cpu`: whether the ranks compute on CPUs.
     """
     way = way_of(exchange, strategy, on_cpu=on_cpu)
     is_sharded = strategy in SHARDED
@@ -89,7 +92,7 @@ def cost_of(
 
 
 def buckets_of(gradients: float) -> float:
-    """Return into how many buckets DistributedDataParallel divides this many bytes of gradients."""
+    """Return the number of buckets into which DistributedDataParallel divides `gradients` bytes."""
     return 1.0 + max(0.0, -((_FIRST_BUCKET - gradients) // _BUCKET))
 
 
@@ -137,7 +140,7 @@ class Batches:
 
     @staticmethod
     def of(points: Sequence[FitPoint]) -> Batches | None:
-        """Return the batch size common to all points, in total or else per rank; `None` without one."""
+        """Return the batch size that all points share, in total or else per rank; `None` without one."""
         fixed = {point.replicas for point in points if point.replicas != point.ranks}
         replicas = fixed.pop() if len(fixed) == 1 else None
         for per_rank in (False, True):
@@ -147,15 +150,18 @@ class Batches:
         return None
 
     def samples(self, ranks: int) -> float:
-        """Return the number of samples per step, over all ranks."""
+        """Return the number of samples per step on all of `ranks` ranks together."""
         return self.total * (ranks if self.per_rank else 1)
 
     def of_run(self, ranks: int) -> int:
-        """Return the number of replicas of a run on this number of ranks: at least one on each rank."""
+        """Return the number of replicas of a run on `ranks` ranks: at least one for each rank."""
         return ranks if self.replicas is None else max(self.replicas, ranks)
 
     def largest(self, ranks: int) -> float:
-        """Return the mean number of samples per step on the rank with the most samples; at least 1."""
+        """Return the samples per step of the rank that has the most, on average over steps; at least 1.
+
+        `ranks` is the number of ranks.
+        """
         share = 1 / ranks
         if self.replicas is not None and self.replicas >= ranks:
             share = len(block(self.replicas, ranks, 0)) / self.replicas
@@ -164,7 +170,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Parameters of the model of the step time: seconds per step, sample, message and byte."""
+    """Parameters of a step-time model: seconds per step, per sample, per message and per byte."""
 
     overhead_seconds: float = 0.0  # of a step with any number of samples
     compute_seconds_per_sample: float = 0.0  # of a rank's own samples
@@ -184,7 +190,10 @@ class Model:
     batches: Batches
 
     def over(self, link: Link) -> Model:
-        """Return the model with the given bandwidths and latencies in place of the fitted ones."""
+        """Return a copy of the model with the bandwidths and latencies of `link` instead of fitted ones.
+
+        Values of `link` that are `None` change nothing.
+        """
         given = {
             "latency_seconds": link.latency,
             "seconds_per_byte": link.bandwidth and 1 / link.bandwidth,
@@ -198,20 +207,26 @@ class Model:
         return Model(replace(self.parameters, **known), cost, self.batches)
 
     def by(self, way: ReduceAlgorithm) -> Model:
-        """Return the model of the same step in which the algorithm `way` sums gradients over ranks."""
+        """Return a copy of the model in which the algorithm `way` sums gradients over ranks."""
         return replace(self, cost=replace(self.cost, way=way))
 
     def compute(self, ranks: int) -> float:
-        """Return the seconds of a step without the exchange of gradients and without waiting for data."""
+        """Return the seconds of a step without the exchange and without waiting for data.
+
+        `ranks` is the number of ranks.
+        """
         own = self.batches.largest(ranks) * self.parameters.compute_seconds_per_sample
         return self.parameters.overhead_seconds + own
 
     def data(self, ranks: int) -> float:
-        """Return the seconds of each step in which ranks wait for their data loaders."""
+        """Return the seconds per step in which ranks wait for their data loaders.
+
+        `ranks` is the number of ranks.
+        """
         return self.batches.largest(ranks) * self.parameters.data_seconds_per_sample
 
     def exchange(self, layout: Layout) -> float:
-        """Return the seconds of each step that the exchange of gradients takes."""
+        """Return the seconds per step that the exchange of gradients takes on `layout`."""
         made, known = self.cost.traffic(layout, self.batches.of_run(layout.ranks)), self.parameters
         between = (
             made.link_messages * known.latency_seconds + made.link_bytes * known.seconds_per_byte
@@ -220,19 +235,20 @@ class Model:
         return between + local + made.local_bytes * known.local_seconds_per_byte
 
     def step(self, layout: Layout) -> float:
-        """Return the seconds of a whole step: computing, waiting for data, exchanging gradients."""
+        """Return the seconds of a whole step on `layout`: computing, waiting for data, exchange."""
         return self.compute(layout.ranks) + self.data(layout.ranks) + self.exchange(layout)
 
     def rate(self, layout: Layout) -> float:
-        """Return the samples per second of all ranks."""
+        """Return the samples per second of all ranks of `layout` together."""
         return self.batches.samples(layout.ranks) / self.step(layout)
 
 
 def fit_model(points: Sequence[FitPoint], cost: Cost, batches: Batches) -> Model:
-    """Return the model that fits the points best; points marked `left_out` are not used.
+    """Fit a step-time model to the measured `points`; points with a reason in `left_out` are not used.
 
-    The error of each point is relative to its step time. If the time of the exchange was measured apart,
-    latency and bandwidth are fitted to it, otherwise to the step time.
+    The squared errors relative to each point's step time are minimized. If the time of the exchange was
+    measured apart, latency and bandwidth are fitted to it, otherwise to the step time. `cost` and `batches`
+    become part of the model.
     """
     used = [point for point in points if not point.left_out]
 
@@ -270,9 +286,9 @@ def fit_model(points: Sequence[FitPoint], cost: Cost, batches: Batches) -> Model
 
 
 def fit(columns: Mapping[str, Sequence[float]], targets: Sequence[float]) -> dict[str, float]:
-    """Return, by least squares, the factor of each column so that columns times factors sum to `targets`.
+    """Return the least-squares factor of each column, so that columns times factors sum to `targets`.
 
-    A factor that would be negative, or that the rows do not determine, is 0. Of two fits with the same
+    A factor that would be negative, or that the numbers do not determine, is 0. Of two fits with the same
     error the one with fewer factors is taken, then the one with factors for earlier columns.
     """
     wanted = np.asarray(targets, dtype=np.float64)

@@ -1,4 +1,7 @@
-"""Results of `lockstep bench`: a row per combination of ranks, strategy and exchange, over its launches."""
+"""Make the rows of results of `lockstep bench`: one for each combination of ranks, strategy, exchange.
+
+A row summarizes all launches with its combination.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def row(
 ) -> Row:
     """Return the row of results for one combination of ranks, strategy and exchange.
 
-    `trials` are its launches in order, of which only the last may have failed.
+    `trials` are its launches in order, of which only the last may have failed. `restart` is the measured
+    time of a restart in seconds. `cores` is the number of cores of this machine.
     """
     good = [trial for trial in trials if not trial.verdict]
     failed = next((trial for trial in trials if trial.verdict), None)
@@ -56,7 +60,8 @@ def row(
 def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
     """Return the fields of a row that come from the records of the launched runs.
 
-    For a script without `lockstep.Run`, which records nothing, the only field is `measured_by`.
+    For a script without `lockstep.Run`, which records nothing, the only field is `measured_by`. `restart`
+    is the measured time of a restart in seconds. `cores` is the number of cores of this machine.
     """
     runs = [trial.measured for trial in trials if trial.measured is not None]
     if not runs:
@@ -101,9 +106,10 @@ def _of_runs(trials: Sequence[Trial], restart: float | None, cores: int) -> Row:
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
-    """Add speed-up and efficiency to each row, against its strategy and exchange's row with fewest ranks.
+    """Add the fields `speedup` and `efficiency` to each row.
 
-    A row of one rank serves all exchanges as the baseline, since one rank exchanges nothing.
+    The baseline of a row is the row with the fewest ranks of the same strategy and exchange. A row of one
+    rank is a baseline for all exchanges, since one rank exchanges nothing.
     """
     for one in rows:
         known = [row for row in rows if rate(row) is not None and belongs(row, group(one))]
@@ -125,23 +131,23 @@ def rate(one: Mapping[str, Any]) -> Any:
 
 
 def devices(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return, as text, the names of all devices on which rows of results were measured."""
+    """Return the names of all devices on which `rows` of results were measured, joined by commas."""
     found = {name for row in rows for name in row.get("devices") or ()}
     return ", ".join(sorted(found)) or "not known"
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Return the ranks, strategy and exchange of a row in words."""
+    """Return a text such as `4 ranks with ddp over tree` for a row of results."""
     return str(Combination(row["ranks"], row.get("strategy"), row.get("exchange")))
 
 
 def group(one: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the strategy and the exchange of a row; rows in which both are equal form one curve."""
+    """Return the (strategy, exchange) of a row; rows with equal pairs form one line in charts."""
     return one.get("strategy"), one.get("exchange")
 
 
 def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
-    """Return whether a row has the (strategy, exchange) of `to`; a row of one rank may name neither."""
+    """Whether a row has the (strategy, exchange) of `to`; with one rank, `None` equals any value."""
     return all(
         mine == theirs or (one["ranks"] == 1 and mine is None)
         for mine, theirs in zip(group(one), to, strict=True)
@@ -149,7 +155,7 @@ def belongs(one: Mapping[str, Any], to: tuple[str | None, str | None]) -> bool:
 
 
 def _spread(name: str, values: Sequence[float]) -> Row:
-    """Return two fields of a row: `name` with the median of `values`, and `name_range` with their range."""
+    """Return a row with two fields: `NAME`, the median of `values`, and `NAME_range`, their range."""
     return {
         name: rounded(statistics.median(values)),
         f"{name}_range": [rounded(min(values)), rounded(max(values))],
@@ -162,7 +168,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _largest(peaks: Iterable[Mapping[int, int]]) -> list[int] | None:
-    """Return each rank's largest memory peak over several runs, in the order of ranks."""
+    """Return each rank's largest memory peak over several runs, in the order of ranks.
+
+    `peaks` has the bytes by rank, for each run. Return `None` if there are none.
+    """
     merged: dict[int, int] = {}
     for one in peaks:
         merged |= {rank: max(value, merged.get(rank, 0)) for rank, value in one.items()}

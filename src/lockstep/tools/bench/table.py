@@ -1,6 +1,6 @@
-"""Show the results of a benchmark as tables and lines on a terminal.
+"""Show the results of a benchmark as tables and lines of text on a terminal.
 
-The page of charts has the same columns.
+The HTML page of `charts.py` has tables with the same columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNHINDERED = 0.8
 
 
 def show(content: Mapping[str, Any], console: Console) -> None:
-    """Print the content of a results file."""
+    """Print tables and notes on the content of a results file."""
     rows = content["results"]
     measured = [row for row in rows if row.get("measured_by")]
     if measured:
@@ -56,7 +56,7 @@ def show(content: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_lines(console: Console, *lines: str) -> None:
-    """Print lines as plain text, without line breaks of Rich: a terminal wraps them, a file keeps them."""
+    """Print each of `lines` as plain text; Rich does not break it at the width of the console."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -76,7 +76,11 @@ def _print(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
 def cells(
     columns: Sequence[Column], rows: Sequence[Row]
 ) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return titles and cells of a table: the layout's columns, then `columns`; empty ones are left out."""
+    """Return the titles and the cells of a table; empty columns are left out.
+
+    The first columns are those of the layout, such as ranks; then follow `columns`. If all of `columns` are
+    empty, so is the table.
+    """
     texts = [
         (title, [_text(row, name, form) for row in rows])
         for title, name, form in (*_LAYOUT, *columns)
@@ -175,7 +179,10 @@ GAINS: list[Column] = [
 
 
 def notes(measured: Sequence[Row]) -> list[str]:
-    """Return remarks below the tables, such as warnings about conditions that distort measurements."""
+    """Return lines of text to print below the tables, such as warnings about distorted measurements.
+
+    `measured` are the rows of results with a measurement.
+    """
     lines = []
     if any(row["measured_by"] == BY_WALL for row in measured):
         lines.append(
@@ -206,18 +213,18 @@ def notes(measured: Sequence[Row]) -> list[str]:
 
 
 def _is_hindered(row: Row) -> bool:
-    """Return whether each rank had much less than one core while it computed, as on a busy machine."""
+    """Whether ranks had much less than one core while they computed, as on a busy machine."""
     known = row.get("device") == "cpu" and row.get("cpu") and not row.get("competing")
     return bool(known) and row["cpu"] < _UNHINDERED * row["compute_seconds"] / row["step_seconds"]
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each row whose launch failed."""
+    """Return an error message for each row of results with a launch that failed."""
     return [f"failed on {label(row)}: {row['verdict']}" for row in rows if row.get("verdict")]
 
 
 def parameters(row: Row) -> str:
-    """Return one line with the parameters of a step-time model: overhead, latency, bandwidth and others."""
+    """Return a line of text with the parameters of a step-time model, such as overhead and latency."""
     given = dict.fromkeys(row["given"], " (given)")
 
     def speed(level: str) -> str:

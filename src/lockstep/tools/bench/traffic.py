@@ -45,7 +45,10 @@ class ReduceAlgorithm(StrEnum):
 
 
 def way_of(exchange: str, strategy: str | None, *, on_cpu: bool) -> ReduceAlgorithm:
-    """Return the algorithm by which the named exchange or strategy sums gradients over ranks."""
+    """Return the algorithm by which an exchange or a strategy sums gradients over ranks.
+
+    `on_cpu`: whether the ranks compute on CPUs.
+    """
     if exchange in AT_SERVERS:
         return ReduceAlgorithm.SERVERS
     if strategy in SHARDED or exchange == "mpi":
@@ -95,7 +98,7 @@ def traffic(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -
 
 
 def _everywhere(way: ReduceAlgorithm, count: int) -> Traffic:
-    """Return the traffic of a sum over `count` ranks between which all links are alike."""
+    """Return the traffic of one sum over `count` ranks if all links between ranks are alike."""
     if way == ReduceAlgorithm.SERVERS:  # a server's link carries the gradients of every rank
         return Traffic(2, count)
     return Traffic(2 * (count - 1), 2 * (count - 1) / count)
@@ -112,7 +115,7 @@ def _by_hosts(layout: Layout, replicas: int) -> Traffic:
 
 
 def _flat(layout: Layout, replicas: int) -> Traffic:
-    """Return the traffic of an exchange that ignores hosts: an all-to-all, then a ring all-gather."""
+    """Return the traffic of one sum that ignores hosts: an all-to-all, then a ring all-gather."""
     ranks, each = layout.ranks, layout.per_host
     own = max(len(nodes(one, replicas)) for one in _blocks(layout, replicas, 1))
     ring = (ranks - 1) / ranks
@@ -140,7 +143,10 @@ _BETWEEN: Mapping[ReduceAlgorithm, Callable[[Layout, int], Traffic]] = {
 
 
 def sent_by_rank(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -> float:
-    """Return how many bytes a run records as sent by each rank, per byte of gradients that is summed."""
+    """Return the bytes that a run records as sent by each rank, per byte of gradients that is summed.
+
+    `replicas`: number of replicas of the run; `None` if there are as many as ranks.
+    """
     made = traffic(way, layout, replicas)
     if way == ReduceAlgorithm.SERVERS:
         return 1.0

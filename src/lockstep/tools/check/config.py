@@ -1,4 +1,4 @@
-"""Selection of rules by flags and by `[tool.lockstep.check]` of the nearest pyproject.toml."""
+"""Select rules by command-line flags and by `[tool.lockstep.check]` of the nearest pyproject.toml."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _named(code: str, words: Iterable[str]) -> bool:
 
 
 def of_file(path: Path, flags: Selection) -> Selection:
-    """Return the selection of rules for a file: flags override the nearest pyproject.toml.
+    """Return the selection of rules for the file `path`: `flags` override the nearest pyproject.toml.
 
     Raises:
         UsageError: if a pyproject.toml cannot be read, or has an invalid setting.

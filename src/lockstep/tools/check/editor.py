@@ -1,4 +1,7 @@
-"""Apply edits to a script with LibCST; a module of its own, so that only editing imports LibCST."""
+"""Apply edits to a script with LibCST.
+
+This is a module of its own so that LibCST is imported only for edits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _Position = tuple[int, int]
 
 
 def apply(module: Module, edits: Iterable[Edit]) -> str:
-    """Return the source of a module after all edits.
+    """Return the source of `module` after `edits`.
 
     Raises:
         UsageError: if LibCST cannot parse the module, although Python can.
@@ -44,7 +47,10 @@ def apply(module: Module, edits: Iterable[Edit]) -> str:
 
 
 class Editor(cst.CSTTransformer):
-    """LibCST transformer that applies edits; finds expressions by start and end, statements by start."""
+    """LibCST transformer that applies edits to the syntax tree of a script.
+
+    Edited expressions are found by their start and end positions, edited statements by their start.
+    """
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -66,7 +72,10 @@ class Editor(cst.CSTTransformer):
         return start.line, start.column
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """If the statement before `node` was deleted, keep its comments: they move above `node`."""
+        """Move the comments of a deleted statement above `node`, if `node` follows that statement.
+
+        Return whether to visit the children of `node`.
+        """
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement) and self._left:
             apart = bool(node.leading_lines) and node.leading_lines[0].comment is None
             if not apart or any(line.comment for line in self._left):
@@ -75,7 +84,7 @@ class Editor(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
-        """Return `updated_node` after all edits of `original_node`."""
+        """Return `updated_node` with all edits of `original_node` applied."""
         match original_node, updated_node:
             case cst.BaseExpression(), _:
                 place = self.get_metadata(PositionProvider, original_node)
@@ -117,7 +126,10 @@ class Editor(cst.CSTTransformer):
         original: cst.SimpleStatementLine | cst.SimpleStatementSuite,
         updated: cst.SimpleStatementLine | cst.SimpleStatementSuite,
     ) -> list[cst.BaseStatement] | None:
-        """Return the statements of one line, edited, each on its own line; `None` if none has an edit."""
+        """Split a line such as `a = 1; b = 2`: return its edited statements, each on a line of its own.
+
+        Return `None` if no statement of the line has an edit.
+        """
         if not any(self._start(small) in self._statements for small in original.body):
             return None
         plain = cst.MaybeSentinel.DEFAULT
@@ -172,7 +184,7 @@ class Editor(cst.CSTTransformer):
 
 
 def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
-    """Return the expression that results from applying an edit to `node`."""
+    """Return the expression that results from applying `edit` to `node`."""
     made = cst.parse_expression(edit.code or "()")
     match edit.kind, node:
         case "argument", cst.Call():
@@ -247,9 +259,9 @@ def _changed(statement: cst.BaseStatement, edit: Edit) -> cst.BaseStatement:
 
 
 def _passes(loop: cst.For, code: str) -> cst.BaseStatement:
-    """Return the loop in `code`, whose inner loops get the parts of the body of `loop`.
+    """Return the `for` loop in `code`, with the body of `loop` distributed over its inner loops.
 
-    A marker, a string statement with the text `PART`, separates two parts of the body.
+    String statements with the text `PART` divide the body of `loop`. Each inner loop gets one part.
     """
     block = loop.body
     assert isinstance(block, cst.IndentedBlock)
@@ -293,14 +305,17 @@ def _with_lines(statement: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) ->
 def _empty_lines(
     statement: cst.BaseStatement,
 ) -> tuple[list[cst.EmptyLine], list[cst.EmptyLine]]:
-    """Return the empty lines above a statement up to its first comment, and the other lines above it."""
+    """Return the lines above a statement in two lists: empty lines up to the first comment, the others."""
     lines = _lines(statement)
     empty = list(itertools.takewhile(lambda line: line.comment is None, lines))
     return empty, lines[len(empty) :]
 
 
 def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
-    """Return a statement's end-of-line comment as a line of its own; empty if none, or for a linter."""
+    """Return a statement's end-of-line comment as a list of one line; an empty list without a comment.
+
+    Comments for tools, such as `noqa`, are left out.
+    """
     block = getattr(statement, "body", None)
     behind = block.header if isinstance(block, cst.IndentedBlock) else None
     if isinstance(statement, cst.SimpleStatementLine):
@@ -312,7 +327,7 @@ def _beside(statement: cst.BaseStatement) -> list[cst.EmptyLine]:
 
 
 def _spliced(node: cst.If) -> list[cst.BaseStatement]:
-    """Return the statements in the body of an `if`; lines above the `if` move to the first statement."""
+    """Return the statements in the body of an `if`; comments above the `if` move to the first one."""
     block = node.body
     if isinstance(block, cst.SimpleStatementSuite):
         made = cst.SimpleStatementLine(block.body, trailing_whitespace=block.trailing_whitespace)
@@ -323,7 +338,11 @@ def _spliced(node: cst.If) -> list[cst.BaseStatement]:
 
 
 def _under_with(block: cst.IndentedBlock | cst.Module) -> cst.IndentedBlock | cst.Module:
-    """Replace the marker of an edit (a string statement) by a `with` around the rest of the block."""
+    """Return `block` with a `with` around the statements after its marker.
+
+    The marker is a string statement that holds the code for the `with`. It is removed. A block without a
+    marker is returned unchanged.
+    """
     for index, statement in enumerate(block.body):
         code = _text(statement)
         if code.startswith(_WITH):

@@ -24,7 +24,10 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ve
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of a rule; lines and columns count from 1, in a notebook from the start of its cell."""
+    """One place in a file that a rule reports.
+
+    Lines and columns count from 1. In a notebook, lines count from the start of the cell.
+    """
 
     path: Path
     line: int
@@ -39,7 +42,7 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """Result of a check: findings by position, notes on files without a training loop, edits by file."""
+    """Result of `lockstep check`: findings, notes on files without a training loop, and edits by file."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -74,7 +77,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Context manager that disables Python's garbage collection to save time: syntax trees stay in use."""
+    """Context manager that disables Python's garbage collector, since all syntax trees stay in use."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -146,7 +149,10 @@ def _findings(
 
 
 def _ignored(module: Module, hit: Violation, code: str) -> bool:
-    """Whether a comment that ignores the rule is on the first or last line of a hit or of its statement."""
+    """Whether a `# lockstep: ignore` comment disables the rule `code` for the reported node of `hit`.
+
+    The comment is on the first or last line of the node or of its statement.
+    """
     if not module.ignored:
         return False
     lines = {hit.node.lineno, hit.node.end_lineno}
@@ -158,7 +164,7 @@ def _ignored(module: Module, hit: Violation, code: str) -> bool:
 
 
 def _in_one_process(module: Module, hit: Violation) -> bool:
-    """Whether a hit is in a `unittest.TestCase`, whose code runs in a single process."""
+    """Whether `hit` reports code in a `unittest.TestCase`, which runs in a single process."""
     owner = module.enclosing_class(hit.node)
     return owner is not None and "TestCase" in [last_name(base) for base in owner.bases]
 
@@ -173,7 +179,7 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
 
 
 def _no_loop(path: Path, script: Script) -> Iterator[str]:
-    """Yield a note if a script has a process group and an optimizer, but no training loop."""
+    """Yield a note if a script that creates a process group and an optimizer has no training loop."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
     if starts and script.matches(r"\boptim\b|[Oo]ptimizer"):
         yield (

@@ -1,4 +1,4 @@
-"""`Edit`: a change of a script that keeps comments and formatting; `editor.py` applies edits."""
+"""Define edits that keep a script's comments and formatting; `editor.py` applies the edits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of an expression or a statement.
+    """One change of the expression or statement `node`; `kind` says how `code` changes it.
 
     Kinds for a call: `argument` sets the keyword `name`, or removes it if there is no code. `callee`
     replaces the called function. `prepend` adds an argument before the others. `unwrap` replaces the call
@@ -62,7 +62,7 @@ def available() -> None:
 
 
 def diff(path: Path, before: str, after: str) -> str:
-    """Return the unified diff between two texts of a file."""
+    """Return the unified diff from the text `before` to the text `after` of the file `path`."""
     texts = before.splitlines(True), after.splitlines(True)
     lines = difflib.unified_diff(*texts, str(path), str(path))
     last = "\n\\ No newline at end of file\n"
@@ -70,7 +70,7 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def overwrite(path: Path, text: str, encoding: str) -> None:
-    """Replace the text of a file atomically; its permissions stay.
+    """Replace the text of the file `path` atomically; the file keeps its permissions.
 
     Raises:
         OutputError: if the file cannot be written.

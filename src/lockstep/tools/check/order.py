@@ -1,4 +1,4 @@
-"""Order of a program's calls, and the conditions under which a program executes them."""
+"""Determine in which order, and under which conditions, a program executes its calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
-    """Return the syntax nodes that may keep a program from executing `node`: `if`, `try`, loops, exits.
+    """Return the syntax nodes that decide whether a program executes `node`: `if`, `try`, loops, exits.
 
-    Nodes around the calls of the function that contains `node` count, too.
+    Nodes around the calls of the function that contains `node` count, too, over `depth` levels of calls.
     """
     found: set[ast.AST] = set()
     for parent, child in script.module.ancestry(node):
@@ -55,7 +55,7 @@ def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call |
 
 
 def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values assigned to a name earlier in its function; the name itself if there are none."""
+    """Return the values assigned to the variable `node` earlier in its function; else `[node]`."""
     name = node.id if isinstance(node, ast.Name) else ""
     bound = script.module.bound.get((script.module.scope(node), name), [])
     values = [value for value in bound if isinstance(value, ast.expr)]
@@ -65,15 +65,18 @@ def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
 
 
 def launcher_only(script: Script, call: ast.Call) -> bool:
-    """Whether only the parent process makes a call: top level of a notebook or of an `mp.spawn` script."""
+    """Whether only the parent process of the ranks makes a call.
+
+    This holds for calls at the top level of a notebook, or of a program that calls `mp.spawn`.
+    """
     top = isinstance(script.module.scope(call), ast.Module)
     return top and (bool(script.module.cells) or "mp.spawn" in script.called)
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield (scope, expression) pairs of `node` and of the direct and indirect calls of its function.
+    """Yield `node`, the calls of its function, the calls of the functions of these calls, and so on.
 
-    The scope is the function or module that contains the expression.
+    Each comes as a pair with its scope, the function or module that contains the expression.
     """
     scope = script.module.scope(node)
     yield scope, node
@@ -83,7 +86,10 @@ def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.
 
 
 def precedes(script: Script, one: ast.expr, home: Script, other: ast.expr) -> bool | None:
-    """Whether `one` in `script` is evaluated before `other` in the file `home`; `None` if unknown."""
+    """Whether a program evaluates `one`, which is in `script`, before `other`, which is in `home`.
+
+    Return `None` if this is not known.
+    """
     answers = {
         start(first) < start(second)
         for scope, first in _ways(script, one)

@@ -84,7 +84,7 @@ def _result(finding: Finding) -> dict[str, Any]:
 
 
 def github(outcome: CheckResult) -> str:
-    """Return the findings as `::error` lines, which GitHub Actions turns into notes beside the code."""
+    """Return the findings as `::error` lines, which GitHub Actions shows as notes beside the code."""
     lines = []
     for finding in outcome.findings:
         values = {
@@ -101,7 +101,7 @@ def github(outcome: CheckResult) -> str:
 
 
 def _escaped(value: object, letters: str = "") -> str:
-    """Escape `value` for a GitHub Actions `::error` line: percent signs, line ends, and `letters`."""
+    """Escape percent signs, line ends and the characters in `letters` for an `::error` line of GitHub."""
     escapes = {ord(letter): f"%{ord(letter):02X}" for letter in f"%\r\n{letters}"}
     return str(value).translate(escapes)
 

@@ -1,4 +1,4 @@
-"""Analysis over several files: imports, definitions, calls, and the origins of values."""
+"""Follow imports, calls and values through the Python files of a project, by their syntax trees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProjectCall:
 
 
 class Project:
-    """The files that are checked, and the modules of the same project that they import."""
+    """All parsed modules: the checked files, and the files of the same project that they import."""
 
     def __init__(self) -> None:
         self.modules: dict[Path, Module] = {}
@@ -55,7 +55,10 @@ class Project:
 
     @cached_property
     def programs(self) -> dict[Module, list[Module]]:
-        """By module, the modules of all programs that contain it; a program is a file and its imports."""
+        """For each module, all modules of the programs that it is part of.
+
+        A program is a file and the modules that it imports, directly or indirectly.
+        """
         reached = {start: self._reach(start) for start in self.modules.values()}
         programs = {}
         for module in reached:
@@ -74,7 +77,7 @@ class Project:
     # Names ---------------------------------------------------------------------------------------
 
     def definition(self, module: Module, node: ast.AST) -> Function | ast.ClassDef | None:
-        """Return the function or class of the project that an expression names."""
+        """Return the project's function or class that `node` names in `module`; `None` for another name."""
         match node:
             case ast.Name(id=name):
                 own = module.free_functions.get(name) or module.classes.get(name)
@@ -101,7 +104,7 @@ class Project:
         return other.free_functions.get(wanted) or other.classes.get(wanted)
 
     def _class(self, module: Module, node: ast.AST) -> ast.ClassDef | None:
-        """Return the project's class of which an expression's value is an instance; `None` if unknown."""
+        """Return the project's class of which the value of `node` is an instance; `None` if unknown."""
         values: list[ast.expr | UnpackedElement] = [node] if isinstance(node, ast.Call) else []
         if isinstance(node, ast.Name):
             values = module.bound.get((module.scope(node), node.id), [])
@@ -116,14 +119,17 @@ class Project:
         return None
 
     def module_of(self, node: ast.AST) -> Module:
-        """Return the module that defines a function or a class."""
+        """Return the module whose syntax tree contains `node`, such as a function or a class."""
         return next(module for module in self.modules.values() if node in module.parents)
 
     # Calls ---------------------------------------------------------------------------------------
 
     @cached_property
     def sites(self) -> dict[ast.AST, list[tuple[Module, ProjectCall]]]:
-        """Calls of each function of the project; `mp.spawn(f)` counts as a call of `f`."""
+        """For each function of the project, the calls that run it, each with its module.
+
+        `mp.spawn(f)` counts as a call of `f`.
+        """
         found: dict[ast.AST, list[tuple[Module, ProjectCall]]] = defaultdict(list)
         for module in self.modules.values():
             for call in module.calls:
@@ -143,14 +149,14 @@ class Project:
         return found
 
     def callee(self, module: Module, call: ast.Call) -> Function | None:
-        """Return the function of the project that a call runs, or `None`."""
+        """Return the function that `call` in `module` runs, if the project defines it; else `None`."""
         called = self.definition(module, call.func)
         return called if isinstance(called, Function) else None
 
     # Values --------------------------------------------------------------------------------------
 
     def sources(self, module: Module, node: ast.expr) -> Iterator[Value]:
-        """Yield the expressions that a value may come from, in this file and the project's modules.
+        """Yield the expressions from which `node` may get its value, each with its module.
 
         Names are followed to the values bound to them, parameters to the arguments of calls, calls of the
         project's functions to their return values. An expression that cannot be followed further is
@@ -209,7 +215,7 @@ class Project:
         return found
 
     def elements(self, module: Module, part: UnpackedElement) -> list[Value]:
-        """Return the possible values of an unpacked name, such as `model` in `model, data = make()`."""
+        """Return the possible values of `part`, such as of `model` in `model, data = make()`."""
         call, index = part.value, part.index
         if not isinstance(call, ast.Call):
             return []
@@ -233,7 +239,7 @@ class Project:
         ]
 
     def arguments(self, function: Function, name: str) -> list[Value]:
-        """Return the arguments that calls pass for a parameter, and its default."""
+        """Return the arguments that calls of `function` pass for its parameter `name`, and the default."""
         spec = function.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
         if name not in names and name not in [arg.arg for arg in spec.kwonlyargs]:
@@ -254,7 +260,7 @@ class Project:
 
 
 def _file(directory: Path, name: str) -> Path | None:
-    """Return the file of the project that a module in `directory` imports as `name`."""
+    """Return the file of the project that modules in `directory` import as `name`, or `None`."""
     level = len(name) - len(name.lstrip("."))
     parents = [directory, *directory.parents]
     parts = name.strip(".").split(".")

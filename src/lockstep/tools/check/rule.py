@@ -1,4 +1,4 @@
-"""`Rule`: a code, texts, examples, and the function that yields the rule's hits in a script."""
+"""Define `Rule`, the violations that a rule yields, and the decorator that registers rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYNTAX, UNKNOWN = "LS001", "LS002"
 
 @dataclass(frozen=True)
 class Violation:
-    """A syntax node that a rule reports; `message` and `harm` are set if they differ from the rule's."""
+    """A syntax node that a rule reports; `message` and `harm` replace those of the rule if not `None`."""
 
     node: ast.expr | ast.stmt
     message: str | None = None
@@ -33,15 +33,17 @@ Finder = Callable[[Script], Iterator[Violation]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of `lockstep check`: texts for messages and the manual, and the function that finds hits.
+    """A rule of `lockstep check`: a function that finds violations, and texts about it for users.
 
     Attributes:
-        code: its first digit is its family's number.
+        code: such as `LS201`; the first digit is the number of the rule's family.
         name: in words, for the manual's headings.
-        message: one line beside the found code.
-        bad: code that the rule finds; `good` is correct code.
+        message: one line, shown with each place that the rule reports.
+        harm: the consequence of a violation, such as `hangs`.
+        why: the explanation in the manual.
+        bad: code that the rule reports; `good` is correct code.
         fix: the effect of `--fix` in words, or empty.
-        default: whether it runs if it is not selected by its code.
+        default: whether the rule runs if it is not selected by its code.
     """
 
     code: str
@@ -71,7 +73,7 @@ def rule(
     fix: str = "",
     default: bool = True,
 ) -> Callable[[Finder], Finder]:
-    """Decorator that registers a function as the finder of a new rule; the arguments are those of `Rule`.
+    """Decorator that registers a function as the `find` of a new rule; the arguments are those of `Rule`.
 
     `example` is a diff: lines with `-` are only in the bad code, lines with `+` only in the good code.
     """

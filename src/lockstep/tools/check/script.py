@@ -1,4 +1,4 @@
-"""Queries about one file that rules share: training loops, rank-dependent branches, wrapped models."""
+"""Query one file on behalf of rules: training loops, rank-dependent branches, wrapped models."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """A source file of a program, with methods that several rules use to query the file or the program."""
+    """A source file of a program, with methods by which rules query the file or the whole program."""
 
     def __init__(self, project: Project, module: Module) -> None:
         self.project, self.module = project, module
         self._others: dict[Module, Script] = {module: self}
 
     def of(self, module: Module) -> Script:
-        """Return the `Script` of another module of the program."""
+        """Return the `Script` of `module`, another module of the program."""
         if module not in self._others:
             other = self._others[module] = Script(self.project, module)
             other._others = self._others
@@ -75,41 +75,41 @@ class Script:
 
     @cached_property
     def program(self) -> list[Script]:
-        """The files of all programs that contain this file."""
+        """This file and all other files of the programs that contain it."""
         return [self.of(module) for module in self.project.programs[self.module]]
 
     def name(self, node: ast.AST) -> str:
-        """Return an expression's qualified name, abbreviated where usual: `dist.barrier`, `DDP`."""
+        """Return an expression's qualified name, with usual abbreviations: `dist.barrier`, `DDP`."""
         return self.module.name(node)
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Return this file's calls of functions with these names."""
+        """Return the calls in this file of functions with the qualified names `names`."""
         return (call for name in names for call in self.module.calls_by_name.get(name, ()))
 
     def methods(self, *names: str) -> Iterator[ast.Call]:
-        """Return this file's calls of methods with these names."""
+        """Return the calls in this file of methods with the names `names`."""
         return (call for call in self.module.calls if method(call) in names)
 
     def callee(self, node: ast.AST) -> Function | None:
-        """Return the function of the project that a call runs, or `None`."""
+        """Return the function that the call `node` runs, if the project defines it; else `None`."""
         return self.project.callee(self.module, node) if isinstance(node, ast.Call) else None
 
     def callers(self, function: ast.AST) -> list[tuple[Script, ast.Call]]:
-        """Return the calls of a function in the project, each with its file."""
+        """Return the calls of a function in the whole project, each with the file that contains it."""
         sites = self.project.sites.get(function, ())
         return [(self.of(module), site.call) for module, site in sites]
 
     @cached_property
     def called(self) -> set[str]:
-        """Names of all functions and methods that the program calls; methods as `.name`."""
+        """Names of all functions and methods that the program calls; a method's name begins with a dot."""
         return {name for script in self.program for name in script.module.called}
 
     def findall(self, pattern: str) -> list[str]:
-        """Return the matches of a regular expression in the source of the whole program."""
+        """Return the matches of the regular expression `pattern` in the source of the whole program."""
         return [text for script in self.program for text in script.module.findall(pattern)]
 
     def matches(self, pattern: str) -> bool:
-        """Whether a regular expression matches the source of the program."""
+        """Whether the regular expression `pattern` matches somewhere in the source of the program."""
         return any(script.module.findall(pattern) for script in self.program)
 
     @cached_property
@@ -145,11 +145,11 @@ class Script:
     # Values ----------------------------------------------------------------------------------------
 
     def sources(self, node: ast.expr | None) -> list[ast.expr]:
-        """Return the expressions that a value may come from; an empty list for `None`."""
+        """Return the expressions from which `node` may get its value; an empty list for `None`."""
         return [value for _, value in self.project.sources(self.module, node)] if node else []
 
     def made_by(self, node: ast.expr | None, *names: str) -> list[ast.Call]:
-        """Return the calls of functions with these names that a value may come from."""
+        """Return the calls of functions called `names` from which `node` may get its value."""
         return [
             value
             for module, value in (self.project.sources(self.module, node) if node else ())
@@ -157,11 +157,11 @@ class Script:
         ]
 
     def constants(self, node: ast.expr | None) -> list[object]:
-        """Return the constants that a value may be; an empty list for `None`."""
+        """Return the constants that may be the value of `node`; an empty list for `None`."""
         return [value.value for value in self.sources(node) if isinstance(value, ast.Constant)]
 
     def bound_name(self, node: ast.expr) -> str:
-        """Return the name that an expression's value is bound to, such as `train_loader` or `self.data`."""
+        """Return the variable to which an expression is assigned, such as `train_loader`, or ""."""
         match self.module.parents.get(node):
             case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
                 return dotted(target)
@@ -208,7 +208,7 @@ class Script:
         return False
 
     def by_rank(self, test: ast.expr) -> bool:
-        """Whether a condition is true on some ranks and false on others."""
+        """Whether the condition `test` is true on some ranks and false on others, such as `rank == 0`."""
         match test:
             case ast.BoolOp(values=values):
                 return any(self.by_rank(value) for value in values)
@@ -235,14 +235,17 @@ class Script:
         return any(self.is_rank(side) or self._from_rank(side) for side in sides)
 
     def _from_rank(self, node: ast.expr) -> bool:
-        """Whether a variable is assigned from the rank, such as `self.gpu_id` from `rank`."""
+        """Whether a variable gets its value from the rank, such as `self.gpu_id` from `rank`."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return False
         values = self.project.sources(self.module, node)
         return any(self.of(home).is_rank(value) for home, value in values)
 
     def guard(self, node: ast.AST, depth: int = 4) -> ast.AST | None:
-        """Return the branch, `with` or decorator because of which only some ranks execute a node."""
+        """Return the `if`, `with` or decorator that lets only some ranks execute a node, or `None`.
+
+        The function that contains the node is examined in the same way, over `depth` levels of calls.
+        """
         for parent, child in self.module.ancestry(node):
             match parent:
                 case ast.If(test=test) | ast.IfExp(test=test) if child is not test:
@@ -277,7 +280,10 @@ class Script:
     # Loops -----------------------------------------------------------------------------------------
 
     def level(self, nodes: Iterable[ast.AST], depth: int = 5) -> int | None:
-        """Return the number of loops inside `nodes` around a call of `backward`; `None` without a call."""
+        """Return how many loops in `nodes` are around a call of `backward`; `None` without such a call.
+
+        Calls of functions are followed over `depth` levels.
+        """
         levels = [self._level(node, depth) for node in nodes]
         return min((level for level in levels if level is not None), default=None)
 
@@ -297,7 +303,7 @@ class Script:
         return None if level is None else level + isinstance(node, Loop)
 
     def runs_backward(self, node: ast.AST) -> bool:
-        """Whether a node calls a function of the project that contains a backward pass."""
+        """Whether `node` is a call of a function of the project that contains a backward pass."""
         called = self.callee(node)
         return called is not None and self.level(called.body) is not None
 
@@ -312,7 +318,7 @@ class Script:
 
     @property
     def epoch_loops(self) -> list[Loop]:
-        """Loops around the loops of training steps."""
+        """Loops around loops of training steps, such as the loop over epochs."""
         return [loop for loop in self.module.loops if (self._levels[loop] or 0) > 0]
 
     @cached_property
@@ -323,7 +329,8 @@ class Script:
     def step_loop(self, node: ast.AST, *, always: bool = False, depth: int = 3) -> ast.AST | None:
         """Return the training loop around a node, or around a call of the function that contains the node.
 
-        With `always` only a loop that executes the node in every iteration, without a condition.
+        With `always`, return `None` if an iteration may skip the node. Calls are followed over `depth`
+        levels.
         """
         for parent, child in self.module.ancestry(node):
             conditional = isinstance(parent, ast.If) and child is not parent.test
@@ -341,7 +348,7 @@ class Script:
         return None
 
     def iterated(self, loop: Loop) -> ast.expr | None:
-        """Return the object that a `for` iterates over, such as a loader, without `enumerate` or `tqdm`."""
+        """Return the iterable of a `for` loop, such as a loader, without `enumerate` or `tqdm`."""
         node = None if isinstance(loop, ast.While) else loop.iter
         while isinstance(node, ast.Call) and node.args:
             if last_name(node.func) not in _ITERATORS:
@@ -376,7 +383,7 @@ class Script:
 
 
 def _asks_for_ranks(side: ast.expr, operator: ast.cmpop) -> bool:
-    """Whether comparing a rank with `side` only tests for a distributed run: `is None`, `!= -1`, `>= 0`."""
+    """Whether comparing a rank with `side` only tests for a distributed run, as `rank != -1` does."""
     if isinstance(side, ast.UnaryOp):
         return True
     zero = isinstance(operator, ast.GtE | ast.Lt)

@@ -50,7 +50,7 @@ _PREFIXES = {
 
 @dataclass(frozen=True)
 class UnpackedElement:
-    """One element of a value that is unpacked into several names: `model, data = make()`."""
+    """One variable of an unpacking assignment `model, data = make()`: the unpacked value, and an index."""
 
     value: ast.expr
     index: int
@@ -58,7 +58,7 @@ class UnpackedElement:
 
 @dataclass(frozen=True)
 class ParseError:
-    """A position at which Python cannot parse the file; line and column count from 1."""
+    """A syntax error of a file: line and column, both counted from 1, and the message."""
 
     line: int
     column: int
@@ -67,7 +67,7 @@ class ParseError:
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell of a notebook: its number from 1, and its position in the joined text of all cells."""
+    """A code cell of a notebook: its number from 1, and its lines in the joined text of all cells."""
 
     number: int
     offset: int
@@ -75,15 +75,15 @@ class Cell:
 
 
 class Module:
-    """A parsed file and the tables in which rules look up names.
+    """A parsed file, and tables in which rules look up its names.
 
     Attributes:
         text: the source; of a notebook, the code cells one after the other.
-        errors: parts that could not be parsed, and are left out of `tree`.
-        cells: the code cells, of a notebook.
+        errors: positions that cannot be parsed; `tree` is empty, or lacks the notebook cells with errors.
+        cells: the code cells of a notebook; empty for a script.
         parents: the parent of each syntax node.
         imports: names bound by imports, and the qualified names that they stand for.
-        bound: values bound to a name in a scope.
+        bound: by scope and name, the values assigned to the name.
         attributes: values assigned to dotted names: `self.model` in a class, `args.lr` anywhere.
     """
 
@@ -120,7 +120,7 @@ class Module:
         return None
 
     def _without_broken_cells(self, text: str) -> str:
-        """Return the text with empty lines in place of the cells that cannot be parsed."""
+        """Return `text` with empty lines in place of the notebook cells that cannot be parsed."""
         lines = text.split("\n")
         for cell in self.cells:
             inside = slice(cell.offset, cell.offset + cell.lines)
@@ -187,13 +187,13 @@ class Module:
         return self.enclosing_class(node) if name.startswith("self.") else None, name
 
     def assigned(self, node: ast.Attribute) -> list[ast.expr | UnpackedElement]:
-        """Return the values assigned to an attribute, in its class or in the file."""
+        """Return the values assigned to an attribute: for `self.x` in its class, otherwise in the file."""
         return self.attributes.get(self._attribute_key(node), [])
 
     # Names -----------------------------------------------------------------------------------------
 
     def name(self, node: ast.AST) -> str:
-        """Return the qualified name of a name or attribute, abbreviated where usual (`DDP`); else empty."""
+        """Return the qualified name of a variable or attribute, shortened where usual (`DDP`), or ""."""
         text = dotted(node)
         first, dot, rest = text.partition(".")
         if first not in self.imports:
@@ -206,13 +206,13 @@ class Module:
 
     @cached_property
     def free_functions(self) -> dict[str, Function]:
-        """Functions that are not methods, by name; the first one if several have the same name."""
+        """Functions of the file that are not methods, by name; the first if several have the same name."""
         free = [function for function in self.functions if self.enclosing_class(function) is None]
         return {function.name: function for function in reversed(free)}
 
     @cached_property
     def calls_by_name(self) -> dict[str, list[ast.Call]]:
-        """Calls by the name of the function, in the order of the source."""
+        """Calls by the qualified name of the called function, in the order of the source."""
         found: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
             found[self.name(call.func)].append(call)
@@ -220,11 +220,11 @@ class Module:
 
     @cached_property
     def called(self) -> set[str]:
-        """Names of the functions and methods that the module calls; methods as `.name`."""
+        """Names of the functions and methods that the module calls; a method's name begins with a dot."""
         return {*self.calls_by_name, *(f".{method(call)}" for call in self.calls)}
 
     def findall(self, pattern: str) -> list[str]:
-        """Return the matches of a regular expression in the source; cached."""
+        """Return the matches of the regular expression `pattern` in the source; results are cached."""
         if pattern not in self._matches:
             self._matches[pattern] = re.findall(pattern, self.text)
         return self._matches[pattern]
@@ -232,19 +232,19 @@ class Module:
     # Places ----------------------------------------------------------------------------------------
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the syntax nodes around a node, innermost first."""
+        """Yield the syntax nodes that contain `node`, innermost first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def ancestry(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Yield the nodes around a node, innermost first, each with its child that contains the node."""
+        """Yield the nodes that contain `node`, innermost first, each with its child around `node`."""
         while (parent := self.parents.get(node)) is not None:
             yield parent, node
             node = parent
 
     def scope(self, node: ast.AST) -> Scope:
-        """Return the innermost function, lambda or module around a node."""
+        """Return the innermost function, lambda or module that contains `node`."""
         while (parent := self.parents.get(node)) is not None:
             node = parent
             if isinstance(node, Function | ast.Lambda | ast.Module):
@@ -252,23 +252,23 @@ class Module:
         return self.tree
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
-        """Return the innermost class around a node."""
+        """Return the innermost class that contains `node`; `None` if there is none."""
         return next((one for one in self.above(node) if isinstance(one, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
-        """Return the innermost statement that contains a node."""
+        """Return the innermost statement that is or contains `node`."""
         nodes = (node, *self.above(node))
         return next((one for one in nodes if isinstance(one, ast.stmt)), None)
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether two nodes are in different branches of one condition."""
+        """Whether two nodes are in different branches of the same `if`, so that never both are executed."""
         branches = self._branches(other)
         return any(
             branches.get(node, branch) != branch for node, branch in self._branches(one).items()
         )
 
     def _branches(self, node: ast.AST) -> dict[ast.AST, bool]:
-        """Return the conditions around a node, each with whether the node is in its true branch."""
+        """Return each `if` around a node, and whether the node is in its body rather than in its `else`."""
         found: dict[ast.AST, bool] = {}
         for parent, child in self.ancestry(node):
             if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
@@ -277,7 +277,7 @@ class Module:
         return found
 
     def earlier(self, one: ast.expr, other: ast.expr) -> bool:
-        """Whether one expression precedes another in the same function, and not in another branch."""
+        """Whether `one` precedes `other` in the same function, not in different branches of an `if`."""
         same = self.scope(one) is self.scope(other)
         return same and start(one) < start(other) and not self.exclusive(one, other)
 
@@ -293,7 +293,7 @@ class Module:
         ]
 
     def is_dataset(self, node: ast.AST) -> bool:
-        """Whether a node is in a class that has a base class with `Dataset` in its name."""
+        """Whether `node` is in a class with a base class whose name contains `Dataset`."""
         owner = self.enclosing_class(node)
         return owner is not None and any("Dataset" in ast.unparse(base) for base in owner.bases)
 
@@ -302,16 +302,16 @@ class Module:
         return ast.get_source_segment(self.text, node) or ast.unparse(node)
 
     def place(self, line: int) -> tuple[int | None, int]:
-        """Return the number of a line's notebook cell, or `None`, and the line's number in the cell."""
+        """Return the number of a line's notebook cell (else `None`), and of the line in the cell."""
         for cell in self.cells:
             if cell.offset < line <= cell.offset + cell.lines:
                 return cell.number, line - cell.offset
         return None, line
 
     def positions(self, node: ast.expr | ast.stmt) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return begin and end of a node: lines from 1, columns in characters from 0.
+        """Return the positions (line, column) at which a node begins and ends.
 
-        Python's own columns are in bytes.
+        Lines count from 1, columns from 0 in characters; the columns in Python's syntax tree are in bytes.
         """
         end = node.end_lineno or node.lineno, node.end_col_offset or 0
         (first, column), (last, end_column) = (
@@ -326,7 +326,7 @@ class Module:
 
     @cached_property
     def ignored(self) -> dict[int, set[str] | None]:
-        """For each line with an ignore comment, the ignored rule codes; `None` ignores all rules."""
+        """By line, the rule codes in the `# lockstep: ignore` comment there; `None` means all rules."""
         found: dict[int, set[str] | None] = {}
         if "lockstep:" not in self.text or not self.tree.body:
             return found
@@ -340,7 +340,7 @@ class Module:
 
 
 def read(path: Path) -> Module:
-    """Parse a file; errors of parsing are in the `errors` of the returned module.
+    """Parse a script or a notebook; the returned module has the positions of syntax errors in `errors`.
 
     Raises:
         OSError: if the file cannot be read.
@@ -364,7 +364,7 @@ def read(path: Path) -> Module:
 
 
 def _notebook(content: bytes) -> tuple[str, tuple[Cell, ...]]:
-    """Return the joined code of a notebook's cells, without lines for IPython, and the cells' positions."""
+    """Return the joined code of a notebook's cells, without IPython commands, and each cell's position."""
     joined: list[str] = []
     cells = []
     for number, cell in enumerate(json.loads(content)["cells"], 1):

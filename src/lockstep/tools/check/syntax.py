@@ -1,4 +1,4 @@
-"""Queries of Python's syntax trees within one node: names, arguments, statements."""
+"""Queries of one node of Python's syntax tree: names, arguments, statements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Variable = ast.Name | ast.Attribute
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` for a name or an attribute of a name, and an empty text for other expressions."""
+    """Return the name `a.b.c` of a variable or an attribute of a variable; empty for other expressions."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -30,12 +30,12 @@ def last_name(node: ast.AST) -> str:
 
 
 def method(call: ast.Call) -> str:
-    """Return the name of the method that a call runs; empty for other calls."""
+    """Return the name of the method that a call runs, such as `step`; empty for a call of a function."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def receiver(call: ast.Call) -> ast.expr:
-    """Return the object whose method a call runs."""
+    """Return the object of a method call: `model` of `model.eval()`."""
     assert isinstance(call.func, ast.Attribute)
     return call.func.value
 
@@ -55,7 +55,7 @@ def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
 
 
 def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
-    """Return an argument of a call by its keyword or its position; `None` if it is not given."""
+    """Return the argument with the keyword `name` or at the position `place`; `None` if missing."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
@@ -78,18 +78,21 @@ def true(node: ast.expr | None) -> bool:
 
 
 def all_arguments(call: ast.Call) -> list[ast.expr]:
-    """Return the arguments of a call, by position and by keyword."""
+    """Return the values of all arguments of a call, positional ones first."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def method_calls(node: ast.AST, *methods: str) -> list[ast.Call]:
-    """Return the calls of methods with these names within a node."""
+    """Return the calls inside `node` of methods with the names `methods`."""
     calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
     return [call for call in calls if method(call) in methods]
 
 
 def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> Iterator[Variable]:
-    """Yield the names and attributes inside `nodes` whose `ctx` is a `context`, such as `ast.Store`."""
+    """Yield the variables and attributes inside `nodes` that are read, assigned or deleted.
+
+    `context` restricts them to one use, such as `ast.Store` for assignments.
+    """
     for node in nodes:
         for part in ast.walk(node):
             if isinstance(part, Variable) and isinstance(part.ctx, context):
@@ -97,12 +100,15 @@ def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> 
 
 
 def stored(*nodes: ast.AST) -> set[str]:
-    """Return the names and attributes that nodes assign or delete."""
+    """Return the dotted names of variables and attributes that nodes assign or delete."""
     return {dotted(one) for one in variables(*nodes, context=ast.Store | ast.Del)} - {""}
 
 
 def root(node: ast.expr) -> ast.expr | None:
-    """Return the variable that an expression begins with: `self.model` of `self.model.fc.weight`."""
+    """Return the variable at the beginning of an expression: `self.model` of `self.model.fc.weight`.
+
+    Return `None` if the expression begins with no variable.
+    """
     while True:
         match node:
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")):

@@ -1,7 +1,7 @@
 """Convert scripts of accelerate, transformers' Trainer and Lightning to `lockstep.integrations`.
 
-For accelerate and transformers, the import is replaced. For Lightning, Trainer and Fabric get an argument
-`strategy=`.
+For accelerate and transformers, the import is replaced. Lightning's Trainer and Fabric get the argument
+`strategy=LockstepStrategy()`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class _Import:
-    """An imported name: its import statement, its alias there, and the adapter module that replaces it."""
+    """A name that a script imports: the import statement, and the adapter module to import from."""
 
     statement: ast.ImportFrom
     alias: ast.alias
@@ -46,7 +46,9 @@ class _Import:
 
 
 def convert(script: Script) -> tuple[str, list[str]] | None:
-    """Return the script's text with adapters imported, and notes; `None` if no class has an adapter.
+    """Return the script's text with adapters in place of other classes, and notes for the user.
+
+    Return `None` if the script uses no class that has an adapter.
 
     Raises:
         UsageError: if the script has an adapter already, or imports a class in a way that is not replaced.
@@ -90,7 +92,7 @@ def convert(script: Script) -> tuple[str, list[str]] | None:
 
 
 def _with_strategy(module: Module, calls: list[ast.Call]) -> str:
-    """Return the module's text with `strategy=LockstepStrategy()` in each of these calls."""
+    """Return the module's text with `strategy=LockstepStrategy()` in `calls`, and this class imported."""
     from lockstep.tools.check import editor
 
     edits = []
@@ -128,7 +130,7 @@ def _imports(module: Module) -> list[_Import]:
 
 
 def _replaced(text: str, found: list[_Import]) -> str:
-    """Return `text` with the names in `found` imported from adapter modules instead."""
+    """Return the source `text` of a script, with the names in `found` imported from adapter modules."""
     lines = text.split("\n")
     for one in sorted(found, key=lambda one: -one.statement.lineno):
         first, last = one.statement.lineno - 1, one.statement.end_lineno or one.statement.lineno

@@ -1,4 +1,4 @@
-"""Find variables that a training loop carries from one iteration into the loss of a later one.
+"""Find variables that carry a value from one iteration of a training loop into a later loss.
 
 The user is asked about them, since the iterations of a converted loop are microbatches.
 """
@@ -29,7 +29,7 @@ _FILLS = ("append", "extend", "appendleft", "add", "push", "insert", "update", "
 
 @dataclass(frozen=True)
 class _Binding:
-    """A statement of a loop: the names that it assigns or changes, and the names that it reads."""
+    """A statement of a loop, with the names that it assigns or changes and the names that it reads."""
 
     node: ast.stmt
     names: set[str]  # assigned, or of containers whose elements change
@@ -52,7 +52,10 @@ def convert(draft: Draft) -> None:
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether `statements` assign the variable `name` on every path; loops count as run at least once."""
+    """Whether `statements` assign the variable `name` on every path.
+
+    Loops count as executed at least once.
+    """
     for statement in statements:
         match statement:
             case ast.If(body=body, orelse=orelse):
@@ -110,7 +113,8 @@ def _used(
 ) -> set[str]:
     """Return the variables on which a loop's losses depend, in the same iteration or in a later one.
 
-    Only the variables in `early` keep a value from one iteration to the next.
+    `bindings` are the statements of the loop that assign. Only the variables in `early` keep a value from
+    one iteration to the next.
     """
     sent: list[ast.AST] = [sent_backward(call) for call in method_calls(loop, "backward")]
     sent += [node for node in ast.walk(loop) if draft.script.runs_backward(node)]
@@ -127,7 +131,7 @@ def _used(
 
 
 def counter(loop: ast.AST) -> set[str]:
-    """Return a set with the variable `i` of a loop `for i, … in enumerate(…)`; empty for another loop."""
+    """Return a set with the name `i` for a loop `for i, … in enumerate(…)`; empty for another loop."""
     match loop:
         case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=func)):
             return {name} if dotted(func) == "enumerate" else set()
@@ -135,7 +139,7 @@ def counter(loop: ast.AST) -> set[str]:
 
 
 def _bound_before(draft: Draft, loop: Loop, node: ast.stmt, name: str) -> bool:
-    """Whether every iteration of `loop` assigns a variable before it executes the statement `node`."""
+    """Whether every iteration of `loop` assigns the variable `name` before it executes `node`."""
     for parent, child in draft.module.ancestry(node):
         own = stored(_head(parent)) if isinstance(parent, ast.stmt) else set()
         counted = counter(loop) if parent is loop else set()

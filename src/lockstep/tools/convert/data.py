@@ -12,7 +12,10 @@ from lockstep.tools.convert.draft import RUN, Draft, origins
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: loops iterate over `run.loader(…)`; ask the user about loops without a loader."""
+    """Edit the draft: training loops iterate over `run.loader(…)`.
+
+    The user is asked about training loops without a loader.
+    """
     script = draft.script
     given: set[ast.expr] = set()
     for loop in script.step_loops:
@@ -36,12 +39,15 @@ def convert(draft: Draft) -> None:
 
 
 def _unknown(node: ast.expr | None) -> str:
-    """Return the question to the user about a training loop over anything but a known loader."""
+    """Return the question to the user about a training loop whose iterable `node` is no known loader."""
     return questions.LOADER.format("a while loop" if node is None else ast.unparse(node)[:60])
 
 
 def _others(draft: Draft, loop: Loop) -> None:
-    """Ask the user about a loop with more than one loader (`zip`, `next`) or a part of one (`islice`)."""
+    """Ask the user about a loop that uses several loaders, or only some batches of one loader.
+
+    Such loops call `zip`, `cycle`, `next` or `islice`.
+    """
     inside = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
     for call in (one for one in inside if isinstance(one, ast.Call)):
         name = last_name(call.func)
@@ -57,7 +63,10 @@ def _others(draft: Draft, loop: Loop) -> None:
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the expressions, such as `DataLoader(…)`, that make a loop's iterable; `tqdm` is skipped."""
+    """Return the expressions, such as `DataLoader(…)`, that make the iterable `node` of a loop.
+
+    A progress bar (`tqdm`) around the iterable is skipped.
+    """
     found: list[ast.expr] = []
     for origin in origins(script, node):
         match origin:
@@ -88,7 +97,7 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
 
 
 def _sizes(draft: Draft, loop: Loop, name: str) -> None:
-    """Ask the user about reads of the batch size in a training loop, since a microbatch is smaller."""
+    """Ask the user about reads of the batch size `name` in a loop, since a microbatch is smaller."""
     own = stored(loop)
     for node in variables(draft.module.tree, context=ast.Load):
         if last_name(node) != name or dotted(node) in own or is_shown(draft.script, node):

@@ -1,4 +1,4 @@
-"""Convert the set-up of a DDP script: process group, samplers, devices, seeds, `mp.spawn`."""
+"""Convert the setup of a DDP script: process group, samplers, devices, seeds, `mp.spawn`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _COLLECTIVE = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Remove set-up that the run does itself, replace devices and barriers, ask about collectives."""
+    """Edit the draft of a DDP script: remove its setup, which the run does, and replace its barriers.
+
+    Devices are replaced in any script. The user is asked about collectives.
+    """
     _device_names(draft)
     _devices_of_ranks(draft)
     script = draft.script
@@ -62,7 +65,10 @@ def _remove(draft: Draft, call: ast.Call) -> None:
 
 
 def _sampler(draft: Draft, call: ast.Call) -> None:
-    """Edit a DataLoader: replace its DistributedSampler by `shuffle`, scale its batch size to all ranks."""
+    """Edit a DataLoader of a DDP script: `shuffle` replaces the DistributedSampler.
+
+    The batch size of a training loader, which was per rank, becomes that of all ranks.
+    """
     made = draft.script.made_by(argument(call, "sampler"), "DistributedSampler")
     trains = call in draft.script.loaders
     if made:
@@ -85,7 +91,7 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
 
 
 def _batch(draft: Draft, call: ast.Call) -> None:
-    """Edit the batch size of a DDP loader, which is per rank: multiply it by the number of replicas."""
+    """Edit the `batch_size` of a DDP script's loader, which is per rank: multiply it by the replicas."""
     script, given = draft.script, argument(call, "batch_size", 1)
     match given:
         case None:
@@ -106,14 +112,14 @@ def _batch(draft: Draft, call: ast.Call) -> None:
 
 
 def _device_names(draft: Draft) -> None:
-    """Replace devices with a fixed number, such as `cuda:0`, since each rank has its own device."""
+    """Replace devices with a fixed number, such as `cuda:0`, by `cuda`: each rank has its own device."""
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"cuda:\d+", str(node.value)):
             draft.edit("replace", node, '"cuda"')
 
 
 def _devices_of_ranks(draft: Draft) -> None:
-    """Replace devices that the script computes from the rank by `run.device`."""
+    """Replace devices computed from the rank by `run.device`."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.device"):
         if any(_of_rank(script, arg) for arg in call.args):
@@ -132,7 +138,7 @@ def _devices_of_ranks(draft: Draft) -> None:
 
 
 def _of_rank(script: Script, node: ast.expr) -> bool:
-    """Whether an argument for a device, such as that of `.to(…)`, is the number of the rank."""
+    """Whether `node`, the argument of a call such as `.to(…)`, is the number of the rank."""
     if isinstance(node, ast.Call):
         return False
     return script.is_rank(node) or any(
@@ -146,7 +152,10 @@ def _of_rank(script: Script, node: ast.expr) -> bool:
 
 
 def seeds(draft: Draft, scope: RunScope) -> None:
-    """Edit the draft: the seed that the script sets becomes the argument `seed` of `lockstep.Run`."""
+    """Edit the draft: the seed of the script becomes the argument `seed` of `lockstep.Run`.
+
+    The user is asked if the seed is not known before the run is made.
+    """
     script, module = draft.script, draft.module
     for call in script.calls("torch.manual_seed", "torch.random.manual_seed"):
         statement = module.statement(call)
@@ -172,7 +181,10 @@ def seeds(draft: Draft, scope: RunScope) -> None:
 def _known_before(
     script: Script, scope: RunScope, statement: ast.stmt, seed: ast.expr
 ) -> ast.expr | None:
-    """Return an expression for the seed that can be evaluated before the run is made, or `None`."""
+    """Return an expression for the seed that can be evaluated before the run is made, or `None`.
+
+    `statement` sets the value of `seed` as the seed, after the place where `scope` makes the run.
+    """
     bound = stored(*scope.block[scope.start : scope.block.index(statement)])
     values = [_without_rank(script, source) for source in script.sources(seed)]
     for value in [seed, *(values if len(values) == 1 else [])]:
@@ -182,14 +194,17 @@ def _known_before(
 
 
 def _without_rank(script: Script, node: ast.expr) -> ast.expr:
-    """Return a seed's expression without a rank that is added to it, such as `42` of `42 + rank`."""
+    """Return the expression `node` of a seed without a rank that is added: `42` for `42 + rank`."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and script.is_rank(node):
         return node.left if script.is_rank(node.right) else node.right
     return node
 
 
 def spawned(draft: Draft, scope: RunScope) -> None:
-    """Replace `mp.spawn(f, …)` by a call of `f`; ask the user where the run is not made in `f`."""
+    """Replace `mp.spawn(f, …)` by a call of `f`, which makes the run.
+
+    The user is asked if the run is made elsewhere.
+    """
     script, source = draft.script, draft.module.source
     for call in script.calls("mp.spawn"):
         target = script.project.definition(draft.module, call.args[0]) if call.args else None

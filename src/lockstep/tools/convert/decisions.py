@@ -20,7 +20,10 @@ _SAME = {"item", "detach", "cpu"}
 
 
 def convert(draft: Draft) -> None:
-    """Ask the user about learning rates and early ends of training that depend on one rank's values."""
+    """Ask the user about decisions that depend on one rank's values.
+
+    They are changes of the learning rate, and early ends of training.
+    """
     script = draft.script
     for call in script.methods("step"):
         loop = script.step_loop(call)
@@ -45,7 +48,7 @@ def convert(draft: Draft) -> None:
 
 
 def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
-    """Whether a statement leaves the loop over epochs under a condition on training results or the time."""
+    """Whether `node` leaves the loop over epochs under a condition on results of training or the time."""
     loop = next((parent for parent in draft.module.above(node) if isinstance(parent, Loop)), None)
     return loop in draft.script.epoch_loops and any(
         _of_training(draft, test) or _CLOCK.search(ast.unparse(test))
@@ -54,7 +57,10 @@ def _leaves_by_training(draft: Draft, node: ast.AST) -> bool:
 
 
 def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
-    """Whether a value is computed in a training loop, and so from one rank's microbatches."""
+    """Whether the value of `node` is computed in a training loop, and so from one rank's microbatches.
+
+    Variables and calls are followed over `depth` levels.
+    """
     script, module = draft.script, draft.module
     for name in _operands(node):
         if _filled(draft, name, depth):
@@ -73,7 +79,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
 
 
 def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
-    """Whether methods of an object, such as a list or an early stopper, get values from training."""
+    """Whether the object in `name`, such as a list, gets values from training by calls of its methods."""
     script, module, owner = draft.script, draft.module, root(name)
     if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
         return False
@@ -91,7 +97,7 @@ def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return the variables and calls that a value is computed from by arithmetic."""
+    """Return the variables and calls from which `node` is computed by arithmetic or comparisons."""
     parts: list[ast.expr] = []
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _SAME:

@@ -1,4 +1,4 @@
-"""`Draft`: a conversion's edits and questions to the user; `origins` finds where variables get values."""
+"""Collect a conversion's edits and questions to the user, and find where variables get values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Draft:
     """The changes to one script, collected by all modules of the conversion before any is applied.
 
     Attributes:
-        edits: changes of expressions and statements; several changes of one are made in this order.
-        questions: open questions, by the statement that each is about.
+        edits: changes of expressions and statements; several of one expression are made in this order.
+        questions: questions to the user, by the statement that each is about.
         removed: statements to delete.
         notes: messages for the user that need no answer.
         within_run: expressions that make models; they have to be inside the `with` of the run.
         models: expressions that make the models passed to the run.
-        droppable: assignments to delete if nothing reads their names any more.
+        droppable: assignments to delete if nothing reads their variables any more.
         imports: statements that import names used in edits, besides Lockstep.
         seed: source text of the run's seed.
         precision: source text of the run's argument `precision`; empty without one.
@@ -47,30 +47,30 @@ class Draft:
         self.seed, self.precision = "0", ""
 
     def edit(self, kind: Kind, node: ast.expr | ast.stmt, code: str = "", name: str = "") -> None:
-        """Add one edit, such as the replacement of a node by `code`."""
+        """Add one edit, such as the replacement of `node` by `code`; the arguments are those of `Edit`."""
         made = Edit(kind, node, code, name)
         if made not in self.edits:
             self.edits.append(made)
 
     def ask(self, node: ast.AST, text: str) -> None:
-        """Add a question to the user about the statement that contains a node."""
+        """Add the question `text` to the user, about the statement that contains `node`."""
         texts = self.questions.setdefault(self.line_statement(node), [])
         if text not in texts:
             texts.append(text)
 
     def alone(self, call: ast.Call) -> ast.Expr | None:
-        """Return the statement that consists of only this call, or `None`."""
+        """Return the statement that consists of only this call; `None` if there is none."""
         parent = self.module.parents.get(call)
         return parent if isinstance(parent, ast.Expr) else None
 
     def operand(self, node: ast.expr) -> str:
-        """Return an expression's source, in parentheses where an operator beside it might need them."""
+        """Return the source of an expression, in parentheses if these may be needed as an operand."""
         text = self.module.source(node)
         plain = ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript
         return text if isinstance(node, plain) else f"({text})"
 
     def line_statement(self, node: ast.AST) -> ast.stmt:
-        """Return a node's statement, or the outermost one around it that begins on the same line."""
+        """Return the statement of `node`, or the outermost one around it that begins on the same line."""
         statement = self.module.statement(node)
         assert statement is not None
         parent = self.module.parents.get(statement)
@@ -79,20 +79,20 @@ class Draft:
         return statement
 
     def tests(self, node: ast.AST, within: ast.AST | None = None) -> list[ast.expr]:
-        """Return the conditions of the `if` statements around a node, or of only those inside `within`."""
+        """Return the conditions of the `if` statements around `node`, up to the node `within` if given."""
         above = itertools.takewhile(lambda one: one is not within, self.module.above(node))
         return [one.test for one in above if isinstance(one, ast.If)]
 
     def mentions(self, name: str, scope: ast.AST) -> Iterator[Variable]:
-        """Yield the reads of a name, or of `self.name`, within a scope."""
+        """Yield the reads of the variable `name` (such as `lr` or `self.lr`) inside the node `scope`."""
         return (one for one in variables(scope, context=ast.Load) if dotted(one) == name)
 
 
 def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
-    """Return the expressions in the script's file from which a variable may have its value when it is read.
+    """Return the expressions in the script's file from which `node` may get its value.
 
-    Follows assignments, arguments of calls and return values of functions back to the first expression.
-    If `node` is not a variable, returns `node` itself.
+    Follows assignments, arguments of calls and return values of functions back to the first expression,
+    over `depth` levels. If `node` is not a variable, returns `[node]`.
     """
     if depth == 0 or not isinstance(node, Variable):
         return [node]
@@ -107,7 +107,10 @@ def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:
 
 
 def latest(script: Script, node: Variable) -> list[ast.expr | UnpackedElement]:
-    """Return the values that a variable may have where `node` reads it, from assignments and arguments."""
+    """Return the values that the variable `node` may have where it is read.
+
+    They come from assignments, or from the arguments of calls.
+    """
     module = script.module
     if isinstance(node, ast.Attribute):
         values = [one for one in module.assigned(node) if not isinstance(one, ast.Constant)]
@@ -126,7 +129,7 @@ def latest(script: Script, node: Variable) -> list[ast.expr | UnpackedElement]:
 def _latest(
     script: Script, node: ast.expr, values: list[ast.expr | UnpackedElement]
 ) -> list[ast.expr | UnpackedElement]:
-    """Return which of `values` was assigned last before `node`; several if that depends on a condition."""
+    """Return the one of `values` that was assigned last before `node`; several in different branches."""
     module = script.module
     conditions = set(module.above(node))
 

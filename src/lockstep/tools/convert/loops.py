@@ -1,4 +1,4 @@
-"""Convert loops and steps: `run.epochs`, `run.backward`, gradient clipping, gradient accumulation."""
+"""Convert loops over epochs, backward passes, gradient clipping and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _EXITS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: use the run's methods to count epochs, run backward passes and clip gradients."""
+    """Edit the draft: use the run's methods to count epochs, run backward passes and clip gradients.
+
+    The user is asked about statements that leave a training loop or skip a part of a batch.
+    """
     for loop in draft.script.epoch_loops:
         if draft.script.level(loop.body) == 1:
             # The loop that counts epochs may be further out: an epoch may be a loop over phases.
@@ -76,7 +79,10 @@ def _epochs(draft: Draft, loop: ast.AST) -> None:
 
 
 def _counted(draft: Draft, over: ast.AST) -> tuple[ast.Call | None, ast.Call | None]:
-    """Return the progress bar in the head of a loop, if any, and the call of `range` or `trange`."""
+    """Return the calls in the head of a loop that count: `tqdm(…)`, and `range(…)` or `trange(…)`.
+
+    A missing call is `None`.
+    """
     match over:
         case ast.For(iter=node) | ast.AsyncFor(iter=node) | ast.NamedExpr(value=node):
             return _counted(draft, node)
@@ -91,7 +97,10 @@ def _counted(draft: Draft, over: ast.AST) -> tuple[ast.Call | None, ast.Call | N
 
 
 def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
-    """Return the source of `run.epochs(…)`, in a `tqdm` bar if the loop had a `trange`."""
+    """Return the source of `run.epochs(COUNT)`, inside `tqdm(…)` if the loop had a `trange`.
+
+    `counted` is the call of `range` or `trange`, `count` the source of the number of epochs.
+    """
     epochs, source = f"{RUN}.epochs({count})", draft.module.source
     if last_name(counted.func) == "range":
         return epochs
@@ -104,7 +113,7 @@ def _with_bar(draft: Draft, counted: ast.Call, count: str) -> str:
 
 
 def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
-    """Return the source of `last - first`, simplified if `last` is `first + n`."""
+    """Return the source of the difference `last - first`; it is `n` if `last` is `first + n`."""
     match last:
         case ast.BinOp(op=ast.Add(), left=left, right=right):
             for one, other in ((left, right), (right, left)):
@@ -117,7 +126,10 @@ def _difference(draft: Draft, first: ast.expr, last: ast.expr) -> str:
 
 
 def _accumulation(draft: Draft, loop: Loop) -> None:
-    """Replace gradient accumulation, an optimizer step every n-th batch, by batches n times as large."""
+    """Replace an optimizer step every n-th batch by a step for each batch of n times the size.
+
+    The user is asked if this is not certain to compute the same.
+    """
     bound = stored(loop)
     for branch in _inside(draft, loop, ast.If):
         number = _modulus(branch.test)
@@ -144,14 +156,14 @@ def _accumulation(draft: Draft, loop: Loop) -> None:
 
 
 def _inside(draft: Draft, loop: Loop, kind: Any) -> Iterator[Any]:
-    """Yield the statements of a kind, such as `ast.If`, that are in `loop` and not in a loop inside it."""
+    """Yield the nodes of type `kind`, such as `ast.If`, that are in `loop` but not in an inner loop."""
     for node in (one for one in ast.walk(loop) if isinstance(one, kind)):
         if next(one for one in draft.module.above(node) if isinstance(one, Loop)) is loop:
             yield node
 
 
 def _accumulates(loop: Loop, branch: ast.If) -> bool:
-    """Whether all optimizer steps of a loop, and none of its backward passes, are in `branch`."""
+    """Whether the branch `branch` has all optimizer steps of a loop, and none of its backward passes."""
     updates = ("step", "zero_grad")
     return (
         not branch.orelse
@@ -162,7 +174,10 @@ def _accumulates(loop: Loop, branch: ast.If) -> bool:
 
 
 def _modulus(test: ast.expr) -> ast.expr | None:
-    """Return `n` of a condition such as `(i + 1) % n == 0`, also if `or i + 1 == len(loader)` follows."""
+    """Return `n` of a condition such as `(i + 1) % n == 0`; `None` for other conditions.
+
+    A further condition for the last batch, `or i + 1 == len(loader)`, may follow.
+    """
     first = test
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
         first, *others = test.values
@@ -175,7 +190,7 @@ def _modulus(test: ast.expr) -> ast.expr | None:
 
 
 def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions of losses by `number`, the number of accumulated batches, to remove them.
+    """Return the divisions of losses by `number`, the number of accumulated batches, for removal.
 
     The result also has matching expressions, such as `loss * n` for a log, or `len(loader) / n`. It is
     empty if some loss is not divided.
@@ -200,7 +215,7 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
 
 
 def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the divisions of the loss `node` by a number; empty if some branch does not divide it.
+    """Return the nodes that divide the loss `node` by a number; empty if some branch does not divide.
 
     `same` is the number as `ast.dump` writes it.
     """
@@ -218,7 +233,7 @@ def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | as
 
 
 def _length(draft: Draft, node: ast.BinOp, loaders: set[ast.Call]) -> bool:
-    """Whether a number is computed from the length of one of `loaders`."""
+    """Whether the left operand of `node` contains `len(…)` of one of `loaders`."""
     calls = [one for one in ast.walk(node.left) if isinstance(one, ast.Call)]
     lengths = [call.args[0] for call in calls if dotted(call.func) == "len"]
     return any(loaders.intersection(draft.script.made_by(one, "DataLoader")) for one in lengths)
@@ -237,7 +252,7 @@ def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
 
 
 def _leaving(draft: Draft) -> None:
-    """Ask the user about statements that leave a training loop or the script, or skip a part of a batch."""
+    """Ask the user about statements that end a training loop or the script, or skip part of a batch."""
     script, module = draft.script, draft.module
     for loop in script.step_loops:
         for jump in _inside(draft, loop, ast.Break | ast.Continue):
@@ -252,7 +267,7 @@ def _leaving(draft: Draft) -> None:
 
 
 def exits(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node ends the script, such as `sys.exit()`, or raises an exception class of the script."""
+    """Whether `node` ends the script, such as `sys.exit()`, or raises an exception of the script's own."""
     if isinstance(node, ast.Call):
         return draft.script.name(node.func) in _EXITS
     match node:

@@ -1,4 +1,7 @@
-"""Ask the user about losses that are not means over samples, since a run averages gradients of replicas."""
+"""Ask the user about losses that are not means over samples.
+
+A run averages the gradients of replicas, which is right only for such means.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _OF_OTHERS = re.compile(r"\.(sum|count_nonzero)\(")
 def convert(draft: Draft) -> None:
     """Ask the user about losses that are sums over samples, or means over anything but samples.
 
-    Scripts of DDP are skipped: DDP averages the gradients of ranks as a run averages those of replicas.
+    DDP scripts are skipped: DDP averages the gradients of ranks as a run averages those of replicas.
     """
     script, module = draft.script, draft.module
     if "ddp" in script.flavours:
@@ -37,7 +40,10 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
-    """Return the part of a loss that is not a mean over samples, and the question about it; else `None`."""
+    """Return the part of the loss `node` that is not a mean over samples, with a question about it.
+
+    Return `None` if the loss is a mean over samples. Variables are followed over `depth` levels.
+    """
     match node:
         case ast.Call() if any(counts_otherwise(draft.script, node)):
             return node, questions.WEIGHT
@@ -59,7 +65,7 @@ def _adds_up(script: Script, call: ast.Call) -> bool:
 
 
 def _parts(draft: Draft, node: ast.expr) -> list[ast.expr]:
-    """Return the expressions that a value is computed from."""
+    """Return the operands of `node` if it is arithmetic, else the expressions it gets its value from."""
     match node:
         case ast.BinOp(left=left, op=ast.Mult() | ast.Add() | ast.Sub(), right=right):
             return [left, right]

@@ -21,7 +21,10 @@ _DEVICES = ("device_ids", "output_device", "dim")
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: pass models, optimizers and schedulers to the run; remove wrappers such as DDP."""
+    """Edit the draft: pass models, optimizers and schedulers to the run; remove wrappers such as DDP.
+
+    BatchNorm of a script for one device adds a note for the user.
+    """
     script = draft.script
     made = [call for call in draft.module.calls if _OPTIMIZER.match(script.name(call.func))]
     schedulers = [call for call in draft.module.calls if _SCHEDULER.search(script.name(call.func))]
@@ -38,7 +41,11 @@ def convert(draft: Draft) -> None:
 
 
 def _stepped(draft: Draft, known: set[ast.Call]) -> list[ast.Call]:
-    """Return the calls that make optimizers of other libraries: objects with `step` and `zero_grad`."""
+    """Return the calls that make optimizers of other libraries: objects with `step` and `zero_grad`.
+
+    `known` are the calls that make torch's optimizers and schedulers. The user is asked about other objects
+    whose `step` a training loop calls.
+    """
     script, found = draft.script, []
     zeroed = [ast.unparse(call.func) for call in script.methods("zero_grad")]
     loops = [loop for loop in draft.module.loops if not isinstance(loop, ast.While)]
@@ -68,7 +75,7 @@ def _optimizer(draft: Draft, call: ast.Call) -> None:
 
 
 def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
-    """Return the variables of the models whose parameters an optimizer is given."""
+    """Return the variables of the models whose parameters the optimizer `call` is given."""
     given = argument(call, "params", 0) or argument(call, "model", 0)
     script, found = draft.script, {}
     if given is None:
@@ -84,7 +91,7 @@ def _roots(draft: Draft, call: ast.Call) -> list[ast.expr]:
 
 
 def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
-    """Edit the draft: pass the model in `variable` to `run.model` before the optimizer `call` is made."""
+    """Edit the draft: pass the model in `variable` to `run.model` before `call` makes its optimizer."""
     found = origins(draft.script, variable)
     if draft.models.intersection(found):
         return
@@ -111,7 +118,7 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
 def _changed_after(
     draft: Draft, variable: ast.expr, made: ast.expr, call: ast.Call
 ) -> ast.stmt | None:
-    """Return the last statement that changes or freezes layers of a finished model, or `None`.
+    """Return the last statement that changes layers of a model, or freezes them; `None` without one.
 
     Only statements between `made`, which makes the model in `variable`, and `call`, which makes its
     optimizer, count.
@@ -138,7 +145,7 @@ def _changed_after(
 
 
 def _wrappers(draft: Draft) -> None:
-    """Replace `DDP(model)` and `model.module` by `model`, since `run.model` takes the place of DDP."""
+    """Edit the draft: replace `DDP(model)` and `model.module` by `model`, since `run.model` wraps it."""
     script, module = draft.script, draft.module
     for call in script.calls(*_WRAPPERS):
         if call in draft.models or not call.args:
@@ -159,7 +166,7 @@ def _wrappers(draft: Draft) -> None:
 
 
 def _is_part(draft: Draft, call: ast.Call) -> bool:
-    """Whether a scheduler is an argument of another scheduler."""
+    """Whether the scheduler that `call` makes is an argument of another scheduler."""
     script = draft.script
     for other in draft.module.calls:
         if other is call or not _SCHEDULER.search(script.name(other.func)):

@@ -1,4 +1,7 @@
-"""Convert loops with several optimizer steps per batch (GANs): each step gets a loop over microbatches."""
+"""Convert loops with several optimizer steps per batch, as in GANs.
+
+Each optimizer step gets its own loop over the microbatches of the batch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _NUMBERS = ("detach", "item", "data", "shape", "size")
 
 
 def convert(draft: Draft) -> None:
-    """Edit loops with several optimizer steps per batch: each step gets its own loop over microbatches."""
+    """Edit loops with several optimizer steps per batch: each step gets its own loop over microbatches.
+
+    The user is asked about loops with more than two steps per batch.
+    """
     for loop in draft.script.step_loops:
         starts = _starts(loop.body)
         ends = [*starts[1:], len(loop.body)]
@@ -28,9 +34,9 @@ def convert(draft: Draft) -> None:
 
 
 def _starts(body: Sequence[ast.stmt]) -> list[int]:
-    """Return the indices in a loop's body at which the statements of each update of parameters begin.
+    """Return the indices in a loop's body at which its updates of parameters begin.
 
-    An update ends with an optimizer step, and the next one begins if `backward` is called again after it.
+    An update ends with an optimizer step. The next update begins if `backward` is called again after it.
     """
     starts, stepped, sent = [0], False, False
     for index, statement in enumerate(body):
@@ -44,7 +50,10 @@ def _starts(body: Sequence[ast.stmt]) -> list[int]:
 
 
 def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
-    """Replace the calls of `backward` before one optimizer step by one call, on the sum of the losses."""
+    """Replace several calls of `backward` before an optimizer step by one call, on the sum of the losses.
+
+    `part` are the statements up to the step. The user is asked if the calls cannot be joined.
+    """
     sent = [
         (one, one.value)
         for one in part
@@ -67,7 +76,10 @@ def _one_backward(draft: Draft, part: Sequence[ast.stmt]) -> None:
 
 
 def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]]) -> bool:
-    """Whether one `backward` of the sum of the losses gives the same gradients as the calls in `sent`."""
+    """Whether one `backward` of the sum of the losses gives the same gradients as the calls in `sent`.
+
+    `part` are the statements of the update; `sent` are its statements that call `backward`, with the calls.
+    """
     words = {word.arg for _, call in sent for word in call.keywords}
     if words - {"retain_graph"} or any(call.args for _, call in sent):
         return False
@@ -81,8 +93,8 @@ def _may_join(part: Sequence[ast.stmt], sent: Sequence[tuple[ast.stmt, ast.Call]
 def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
     """Edit a loop with two optimizer steps per batch: each step gets its own loop over the microbatches.
 
-    The loop over the second step has the statements of the body from number `second` on. Values that it
-    needs from the first loop are kept in a list.
+    The statements of the body from index `second` on are those of the second inner loop. Values that they
+    need from the first inner loop are kept in a list.
     """
     taken, first, rest = _taken(loop), loop.body[:second], loop.body[second:]
     needed = _needed(first, rest)
@@ -121,7 +133,10 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
 
 
 def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
-    """Return a loop's loader, the variable that counts batches or `None`, and the variable of the batch."""
+    """Return a loop's loader, the variable of its `enumerate` or `None`, and the variable of the batch.
+
+    Return `None` if the loop has another form.
+    """
     match loop:
         case ast.For(
             iter=ast.Call(func=ast.Name(id="enumerate"), args=[loader, *_]),
@@ -134,7 +149,7 @@ def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
 
 
 def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
-    """Return the names that the first statements bind and the second ones read before binding them."""
+    """Return the variables that the statements `first` assign and `second` read before assigning them."""
     bound = _names(ast.Store, *first)
     found: dict[str, None] = {}
     for statement in second:
@@ -145,14 +160,17 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
 
 
 def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
-    """Whether the statements `second` use the variable `name` in a way that needs its autograd graph."""
+    """Whether the statements `second` read the variable `name` in a way that needs its autograd graph."""
     reads = [one for one in variables(*second) if dotted(one) == name]
     above = [draft.module.parents[one] for one in reads]
     return any(not isinstance(one, ast.Attribute) or one.attr not in _NUMBERS for one in above)
 
 
 def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
-    """Whether a variable may hold an output of a model that is not detached from its autograd graph."""
+    """Whether the statements `first` may assign the output of a model to the variable `name`.
+
+    Values that end with `.detach()` or `.item()` do not count.
+    """
     nodes = [node for statement in first for node in ast.walk(statement)]
     values = [
         node.value
@@ -167,7 +185,7 @@ def _has_graph(draft: Draft, first: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _runs_model(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node calls an object that the script has made, such as a model."""
+    """Whether `node` is a call of an object that the script has made, such as a model."""
     if not isinstance(node, ast.Call):
         return False
     func = node.func

@@ -1,4 +1,4 @@
-"""Convert loss scaling: `precision="fp16"` of the run replaces a GradScaler."""
+"""Convert loss scaling: the run's argument `precision="fp16"` replaces a GradScaler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.amp.grad_
 
 
 def convert(draft: Draft) -> None:
-    """Replace the GradScaler of a script by the run's precision."""
+    """Edit the draft: the run's argument `precision` replaces the GradScaler of the script."""
     script, module = draft.script, draft.module
     scalers = list(script.calls(*SCALERS))
     if not scalers:

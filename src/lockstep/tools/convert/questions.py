@@ -1,4 +1,4 @@
-"""Texts of the questions and notes that `lockstep convert` leaves to the user; the manual explains each."""
+"""Texts of the questions and notes that `lockstep convert` leaves to the user."""
 
 #: Begins each question in the converted script.
 MARK = "# lockstep: question: "

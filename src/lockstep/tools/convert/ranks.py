@@ -22,7 +22,10 @@ _REDUCES = re.compile(r"^dist\.(all_)?(reduce|gather)\w*$")
 
 
 def convert(draft: Draft) -> None:
-    """Replace reads of rank and world size by attributes of the run; ask about computations with them."""
+    """Edit a DDP script's draft: replace reads of rank and world size by attributes of the run.
+
+    The user is asked about computations with the rank or the world size.
+    """
     if "ddp" not in draft.script.flavours:
         return
     _asked(draft)
@@ -39,7 +42,7 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft) -> None:
-    """Replace reads of rank and world size by attributes of the run, and tests for DDP by `True`."""
+    """Replace reads of rank and world size by attributes of the run, and tests for DDP by constants."""
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
@@ -55,7 +58,10 @@ def _asked(draft: Draft) -> None:
 
 
 def _variable(node: ast.Subscript | ast.Call) -> str:
-    """Return the run's attribute that replaces a read of an environment variable (`RANK`); else empty."""
+    """Return the run's attribute that replaces `node`, a read of an environment variable such as `RANK`.
+
+    For other nodes, return an empty text.
+    """
     match node:
         case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
             return _named(key) if dotted(owner).endswith("environ") else ""
@@ -69,7 +75,7 @@ def _named(key: object) -> str:
 
 
 def _number(draft: Draft, node: ast.expr) -> ast.expr:
-    """Return the call `int(…)` whose argument is `node`, or `node` itself if there is no such call."""
+    """Return the call `int(…)` around `node`, or `node` itself if there is no such call."""
     parent = draft.module.parents.get(node)
     return parent if isinstance(parent, ast.Call) and dotted(parent.func) == "int" else node
 
@@ -90,7 +96,7 @@ def _answer(draft: Draft, call: ast.Call) -> None:
 
 
 def _options(draft: Draft) -> set[str]:
-    """Return the variables, such as `args.local_rank`, that hold the command-line option `--local_rank`."""
+    """Return the variables, such as `args.local_rank`, with the value of the option `--local_rank`."""
     options = [arg for call in draft.script.methods("add_argument") for arg in call.args]
     if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()
@@ -103,7 +109,7 @@ def _options(draft: Draft) -> set[str]:
 
 
 def _takes_part(script: Script, node: ast.AST) -> bool:
-    """Whether a node selects the data of one rank: `data[rank::n]`, `range(rank, …)`, `i % n == rank`."""
+    """Whether `node` selects the data of one rank: `data[rank::n]`, `range(rank, …)`, `i % n == rank`."""
     match node:
         case ast.Slice():
             return script.is_rank(node)
@@ -120,7 +126,7 @@ def _takes_part(script: Script, node: ast.AST) -> bool:
 
 
 def _divides_sum(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node divides by the world size, in a function that also calls an all-reduce or similar."""
+    """Whether a node divides by the world size, in a function that also calls a reducing collective."""
     script, scope = draft.script, draft.module.scope
     match node:
         case (

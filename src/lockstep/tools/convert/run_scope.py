@@ -1,4 +1,4 @@
-"""Choose where in a script to make the run, and give it to functions and classes as an argument."""
+"""Choose where in a script to make the run, and pass the run to functions and classes that need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 @dataclass
 class RunScope:
-    """Where a script makes the `lockstep.Run`: a function or file, a block in it, an index in the block."""
+    """The place where a converted script makes the `lockstep.Run`.
+
+    `scope` is the function that makes the run, or the module. `block` is the list of statements in which
+    the run is made, and `start` the index there of the first statement under `with lockstep.Run(…)`.
+    """
 
     scope: Scope
     block: list[ast.stmt]
@@ -24,9 +28,9 @@ class RunScope:
 
 
 def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
-    """Return where to make the `lockstep.Run`: the innermost function that executes all of `needing`.
+    """Return where to make the `lockstep.Run`: in the innermost function that executes all of `needing`.
 
-    The function contains the nodes, or calls functions that do. `needing` are the nodes that use the run.
+    `needing` are the nodes that use the run. The function contains them, or calls functions that do.
     """
     script, module = draft.script, draft.module
     loops = script.epoch_loops or script.step_loops
@@ -47,7 +51,10 @@ def find(draft: Draft, needing: list[ast.AST]) -> RunScope:
 
 
 def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
-    """Whether a node is in the function `scope`, or in a function that only code of `scope` calls."""
+    """Whether `node` is in the function `scope`, or in a function that only code of `scope` calls.
+
+    Calls are followed over `depth` levels.
+    """
     if scope in script.module.above(node):
         return True
     calls = _calls(script, script.module.scope(node)) if depth else []
@@ -55,12 +62,15 @@ def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
 
 
 def _calls(script: Script, function: ast.AST) -> list[ast.Call]:
-    """Return the calls of a function within its file; for an `__init__`, the calls of its class."""
+    """Return the calls of a function within its file; for an `__init__`, the calls of the class."""
     return [call for caller, call in script.callers(function) if caller is script]
 
 
 def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> list[ast.stmt]:
-    """Return the statements of the function `scope` that contain a node, or reach it through calls."""
+    """Return the statements of the function `scope` that contain `node`, or execute it through calls.
+
+    Calls are followed over `depth` levels.
+    """
     module = script.module
     nearest = module.scope(node)
     if nearest is scope or depth == 0:
@@ -76,7 +86,10 @@ def _entries(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> lis
 
 
 def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """Return the innermost block, not in a loop, that has all `entries`; and the index of the first one."""
+    """Return the innermost block that contains all of `entries`, and the index of the first one in it.
+
+    A block is a list of statements of `scope`, but not one in a loop.
+    """
     assert not isinstance(scope, ast.Lambda)
     block, ways = scope.body, [{entry, *module.above(entry)} for entry in entries]
     while True:
@@ -92,7 +105,10 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
 
 
 def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
-    """Return the draft's edits with the run's variable filled in, and edits that pass it to functions."""
+    """Return the draft's edits with `name` as the run's variable, and edits that pass the run on.
+
+    `scope` is where the run is made. Functions elsewhere get the run as their first argument.
+    """
     passed = _RunArgument(draft, scope, name)
     edits = [
         replace(edit, code=edit.code.replace(RUN, passed.name_at(edit.node)))
@@ -104,7 +120,7 @@ def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
 
 
 class _RunArgument:
-    """Collects edits that pass the run to functions as first argument, and make classes keep the run."""
+    """Collects edits that pass the run to functions as first argument, and that make objects keep it."""
 
     def __init__(self, draft: Draft, scope: RunScope, name: str) -> None:
         self.draft, self.scope, self.name = draft, scope.scope, name
@@ -112,7 +128,10 @@ class _RunArgument:
         self._done: set[ast.AST] = set()
 
     def name_at(self, node: ast.AST) -> str:
-        """Return the run's variable, or `self.run`, at a node; add edits that pass the run to there."""
+        """Return the variable of the run at `node`, such as `run` or `self.run`.
+
+        Edits that pass the run to the function of `node` are added to `edits`.
+        """
         module = self.draft.module
         scope = module.scope(node)
         while isinstance(scope, ast.Lambda):

@@ -22,7 +22,10 @@ _OTHERS = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: put `torch.save` under `if run.is_main_process`; ask the user about other writes."""
+    """Edit the draft: put `torch.save` under `if run.is_main_process`.
+
+    The user is asked about other calls that write files.
+    """
     script = draft.script
     saving = {draft.module.scope(call) for call in script.calls("torch.save")}
     for call in script.calls("torch.save"):
@@ -42,9 +45,9 @@ def convert(draft: Draft) -> None:
 
 
 def _is_guarded(draft: Draft, node: ast.AST) -> bool:
-    """Whether only some ranks, such as the main rank, execute a node: under an `if`, `with` or decorator.
+    """Whether an `if`, `with` or decorator lets only some ranks, such as the main rank, execute `node`.
 
-    An `if` such as `if rank == 0 or debug` does not count, since other ranks may execute it.
+    An `if` such as `if rank == 0 or debug` does not count, since other ranks may execute its body.
     """
     guard = draft.script.guard(node)
     return guard is not None and not (
@@ -61,7 +64,7 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 def _writes(draft: Draft, call: ast.Call) -> bool:
     """Whether a call writes a file: `open` judged by its mode, other functions by their names.
 
-    Functions other than `open` do not count in a statement that has a question already.
+    Functions other than `open` do not count in a statement about which the user is asked already.
     """
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":
@@ -91,7 +94,7 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
 
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node is in a training loop, or under an `if` whose condition may differ between ranks."""
+    """Whether `node` is in a training loop, or under an `if` whose condition may differ between ranks."""
     for parent in draft.module.above(node):
         if parent in draft.script.step_loops:
             return True

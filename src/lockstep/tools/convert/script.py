@@ -1,4 +1,4 @@
-"""Convert a script: apply all edits and questions, or raise an error if it cannot be converted."""
+"""Convert a script: collect all edits and questions and apply them, or raise an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the user: its line in the original and in the converted script, and its text."""
+    """A question to the user: its line in the original script, its line in the converted one, its text."""
 
     before: int
     after: int
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ConvertedScript:
-    """The original script, its converted text, questions to the user, and notes.
+    """A converted script: the original, its new text, questions to the user, and notes.
 
     A note tells of a change in what the script computes, such as a larger batch; it needs no answer.
     """
@@ -71,7 +71,7 @@ class ConvertedScript:
 
 
 def convert(path: Path) -> ConvertedScript:
-    """Convert a script.
+    """Convert the script at `path`, without changing the file; return its new text, questions and notes.
 
     Raises:
         UsageError: if the script is not Python 3, is neither for one device nor of DDP, or has no
@@ -95,7 +95,10 @@ def convert(path: Path) -> ConvertedScript:
 
 
 def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
-    """Run `lockstep check` on the converted `text`; add its findings as questions; return both."""
+    """Run `lockstep check` on the converted `text`; return the text with its findings, and questions.
+
+    Each finding becomes a comment in the text, and a question to the user.
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / draft.module.path.name
         file.write_text(text, encoding="utf-8")
@@ -116,7 +119,7 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
 
 
 def _blocks(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
-    """Return difflib's opcodes for the lines of two texts, compared without indentation."""
+    """Return the opcodes of difflib's SequenceMatcher for the lines of two texts, without indentation."""
     old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [(kind, a, b, c, d) for kind, a, b, c, d in blocks]
@@ -144,7 +147,7 @@ def _read(path: Path) -> Script:
 
 
 def _check_loop(script: Script, path: Path) -> None:
-    """Raise `UsageError` for a script without a training loop of plain PyTorch."""
+    """Raise `UsageError` unless the script itself has a training loop of plain PyTorch."""
     if "fabric" in script.flavours:
         raise UsageError(
             f"{path} is a script of fabric; expected one for a single device or of DistributedDataParallel"
@@ -165,7 +168,10 @@ def _check_loop(script: Script, path: Path) -> None:
 
 
 def _placed(draft: Draft) -> list[Edit]:
-    """Return all edits of a draft, with the variable that holds the run in each function filled in."""
+    """Return the draft's edits, with further edits that make the run and pass the run to functions.
+
+    Unused code is removed, and the questions to the user become comments.
+    """
     module = draft.module
     unused.clear(draft)
     removed = {node for one in draft.removed for node in ast.walk(one)}
@@ -196,13 +202,13 @@ def _placed(draft: Draft) -> list[Edit]:
 
 
 def _left(draft: Draft) -> list[tuple[ast.stmt, str]]:
-    """Return the open questions to the user, as pairs of the statement that each is about and its text."""
+    """Return (statement, text) pairs: the questions to the user, with the statement that each is about."""
     questions = draft.questions.items()
     return [(one, text) for one, texts in questions if one not in draft.removed for text in texts]
 
 
 def _last_import(module: Module) -> ast.stmt | None:
-    """Return the last of the imports at the head of the file."""
+    """Return the last of the import statements at the head of a file; `None` if there are none."""
     found = None
     for statement in module.tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -213,7 +219,7 @@ def _last_import(module: Module) -> ast.stmt | None:
 
 
 def _questions(draft: Draft, text: str) -> list[Question]:
-    """Return the questions with their lines in the original and in the converted script."""
+    """Return the questions to the user, each with its line in the original and in the converted `text`."""
     lines = [line.strip() for line in text.split("\n")]
     found = []
     for before, asked in sorted((statement.lineno, one) for statement, one in _left(draft)):

@@ -12,7 +12,7 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 
 def clear(draft: Draft) -> None:
-    """Remove empty branches, empty functions, and assignments of names that nothing reads."""
+    """Mark as removed what other edits leave empty or unread: `if` branches, functions, assignments."""
     count = -1
     while count != len(draft.removed):
         count = len(draft.removed)
@@ -25,7 +25,10 @@ def clear(draft: Draft) -> None:
 
 
 def _remove_empty(draft: Draft, function: Function) -> None:
-    """Remove a function whose body is removed, and its calls, if each call is a statement of its own."""
+    """Mark a function as removed if its whole body is, together with its calls.
+
+    The function stays if some call of it is not a statement of its own.
+    """
     body = {
         statement
         for statement in function.body
@@ -37,7 +40,7 @@ def _remove_empty(draft: Draft, function: Function) -> None:
 
 
 def _unread(draft: Draft) -> None:
-    """Remove assignments such as `rank = …` and `sampler = …` whose variables no remaining code reads."""
+    """Mark assignments such as `rank = …` and `sampler = …` as removed if no remaining code reads them."""
     numbers = re.compile(rf"{RUN}\.(world\.\w+|replicas)")
     ranks = [edit.node for edit in draft.edits if numbers.fullmatch(edit.code)]
     parents = {draft.module.parents.get(node) for node in ranks}
@@ -51,7 +54,7 @@ def _unread(draft: Draft) -> None:
 
 
 def _is_unread(draft: Draft, name: str, dead: set[ast.AST], words: set[str]) -> bool:
-    """Whether no code of the converted script reads a name.
+    """Whether no code of the converted script reads the variable `name`.
 
     `dead` are the syntax nodes that edits remove, `words` the names in the code that edits add.
     """
@@ -83,7 +86,7 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
 
 
 def imports(draft: Draft) -> None:
-    """Remove imports of names that nothing uses any more."""
+    """Remove the imports of names that the converted script does not use."""
     dead, words = set(gone(draft)), _words(draft)
     for statement in draft.module.tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom):

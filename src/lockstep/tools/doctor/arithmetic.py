@@ -1,9 +1,9 @@
-"""Two trainings of ten steps that show whether a device computes the right bits.
+"""Two short trainings that show whether a device computes the right bits.
 
 The first training is exact: all its numbers are multiples of a power of two, and so small that no sum or
 product is rounded, in any order and with any instructions. Its result is known beforehand, so a machine
 that computes wrong bits is found without another one. The second is an ordinary training with common
-kernels; machines of one kind get the same digest.
+kernels; devices of one kind get the same digest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNIT, LARGEST, RATE = 16, 2, 2.0**-10
 
 
 def exact_digest(device: str = "cpu") -> str:
-    """Train ten steps without rounding errors; return the digest of all their outputs and gradients."""
+    """Train ten steps without rounding errors; return the SHA-256 digest of all outputs and gradients."""
     first, second = (nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(SIZES))
     model = nn.Sequential(first, nn.ReLU(), second).to(device)
     with torch.no_grad():
@@ -51,12 +51,12 @@ def exact_digest(device: str = "cpu") -> str:
 
 
 def _numbers(count: int, start: int) -> torch.Tensor:
-    """Return `count` whole numbers from -3 to 3, determined by `start`."""
+    """Return a tensor of `count` whole numbers from -3 to 3; a different `start` gives other numbers."""
     return ((torch.arange(count) * 5 + torch.arange(count) // 7 + start * 3) % 7 - 3).float()
 
 
 def ordinary_digest(device: str = "cpu") -> str:
-    """Return the digest of a small model after ten ordinary training steps with a fixed seed."""
+    """Train a small model for ten ordinary steps with a fixed seed; return the digest of its state."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -1,4 +1,4 @@
-"""`Check`: a named check, with functions that gather facts on each node and one that judges them."""
+"""Define `Check`: a named check, with functions that gather facts on nodes and judge them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Facts = Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: its level, its text, and advice."""
+    """One line of the report of `lockstep doctor`: its level, its text, and advice."""
 
     level: Level  # a failure breaks trainings, a warning slows or misleads
     text: str
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command-line options of `lockstep doctor` that checks use."""
+    """The command-line options of `lockstep doctor` that its checks read."""
 
     run_dir: Path
     address: str | None = None  # host of the rendezvous
@@ -34,29 +34,29 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NodeReports:
-    """The facts that each node has gathered for all checks, with the nodes' labels."""
+    """The facts that the examined nodes have gathered for the checks, with the nodes' labels."""
 
     labels: tuple[str, ...]
     reports: tuple[Mapping[str, Facts], ...]  # by node, its facts by check
     asked: int = 1  # number of nodes that should have joined
 
     def of(self, name: str) -> list[tuple[str, Facts]]:
-        """Return each node's label with the facts that it gathered for the check `name`, if any."""
+        """Return (label, facts) of each node that has facts for the check `name`."""
         pairs = zip(self.labels, self.reports, strict=True)
         return [(label, report[name]) for label, report in pairs if report.get(name) is not None]
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one node."""
+        """Whether only one node is examined."""
         return len(self.labels) == 1
 
     @property
     def missed(self) -> bool:
-        """Whether fewer nodes have joined than the user has asked to examine."""
+        """Whether fewer nodes have joined than the user wants to examine."""
         return len(self.labels) < self.asked
 
     def on(self, label: str) -> str:
-        """Return the prefix of report lines about a node, `LABEL: `; empty if there is only one node."""
+        """Return the prefix of report lines about a node, `LABEL: `, or "" if there is only one node."""
         return "" if self.alone else f"{label}: "
 
 
@@ -68,7 +68,7 @@ JudgeOne = Callable[[Facts], list[Finding] | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check of `lockstep doctor`: functions that gather facts on each node and one that judges them."""
+    """A check of `lockstep doctor`: functions that gather facts on each node, and one to judge them."""
 
     name: str  # one word, at the beginning of the check's lines
     judge: Judge
@@ -82,7 +82,10 @@ ENTERED: list[Check] = []
 
 
 def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
-    """Decorator for the function that judges the facts of a check; `fields` are other fields of `Check`."""
+    """Decorator that registers a check with the decorated function as its `judge`.
+
+    `name` is the name of the check, `fields` are the other fields of `Check`.
+    """
 
     def enter(judge: Judge) -> Judge:
         ENTERED.append(Check(name=name, judge=judge, **fields))
@@ -92,9 +95,10 @@ def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
 
 
 def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
-    """Decorator for a function that judges one node's facts: returns findings, or a text if all is well.
+    """Decorator that registers a check; the decorated function judges the facts of one node at a time.
 
-    `look` gathers the facts on each node, in `seconds` at most.
+    It returns findings, or a text if all is well. `look` gathers the facts on each node, in `seconds` at
+    most. `name` is the name of the check.
     """
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
@@ -118,7 +122,7 @@ def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[Jud
 
 
 def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
-    """Return (node's label, value) pairs as one text; only the value if it is the same on all nodes."""
+    """Return a text of (node's label, value) pairs; only the value if it is the same on all nodes."""
     words = {value for _, value in values}
     if len(words) == 1 and len(values) == len(seen.labels):
         return words.pop()
@@ -126,5 +130,5 @@ def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message of several lines in one line."""
+    """Return the lines of a message joined to one line, by semicolons."""
     return re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", text))

@@ -1,4 +1,4 @@
-"""Run all checks in order, on each node and between nodes, and make the report."""
+"""Run all checks of `lockstep doctor` in order, on each node and between nodes; make the report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _PROBLEMS = "problems"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The findings and facts of one call of `lockstep doctor`."""
+    """Result of one call of `lockstep doctor`: findings, the facts of all nodes, and the exit code."""
 
     seen: NodeReports
     findings: tuple[tuple[str, Finding], ...]
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def lines(self) -> Iterator[str]:
-        """The lines of the report."""
+        """The lines of the report as text: one for each finding, and a last one with counts."""
         wide = max(len(name) for name, _ in self.findings)
         for name, one in self.findings:
             advice = f". Do: {one.advice}" if one.advice else ""
@@ -81,7 +81,7 @@ class Report:
         yield f"{nodes}, {self.seconds:.1f} s: {counted}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report in JSON's types."""
+        """Return the report as a dict of JSON's types."""
         return {
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 2),
@@ -98,7 +98,11 @@ class Report:
 def examine(
     asked: Options, config: RendezvousConfig | None = None, nodes: Nodes | None = None
 ) -> Report:
-    """Run all checks on this node, and between all nodes if there are several; return the report."""
+    """Run all checks on this node, and between all nodes if there are several; return the report.
+
+    `asked` are the command-line options that checks use. `config` is the rendezvous of the nodes, `None`
+    for a single node. `nodes` has the timeout and the network interface for joining.
+    """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         # Children are forked before this process starts a thread or uses a GPU.
@@ -141,14 +145,17 @@ def examine(
 
 
 def _looks(one: Check, asked: Options) -> Callable[[Any], Any]:
-    """Return the function that a child process is to call to gather the facts of a check."""
+    """Return the function by which a child process gathers the facts of the check `one`."""
     look = one.look
     assert look is not None
     return lambda _: look(asked)
 
 
 def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Finding | None]:
-    """Join the other nodes; if that fails, return this node alone, and a finding with the reason."""
+    """Join the other nodes at the rendezvous `config`; return the group of nodes.
+
+    If that fails, or without `config`, the group has only this node; a failure is returned as a finding.
+    """
     alone = NodeGroup(labels=(host.name(),))
     if config is None:
         return alone, None
@@ -161,7 +168,10 @@ def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Fin
 
 
 def _results(looks: dict[str, Child]) -> dict[str, Any]:
-    """Return the facts from the child processes, and the errors of those that failed."""
+    """Return the facts by check, from the child processes in `looks` that gather them.
+
+    Errors are returned under the key `problems`: of processes that fail or exceed the check's timeout.
+    """
     own: dict[str, Any] = {_PROBLEMS: {}}
     began = time.monotonic()
     for name, child in looks.items():
@@ -174,7 +184,7 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
 
 
 def _together(name: str, rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> NodeReports:
-    """Run the part of a check that needs all nodes; return the nodes' reports with the new facts added.
+    """Gather the facts of the check `name` that need all nodes; return `seen` with these facts added.
 
     Raises:
         LostError: if a node does not answer any more.
@@ -208,7 +218,7 @@ def _leave(rendezvous: NodeGroup) -> None:
 
 
 def _judged(name: str, seen: NodeReports) -> Iterator[Finding]:
-    """Yield the findings of a check."""
+    """Judge the facts in `seen` of the check `name`, and yield the findings."""
     for label, report in zip(seen.labels, seen.reports, strict=True):
         why = report[_PROBLEMS].get(name)
         if why is not None:

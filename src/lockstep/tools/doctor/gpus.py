@@ -68,7 +68,10 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
 
 
 def _is_other(pid: int) -> bool:
-    """Whether a process on a GPU runs in this container and was not started by this `lockstep doctor`."""
+    """Whether a process exists in this container and was not started by this `lockstep doctor`.
+
+    `pid` is that of a process which uses a GPU.
+    """
     import psutil
 
     try:
@@ -79,7 +82,7 @@ def _is_other(pid: int) -> bool:
 
 @check("gpus", look=_look, seconds=20)
 def gpus(seen: NodeReports) -> Iterator[Finding]:
-    """Find GPUs that are in use, throttled, defective or unlike, and pairs without peer access."""
+    """Yield findings on GPUs: in use, throttled, defective, of several kinds, without peer access."""
     for label, facts in seen.of("gpus"):
         on = seen.on(label)
         if "unseen" in facts:

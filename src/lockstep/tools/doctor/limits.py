@@ -40,7 +40,7 @@ def _look_shm(_: Options) -> Facts:
 
 @check_each("shm", look=_look_shm)
 def shm(facts: Facts) -> list[Finding] | str:
-    """Check shared memory: whether it is full, or too small for DataLoader workers."""
+    """Judge a node's facts on shared memory: whether it is full, or too small for DataLoader workers."""
     if facts.get("missing"):
         return [Finding("failure", f"there is no {_SHM}", "mount a tmpfs there")]
     left = f"{binary_size(facts['free'])} of {binary_size(facts['size'])} are free"
@@ -66,7 +66,7 @@ def _look_limits(_: Options) -> Facts:
 
 @check_each("limits", look=_look_limits)
 def limits(facts: Facts) -> list[Finding] | str:
-    """Check the resource limits of a process: open files, addresses, locked memory, processes."""
+    """Judge a node's limits for a process: open files, address space, locked memory, processes."""
     limited = {name: limit for name, limit in facts.items() if limit != _UNLIMITED}
     files, processes = limited.get("files", _FILES), limited.get("processes", _FILES)
     addresses, locked = (binary_size(limited.get(name, 0)) for name in ("addresses", "locked"))
@@ -96,7 +96,7 @@ def _look_memory(_: Options) -> Facts:
 
 @check_each("memory", look=_look_memory)
 def memory(facts: Facts) -> list[Finding] | str:
-    """Check the free memory of the system and of this process's control groups."""
+    """Judge the memory that a node has free, in all and in this process's control group."""
     group = facts["group"]
     left = facts["free"] if group is None else min(facts["free"], group)
     by = "" if left == facts["free"] else " by its control group"
@@ -119,7 +119,7 @@ def _look_cores(_: Options) -> Facts:
 
 @check_each("cores", look=_look_cores)
 def cores(facts: Facts) -> list[Finding] | str:
-    """Check the number of cores that this process may use."""
+    """Judge the number of cores that this process may use on a node."""
     quota = "" if facts["quota"] is None else f", a quota of {facts['quota']:g}"
     affinity = f"affinity {facts['affinity']} of {facts['machine']} processors"
     text = f"{facts['usable']} usable; {affinity}{quota}"

@@ -1,7 +1,7 @@
 """Measure bandwidth and latency between every two nodes, in bounded time.
 
-In each round of measurements a node is in at most one pair. Bandwidth is measured where bytes arrive: bytes
-that were sent may still be in a buffer.
+A node measures with only one other node at a time. Bandwidth is measured where bytes arrive: bytes that
+were sent may still be in a buffer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _PART = 1 / 4
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs in which each pair of `count` nodes appears once, and each node once a round.
+    """Return rounds of pairs of the numbers below `count`, so that all pairs appear once.
 
-    The circle method: the first node stays, the others rotate.
+    In a round, no number is in two pairs. This is the circle method for tournaments: the first number
+    stays, the others rotate.
     """
     circle = [*range(count), *([-1] * (count % 2))]
     rounds = []
@@ -49,7 +50,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _together(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Measure this node's links to all others; return bandwidth and latency of each, or why it failed."""
+    """Measure this node's links to all others; return bandwidth and latency of each, or an error."""
     if not rendezvous.reach:
         return []
     token = secrets.token_bytes(_TOKEN)
@@ -76,7 +77,11 @@ def _measure(
     listener: socket.socket,
     seconds: float,
 ) -> dict[str, Facts]:
-    """Measure the link of one pair: the first node sends to the second, then the second to the first."""
+    """Measure the link between this node and the other one of `pair`; return bandwidth and latency.
+
+    The first node of the pair sends for `seconds`, then the second. `addresses` has, by node, the port of
+    its `listener` and a secret token for connecting. The latency is measured by the first node only.
+    """
     first, second = pair
     port, token = addresses[second]
     shown = bytes.fromhex(token)
@@ -116,7 +121,10 @@ def _connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Accept connections until one sends this node's secret token first; return that connection."""
+    """Accept connections until one sends the secret `token` first; return that connection.
+
+    If no connection sends the token in time, `TimeoutError` is raised.
+    """
     deadline = time.monotonic() + 2 * _PATIENCE
     while time.monotonic() < deadline:
         line, _ = listener.accept()
@@ -143,7 +151,7 @@ def _receive(line: socket.socket, count: int) -> bytes:
 
 
 def _receive_for(line: socket.socket, seconds: float) -> float:
-    """Return the Mbit/s that arrive, measured for `seconds` from the first byte on."""
+    """Receive for `seconds`, counted from the arrival of the first bytes; return the Mbit/s."""
     buffer = bytearray(1 << 20)
     line.recv_into(buffer)
     began, total, elapsed = time.perf_counter(), 0, 0.0
@@ -157,7 +165,10 @@ def _receive_for(line: socket.socket, seconds: float) -> float:
 
 
 def _send(line: socket.socket, seconds: float) -> None:
-    """Send bytes until the receiver closes the connection, after it has measured for long enough."""
+    """Send bytes until the receiver closes the connection, after about `seconds`.
+
+    If the receiver does not close the connection in time, `TimeoutError` is raised.
+    """
     deadline = time.monotonic() + seconds + _PATIENCE
     try:
         while time.monotonic() < deadline:
@@ -169,7 +180,7 @@ def _send(line: socket.socket, seconds: float) -> None:
 
 @check("links", together=_together, seconds=40)
 def links(seen: NodeReports) -> Iterator[Finding]:
-    """Find pairs of nodes with low bandwidth or high latency."""
+    """Yield findings on pairs of nodes with low bandwidth or high latency."""
     ways: dict[tuple[str, str], float] = {}
     delays: dict[tuple[str, str], float] = {}
     failures: dict[tuple[str, str], str] = {}

@@ -33,7 +33,7 @@ def _look_names(asked: Options) -> Facts:
 
 @check("names", look=_look_names)
 def names(seen: NodeReports) -> Iterator[Finding]:
-    """Find host names that resolve to the loopback interface, although other nodes are to use them."""
+    """Yield findings on host names that resolve to the loopback interface, which leads nowhere else."""
     fine = []
     for label, facts in seen.of("names"):
         for name, addresses in facts["addresses"].items():
@@ -52,7 +52,7 @@ def names(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Let all nodes connect to each other; return the address at which each node was reached."""
+    """Connect all nodes to each other; return the address at which each was reached, or the problem."""
     own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
     facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
     if not rendezvous.several_hosts:
@@ -73,7 +73,7 @@ def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
 
 @check("network", together=_connect, seconds=40)
 def network(seen: NodeReports) -> Iterator[Finding]:
-    """Find pairs of nodes of which one cannot connect to the other."""
+    """Yield findings on pairs of nodes of which one cannot connect to the other."""
     answers = seen.of("network")
     if not answers:
         return
@@ -92,7 +92,7 @@ def network(seen: NodeReports) -> Iterator[Finding]:
 
 @check("clocks")
 def clocks(seen: NodeReports) -> Iterator[Finding]:
-    """Find nodes whose clock differs from that of node 0."""
+    """Yield findings on nodes whose clock differs from that of node 0."""
     answers = [facts for _, facts in seen.of("network")]
     for text in answers[0]["clocks"] if answers else ():
         yield Finding("warning", text, "set it: timedatectl set-ntp true, or chronyc makestep")

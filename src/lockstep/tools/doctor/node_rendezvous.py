@@ -1,4 +1,7 @@
-"""Join the examined nodes as launchers join a launch, and all-gather values between them."""
+"""Join the nodes to be examined, and all-gather values between them.
+
+The nodes join as the launchers of `lockstep run` do.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _LEAVING_SECONDS = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class NodeGroup:
-    """The nodes that are examined together, as seen by one of them."""
+    """The group of nodes that `lockstep doctor` examines together, as one node sees it."""
 
     index: int = 0  # of this node
     labels: tuple[str, ...]
@@ -59,7 +62,7 @@ class NodeGroup:
         return len(set(self.hosts)) > 1
 
     def part(self, name: str) -> dist.Store:
-        """Return a part of the rendezvous's store, with keys of its own, in which nodes exchange values."""
+        """Return a `PrefixStore` of the rendezvous's store for the nodes' values about `name`."""
         from torch.distributed import PrefixStore
 
         assert self.endpoint is not None, "there are several nodes"
@@ -67,6 +70,8 @@ class NodeGroup:
 
     def gather(self, question: str, own: Any, seconds: float = PATIENCE) -> list[Any]:
         """Return the values that all nodes pass as `own` for the same `question`, in the order of nodes.
+
+        `question` is the name of the exchange, the same on all nodes.
 
         Raises:
             LostError: if a node does not send its value within `seconds`.
@@ -85,7 +90,7 @@ class NodeGroup:
         return [one[0] for one in values]
 
     def gone(self) -> str:
-        """Return a message if the interface at which others reach this node is gone; else an empty text."""
+        """Return an error message if this node's interface to the other nodes is gone; else ""."""
         if not self.reach:
             return ""
         own = self.reach[self.index]
@@ -94,7 +99,7 @@ class NodeGroup:
         return f"the interface {own} of {self.labels[self.index]} is gone"
 
     def close(self) -> None:
-        """Leave the rendezvous; the node that hosts the store leaves last."""
+        """Leave the rendezvous; the node that hosts the store waits until the others have left."""
         if self.endpoint is None:
             return
         store = self.part("left")
@@ -106,7 +111,9 @@ class NodeGroup:
 
 
 def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> NodeGroup:
-    """Join the rendezvous with the other nodes; return the group of all nodes.
+    """Join the other nodes at the rendezvous `config`; return the group of all nodes.
+
+    `seconds` is the timeout. `interface` is the network interface to use; `None` leaves the choice open.
 
     Raises:
         WorldError: if a node does not join; all nodes that have joined get the same error.
@@ -128,7 +135,10 @@ def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) 
 
 
 def _join(config: RendezvousConfig, endpoint: Endpoint, token: str) -> tuple[JoinEntry, ...]:
-    """Join the other nodes; return what each node has published about itself, in the order of nodes."""
+    """Join the other nodes; return the entry that each has published about itself, in the order of nodes.
+
+    `endpoint` is this node's connection to the rendezvous; `token` identifies the entry of this node.
+    """
     keys = RendezvousKeys(endpoint.store, go_on)
     first = 0 if endpoint.hosts else config.count
     card = JoinEntry(

@@ -1,4 +1,4 @@
-"""Check a small all-reduce with a known result, on each backend of `torch.distributed`."""
+"""Check a small all-reduce with a known result, with gloo, and with NCCL on nodes with GPUs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def ranks(facts: Facts | None, *, alone: bool) -> int:
-    """Return the number of ranks on a node: one for each GPU, at least one, and two on a single node."""
+    """Return the number of ranks of the test all-reduce on a node: one for each GPU.
+
+    Without a GPU there is one rank, or two if the node is `alone`. `facts` are the node's facts on GPUs.
+    """
     gpus = len((facts or {}).get("gpus", ()))
     return gpus or (2 if alone else 1)
 
 
 def start(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run this node's ranks of one all-reduce, each in a child process; return their results.
+    """Run this node's ranks of one all-reduce, each in a child process; return a result for each rank.
 
-    `job` has the backend, the address of the store, this node's first rank, the numbers of ranks in all and
-    on this node, and the network interface.
+    `job` has the backend, the address of the store, the number of this node's first rank, the numbers of
+    ranks in all and on this node, and the network interface.
     """
     children = [
         Child(reduce).give({**job, "rank": job["first"] + local, "local": local})
@@ -46,7 +49,10 @@ def start(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def reduce(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank of an all-reduce; return the number of wrong elements, and the milliseconds it took."""
+    """Run one rank of an all-reduce; return the number of wrong elements, and the milliseconds it took.
+
+    `job` is that of `start`, with the rank and the local rank added.
+    """
     import torch
     import torch.distributed as dist
 
@@ -75,7 +81,10 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
-    """Run a small all-reduce over all nodes, with each backend (gloo, NCCL) that all nodes have."""
+    """Run a small all-reduce over all nodes, with gloo and, if all have GPUs, NCCL; return the results.
+
+    If nodes have different versions, or do not reach each other, return why the check is skipped.
+    """
     kinds = {str((report.get("versions") or {}).get("bits")) for report in seen.reports}
     if len(kinds) > 1:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}
@@ -103,7 +112,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
 
 @check("all-reduce", together=_together, seconds=60)
 def all_reduce(seen: NodeReports) -> Iterator[Finding]:
-    """Find backends whose all-reduce fails, or computes wrong sums."""
+    """Yield findings on backends whose all-reduce fails, or computes wrong sums."""
     answers = seen.of("all-reduce")
     if answers and "skipped" in answers[0][1]:
         yield Finding("skipped", answers[0][1]["skipped"])

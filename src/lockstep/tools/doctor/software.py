@@ -34,7 +34,7 @@ def _look(_: Options) -> Facts:
 
 @check("versions", look=_look, seconds=20)
 def versions(seen: NodeReports) -> Iterator[Finding]:
-    """Find nodes whose versions differ from those of the first node."""
+    """Yield findings on nodes whose versions differ from those of the first node."""
     answers = seen.of("versions")
     if not answers:
         return

@@ -28,12 +28,12 @@ _PREFIX = ".lockstep-doctor-"
 
 
 def _existing(run_dir: Path) -> Path:
-    """Return the run directory, or the nearest directory above it that exists."""
+    """Return `run_dir`, or the nearest directory above it that exists."""
     return next(one for one in (run_dir, *run_dir.absolute().parents) if _is_there(one))
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path exists; `Path.exists` would raise an error below a directory without access."""
+    """Whether a path exists; `False` below a directory without access, where `Path.exists` may raise."""
     return os.access(path, os.F_OK)
 
 
@@ -52,7 +52,10 @@ def _look(asked: Options) -> Facts:
 
 
 def _locks(directory: Path) -> str:
-    """Try file locks in a directory; return the problem in words, empty if a second lock is refused."""
+    """Test file locks in `directory`; return the problem in words, or "".
+
+    A locked file must refuse a second lock.
+    """
     with (directory / "lock").open("w") as first, (directory / "lock").open("w") as second:
         try:
             _takes(first.fileno())
@@ -62,7 +65,7 @@ def _locks(directory: Path) -> str:
 
 
 def _takes(file: int) -> bool:
-    """Try to lock an open file without waiting; return whether that succeeded.
+    """Try to lock the open file with the descriptor `file`, without waiting; return the success.
 
     Raises:
         OSError: if the file system has no locks.
@@ -75,7 +78,7 @@ def _takes(file: int) -> bool:
 
 
 def _renames(directory: Path) -> str:
-    """Try renames in a directory; return the problem in words, empty if there is none."""
+    """Test renames of a file and a directory in `directory`; return the problem in words, or ""."""
     old, new = directory / "old", directory / "new"
     old.write_text("1")
     new.write_text("2")
@@ -91,7 +94,7 @@ def _renames(directory: Path) -> str:
 
 @check_each("storage", look=_look)
 def storage(facts: Facts) -> list[Finding] | str:
-    """Check the run directory's file system: file locks, renames, and free space for checkpoints."""
+    """Judge the file system of a node's run directory: file locks, renames, free space."""
     place = facts["place"]
     if "problem" in facts:
         advice = "choose another place with --run-dir"
@@ -110,7 +113,10 @@ def storage(facts: Facts) -> list[Finding] | str:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts:
-    """Return whether a file that node 0 has locked in the run directory exists and can be locked here."""
+    """Test locks between nodes: node 0 locks a new file in the run directory, then the others try to.
+
+    Return whether this node sees the file, whether it gets the lock, and the problem if there was one.
+    """
     if rendezvous.alone:
         return None
     name = rendezvous.gather("shared/name", secrets.token_hex(8))[0]
@@ -140,7 +146,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts
 
 @check("shared", together=_together)
 def shared(seen: NodeReports) -> Iterator[Finding]:
-    """Find run directories that nodes do not share, and locks that do not work between nodes."""
+    """Yield findings on run directories that nodes do not share, or whose locks fail between nodes."""
     answers = seen.of("shared")
     failed = [(label, facts["problem"]) for label, facts in answers if facts["problem"]]
     for label, problem in failed:

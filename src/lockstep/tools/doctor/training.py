@@ -1,4 +1,4 @@
-"""Check that all devices of all nodes compute the same bits, and the right ones."""
+"""Check that all devices compute the right bits, and devices of the same kind the same ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _look(_: Options) -> Facts:
 
 @check("training", look=_look, seconds=20)
 def training(seen: NodeReports) -> Iterator[Finding]:
-    """Find devices whose bits are wrong, or differ from those of devices of the same kind."""
+    """Yield findings on devices whose bits are wrong, or differ between devices of the same kind."""
     from lockstep.tools.doctor.arithmetic import EXACT
 
     known = {
@@ -63,7 +63,10 @@ def training(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _compare(seen: NodeReports, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
-    """Compare the digests of a short training on devices of the same kind; yield the findings."""
+    """Compare the digests of a short training between devices of the same kind; yield the findings.
+
+    `good` has the results of the devices that passed the exact training, by node and device.
+    """
     versions = dict(seen.of("versions"))
     kinds: dict[tuple[str, str], dict[str, str]] = {}
     for (label, device), result in good.items():

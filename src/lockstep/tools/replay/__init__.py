@@ -1,1 +1,1 @@
-"""`lockstep replay` and `lockstep branch`: start a recorded run again, from one of its states."""
+"""Compute steps of a recorded run again, or branch a new run from it: `lockstep replay` and others."""

@@ -1,4 +1,4 @@
-"""Attest a run: a chain of hashes of its records, and a check that replays random parts of it."""
+"""Attest a run by a chain of hashes of its records, and check an attestation by partial replays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARTS = 100
 
 @dataclass(slots=True)
 class AttestationResult:
-    """Result of checking an attestation: the signature, the replayed parts, and the first difference."""
+    """Result of checking a run's attestation: signature, replayed steps, and the first difference."""
 
     signature: str | None  # what ssh-keygen says of it
     confirmed: list[str] = field(default_factory=list)  # names of the replayed parts
@@ -37,7 +37,7 @@ class AttestationResult:
 
 
 def attest(run: RecordedRun, key: Path | None) -> dict[str, Any]:
-    """Return the attestation of a run, hashes of its records; signed if `key` is an SSH key's path.
+    """Return the attestation of a run: hashes of its records, signed with the SSH key at `key` if given.
 
     Raises:
         UsageError: if the run has not ended or has no step record.
@@ -54,7 +54,10 @@ def attest(run: RecordedRun, key: Path | None) -> dict[str, Any]:
 
 
 def _links(run: RecordedRun) -> Iterator[tuple[str, str]]:
-    """Yield the name of each part of a run's records, and the SHA-256 of it and of all parts before."""
+    """Divide the records of a run into parts; yield the name of each, with a chained SHA-256.
+
+    The hash of a part depends on all parts before, too.
+    """
     digest = hashlib.sha256()
     for name, part in _parts(run):
         digest.update(hashlib.sha256(part.encode()).digest())
@@ -80,10 +83,10 @@ def _parts(run: RecordedRun) -> Iterator[tuple[str, str]]:
 def check(
     file: Path, run: RecordedRun, segments: int, signers: Path | None, scratch: Path
 ) -> AttestationResult:
-    """Compare a run's records with the attestation in `file`; replay `segments` random parts of its steps.
+    """Check the attestation in `file`: compare the hashes of `run`, and replay random parts of its steps.
 
-    `signers` is a file of allowed signers, as for `ssh-keygen`. With `None` the signature may be by any
-    key, or be missing.
+    `segments` is the number of parts to replay, in the directory `scratch`. `signers` is a file of allowed
+    signers, as for `ssh-keygen`. With `None` the signature may be by any key, or be missing.
 
     Raises:
         UsageError: if the file is no attestation.
@@ -123,7 +126,11 @@ def check(
 
 
 def _verify(links: dict[str, str], signature: str, signers: Path | None) -> str:
-    """Verify a signature with `ssh-keygen`; return the message that it prints."""
+    """Verify the signature of `links` with `ssh-keygen`; return the message that it prints.
+
+    `links` are the hashes of an attestation. `signers` is a file of allowed signers; with `None` any key is
+    accepted. A rejected signature raises `CheckFailedError`.
+    """
     with NamedTemporaryFile("w") as file:
         file.write(signature)
         file.flush()

@@ -1,4 +1,4 @@
-"""Branch: a new run that begins with the state after a step of a recorded run, with different settings."""
+"""`lockstep branch`: start a new run from a state of a recorded run, with different settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ def branch(
 
 
 def _computed(run: RecordedRun, step: int, scratch: Path) -> tuple[RecordedRun, Path]:
-    """Compute the steps of a run up to `step` again; return the replay, and its checkpoint of that step."""
+    """Compute the steps of a run up to `step` again; return the replay, and its checkpoint of that step.
+
+    `scratch` is an empty directory for the replay. `CheckFailedError` is raised if the replay differs from
+    the record.
+    """
     asked = ReplayOptions(step=step, until=step, saves=True)
     asked.check(run)
     result = Comparison(run, asked, replay(run, asked, scratch))

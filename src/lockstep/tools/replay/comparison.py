@@ -19,7 +19,7 @@ _FORMATS = {4: "<f", 8: "<d"}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison of a replay's results with the records of the original run."""
+    """The records of a run beside the results of its replay, with methods that compare the two."""
 
     run: RecordedRun
     asked: ReplayOptions
@@ -27,7 +27,7 @@ class Comparison:
 
     @property
     def difference(self) -> str | None:
-        """The first thing that differs between records and replay, in words; `None` if nothing does."""
+        """Description of the first difference between records and replay; `None` if there is none."""
         recorded, again = self.run.entries, self.replayed.entries
         span = range(self.replayed.begin + 1, self.asked.until + 1)
         for key in sorted({key for key in (*recorded, *again) if key.step in span}):
@@ -47,17 +47,17 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Number of values of the requested steps that are both in the records and in the replay."""
+        """Number of values in both the records and the replay, of the steps that the user requested."""
         both = self.run.entries.keys() & self.replayed.entries.keys()
         return sum(self.asked.step <= key.step <= self.asked.until for key in both)
 
     @property
     def same(self) -> bool:
-        """Whether the replay has all recorded values of its steps, at least one, with the same bits."""
+        """Whether the replay has all recorded values of its steps with the same bits, and at least one."""
         return self.difference is None and self.compared > 0
 
     def notes(self) -> list[str]:
-        """Return a line for each change since the run, of versions, environment, data or sources."""
+        """Return a line of text for each change of versions, environment, data or sources after the run."""
         content, now = self.run.content, self.replayed.content
         changed = changed_files(content.get("provenance", {}).get("sources", {}))
         notes = [f"{file} has changed since the run" for file in changed]
@@ -101,7 +101,10 @@ class Comparison:
 
 
 def number(value: bytes) -> float | str | None:
-    """Return a loss as a number, or as text if it is not finite; `None` for half precision."""
+    """Return a loss as a number, or as text if it is not finite; `None` for half precision.
+
+    `value` has the bytes of the loss in float32 or float64, little-endian.
+    """
     if len(value) not in _FORMATS:
         return None
     found: float = struct.unpack(_FORMATS[len(value)], value)[0]
@@ -109,13 +112,13 @@ def number(value: bytes) -> float | str | None:
 
 
 def shown(key: Key, entry: Entry) -> str:
-    """Return a loss with its bits, or a hash, as text."""
+    """Return the value of a step record's entry as text: a loss with its bits, or a hash."""
     value = number(entry.value) if key.kind == LOSS else None
     return entry.value.hex() if value is None else f"{value} ({entry.value.hex()})"
 
 
 def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
-    """Return in words how two entries of a step record differ.
+    """Return a text that describes the difference between two entries of step records for one `key`.
 
     `where` has a word for the source of each, such as `recorded` and `in the replay`.
     """
@@ -127,9 +130,10 @@ def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
 
 
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, str]) -> list[str]:
-    """Return in words how identity, versions, environment, commit and data of two `run.json` differ.
+    """Return lines of text on the differences between two `run.json`, `one` and `other`.
 
-    `where` has a word for the source of each, such as `recorded` and `now`.
+    Compared are identity, versions, environment, commit and data. `where` has a word for the source of
+    each, such as `recorded` and `now`.
     """
     identities = one.get("identity", {}), other.get("identity", {})
     origins = one.get("provenance", {}), other.get("provenance", {})
@@ -147,7 +151,7 @@ def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, s
 def changed(
     before: Mapping[str, Any], after: Mapping[str, Any], where: tuple[str, str]
 ) -> list[str]:
-    """Return in words which values of two mappings differ, except those that are mappings themselves.
+    """Return a line of text for each key whose values differ in two mappings, nested mappings excepted.
 
     `where` has a word for the source of each mapping, such as `recorded` and `now`.
     """

@@ -20,7 +20,7 @@ _WHERE = ("in A", "in B")
 
 @dataclass(slots=True)
 class Diff:
-    """Result of `lockstep diff`: differences of two runs, and where the first of them comes from."""
+    """Result of `lockstep diff`: the differences of two runs; step and module of the first difference."""
 
     unlike: list[
         str
@@ -34,7 +34,7 @@ class Diff:
 
 
 def diff(directories: Sequence[Path], scratch: Path) -> Diff:
-    """Compare two runs; replay the first step that differs, of both runs, in the directory `scratch`.
+    """Compare two runs; if they differ, replay both in the directory `scratch` to find the first step.
 
     Raises:
         UsageError: if a directory has no run, or nothing that both have can be compared.
@@ -75,7 +75,7 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _first(one: Mapping[Key, Entry], other: Mapping[Key, Entry], after: int = 0) -> Key | None:
-    """Return the key of the first entry after step `after` that differs between two step records."""
+    """Return the first key after step `after` at which two step records differ; `None` without one."""
     both = sorted(one.keys() & other.keys())
     return next((key for key in both if key.step > after and one[key] != other[key]), None)
 
@@ -83,10 +83,10 @@ def _first(one: Mapping[Key, Entry], other: Mapping[Key, Entry], after: int = 0)
 def _locate(
     runs: Sequence[RecordedRun], begin: int, step: int, scratch: Path, result: Diff
 ) -> None:
-    """Replay both runs from a state up to step `begin` to `step`; trace the first step that differs.
+    """Replay both runs up to `step`, and write the first step and module that differ to `result`.
 
-    Replays hash every step, so they may show a difference in an earlier step than the records do. Then they
-    are repeated to trace the earlier step.
+    The replays begin at states of step `begin` or earlier. They hash every step, so they may show a
+    difference in an earlier step than the records do. Then they are repeated to trace the earlier step.
     """
     started = [RecordedRun.of(run.directory) for run in runs]
     placed = [as_recorded(run, scratch / f"source-{n}") for n, run in enumerate(started)]
@@ -112,7 +112,7 @@ def _traced(of: str, own: ReplayResults) -> list[dict[str, Any]]:
 
 
 def _first_call(one: ReplayResults, other: ReplayResults, step: int) -> dict[str, Any] | None:
-    """Return the first call of a module that is not the same in two replays; `None` if all calls are.
+    """Return a description of the first module call in `step` that differs between two replays, or `None`.
 
     Calls differ in the module or in its output. The result has the names of the modules, the replica, and
     the first sample that differs.

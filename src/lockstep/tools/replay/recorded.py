@@ -1,4 +1,4 @@
-"""`RecordedRun`: a run directory that is only read: its command, states on disk and step record."""
+"""Read a run directory for a replay: the run's command, its checkpoints and its step record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.state.record.steps import Entry, Key
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run that can be started again from its records."""
+    """The records of a run in its directory, from which the run can be started again."""
 
     directory: Path
     content: dict[str, Any]  # of `run.json`
@@ -63,13 +63,13 @@ class RecordedRun:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The recorded values that the run's result depends on, such as script, seed and versions."""
+        """The identity in `run.json`: values that the run's result depends on, such as script and seed."""
         found: Mapping[str, Any] = self.content.get("identity", {})
         return found
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The recorded settings that another start of the run needs to compute the same results."""
+        """The settings in `run.json` with which another start of the run computes the same results."""
         found: Mapping[str, Any] = self.content["provenance"].get("settings", {})
         return found
 
@@ -80,23 +80,29 @@ class RecordedRun:
 
     @cached_property
     def entries(self) -> dict[Key, Entry]:
-        """The entries of the step record: losses, and hashes of gradients and parameters."""
+        """The entries of the step record by key: bits of losses, hashes of gradients and parameters."""
         return steps.read(self.directory)
 
     @property
     def last(self) -> int:
-        """The last step that the run has recorded."""
+        """Number of the last step that the run has recorded."""
         known = (self.content.get("steps", 0), self.content.get("step", 0))
         return int(max(*known, *(key.step for key in self.entries)))
 
     def command(self, options: list[str], arguments: list[str] | None = None) -> RunCommand:
-        """Return the command that starts the script again; `arguments` replace the recorded ones."""
+        """Return the command that starts the script again.
+
+        `options` are options of `lockstep run`. `arguments` replace the recorded arguments of the script.
+        """
         module, given = self._command.get("module"), self._command["arguments"]
         script = [module or self._command["script"], *(given if arguments is None else arguments)]
         return RunCommand(script, [*(["-m"] if module else []), *options], [])
 
     def variables(self, *without: str) -> dict[str, str]:
-        """Return environment variables with the recorded settings, except `strategy` and `without`."""
+        """Return environment variables that set the recorded settings.
+
+        The setting `strategy` and those called `without` are left out.
+        """
         return {
             TABLE[name].variable: write(value)
             for name, value in self.settings.items()
@@ -105,12 +111,12 @@ class RecordedRun:
 
     @property
     def strategy(self) -> str | None:
-        """The strategy of the run; `None` for the default."""
+        """Name of the recorded strategy; `None` for the default."""
         name = self.settings.get("strategy", "auto")
         return None if name == "auto" else str(name)
 
     def state_at(self, first: int, last: int) -> Path | None:
-        """Return the newest undamaged checkpoint of the steps `first` to `last`, or `None`.
+        """Return the path of the newest undamaged checkpoint of steps `first` to `last`, or `None`.
 
         A message on standard error names each damaged checkpoint.
         """
@@ -125,8 +131,9 @@ class RecordedRun:
     def begin(self, state: Path | None, directory: Path, *, stays: bool) -> None:
         """Make `directory` the directory of a new run that begins with the checkpoint `state` of this run.
 
-        The files of the checkpoint are copied if the new run `stays`, or if this run still trains and may
-        remove them. Otherwise they are linked. With `None` as `state` the new run begins at step 0.
+        `stays`: whether the new run is kept. The files of the checkpoint are copied if it is, or if this
+        run still trains and may remove them. Otherwise they are linked. With `None` as `state` nothing is
+        written, so that the new run begins at step 0.
 
         Raises:
             UsageError: if `state` is `None`, and this run itself began with the state of another run.

@@ -1,4 +1,4 @@
-"""Replay of steps of a recorded run: start its script from a state before them, in a scratch directory."""
+"""Replay steps of a recorded run: start the script from an earlier state, in a scratch directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Options of a replay: which steps to compute again, and what to show or save of them."""
+    """Options of `lockstep replay`: which steps to compute again, and which results to show or save."""
 
     step: int  # the first step of interest, counted from 1
     until: int  # the last one
@@ -45,11 +45,14 @@ class ReplayOptions:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the script's output goes to the terminal."""
+        """Whether the replayed script's output goes to the terminal, as for a debugger."""
         return self.debugs or self.anomaly
 
     def check(self, run: RecordedRun) -> None:
-        """Raise `UsageError` unless the run has these steps and this replica, and a record of them."""
+        """Raise `UsageError` unless the run has the steps and the replica in these options.
+
+        The run also needs a record of the steps, unless the script's output is shown.
+        """
         replicas = run.identity.get("replicas", 1)
         if not 1 <= self.step <= self.until:
             raise UsageError(
@@ -77,7 +80,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResults:
-    """Results of steps that `lockstep replay` has computed again: losses, hashes, and sample ids."""
+    """Results of the steps that a replay has computed again: losses, hashes, and sample ids."""
 
     begin: int  # the step after which it began
     content: dict[str, Any]  # its `run.json`
@@ -87,9 +90,10 @@ class ReplayResults:
 
 
 def replay(run: RecordedRun, asked: ReplayOptions, directory: Path) -> ReplayResults:
-    """Compute steps of a recorded run again in the scratch directory `directory`; return the results.
+    """Compute the steps in `asked` of a recorded run again; return the results.
 
-    The options in `asked` are not checked; the method `asked.check` does that.
+    The script runs in the directory `directory`, without a change to the recorded run. Call `asked.check`
+    before: the options are not checked here.
 
     Raises:
         RunError: if the script fails.

@@ -1,4 +1,4 @@
-"""Take the script of a recorded run from the run's git commit, if source files have changed since."""
+"""Take a recorded run's script from its git commit, if source files have changed since."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lockstep.tools.replay.recorded import RecordedRun
 
 
 def as_recorded(run: RecordedRun, directory: Path) -> RecordedRun:
-    """Return the run with its recorded commit's script, in `directory`, if source files have changed since.
+    """Return the run with the script of its git commit, if source files have changed since; else the run.
 
-    The repository is only read. The run itself is returned if its commit is unknown or gone; then
-    `Comparison.notes` names the files that have changed.
+    The commit is unpacked to `directory`; the repository is only read. The run itself is returned if its
+    commit is unknown or gone; then `Comparison.notes` names the files that have changed.
     """
     provenance = run.content["provenance"]
     command, sources = provenance["command"], provenance["sources"]

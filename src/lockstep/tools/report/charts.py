@@ -1,4 +1,4 @@
-"""Charts of the logged and measured values of runs."""
+"""Charts of logged values, speed and memory of runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GIB = 2**30
 
 
 class Clock:
-    """The time axis of a report: time since each run's beginning, in a unit that fits the longest run."""
+    """The time axis of a report: time since each run's start, in a unit that suits the longest run."""
 
     def __init__(self, runs: Sequence[ReportedRun]) -> None:
         longest = max((run.ended - run.began for run in runs), default=0.0)
@@ -32,19 +32,22 @@ class Clock:
         )
 
     def of(self, run: ReportedRun, time: float) -> float:
-        """Return the position of a Unix time on this axis."""
+        """Return the position on this axis of the Unix time `time` in `run`."""
         return (time - run.began) / self._seconds
 
     @property
     def title(self) -> str:
-        """The title of the time axis, with its unit."""
+        """Title of the time axis, with its unit."""
         return f"time since the start ({self.unit})"
 
 
 def line_figure(
     lines: Sequence[tuple[str, Sequence[Point]]], x: str, y: str = "", *, from_zero: bool = True
 ) -> Any:
-    """Return a figure of lines, with axis titles `x` and `y`; a value of `None` is a gap in a line."""
+    """Return a plotly figure of named lines, with axis titles `x` and `y`; `None` is a gap in a line.
+
+    `from_zero`: whether the y axis begins at 0.
+    """
     objects = graph_objects()
     most = max(4, min(_LINE, _CHART // max(len(lines), 1)))
     traces = [
@@ -69,7 +72,7 @@ def _line(objects: Any, name: str, points: Sequence[Point], colour: str) -> Any:
 
 
 def curve_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Return a chart for each logged number, with one line for each run that logged it."""
+    """Return a chart over steps for each number that scripts logged, with a line for each run."""
     charts = []
     for name in dict.fromkeys(name for run in runs for name in run.curves):
         lines = [(run.label, [*run.curves[name].items()]) for run in runs if name in run.curves]
@@ -78,7 +81,10 @@ def curve_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[ReportedRun], clock: Clock) -> list[Chart]:
-    """Return charts of samples per second and of step times, both measured by the rank of lowest number."""
+    """Return charts of samples per second and of step times over time, with a line for each run.
+
+    The values are those that the rank of the lowest number has measured.
+    """
 
     def rate(pace: Event) -> float | None:
         return pace["samples"] / pace["seconds"] if pace["seconds"] else None
@@ -100,7 +106,10 @@ def speed_charts(runs: Sequence[ReportedRun], clock: Clock) -> list[Chart]:
 def _points(
     run: ReportedRun, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
 ) -> list[Point]:
-    """Return a rank's measured value over time as points of a line, with a gap at each restart."""
+    """Return points (time, value) of a line, from a rank's events of a kind, with a gap at each restart.
+
+    `value` computes the value of an event.
+    """
     points: list[Point] = []
     for generation in run.by_generation[rank]:
         points += [(clock.of(run, generation.time), None)] if points else []
@@ -111,13 +120,16 @@ def _points(
 
 
 def _measured(generation: Generation, kind: str) -> list[Event]:
-    """Return the events of one kind after a (re)start; of step times (`pace`) without the warm-up."""
+    """Return the events of one kind in a generation; of step times (`pace`) without the warm-up."""
     found = [event for event in generation.events if event["kind"] == kind]
     return found[1:] if kind == "pace" else found
 
 
 def machine_charts(run: ReportedRun, clock: Clock, prefix: str) -> list[Chart]:
-    """Return charts of memory and utilisation, with one line for each rank."""
+    """Return charts of memory and utilisation over time, with one line for each rank.
+
+    `prefix` begins the titles of the charts.
+    """
     measures: list[tuple[str, str, float]] = [
         ("host", "Memory of the host (GiB)", _GIB),
         ("device", "Memory of the device (GiB)", _GIB),
@@ -142,7 +154,10 @@ def machine_charts(run: ReportedRun, clock: Clock, prefix: str) -> list[Chart]:
 
 
 def share_chart(run: ReportedRun, prefix: str) -> Chart | None:
-    """Return a chart of how each rank's step time is divided; `None` if no step times are recorded."""
+    """Return a chart of each rank's step time by its parts; `None` if no step times are recorded.
+
+    The parts are computing, exchanging gradients and waiting for data. `prefix` begins the chart's title.
+    """
     spent = {rank: _spent(found) for rank, found in run.by_generation.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}
     if not known:
@@ -163,7 +178,7 @@ def share_chart(run: ReportedRun, prefix: str) -> Chart | None:
 
 
 def _spent(found: Sequence[Generation]) -> dict[str, float]:
-    """Return the seconds of a rank's steps: computing, exchanging gradients, waiting for data."""
+    """Return the seconds that a rank's steps took: for computing, the exchange and waiting for data."""
     paces = [pace for generation in found for pace in _measured(generation, "pace")]
     data = sum(pace["data"] for pace in paces)
     exchange = sum(pace.get("exchange") or 0.0 for pace in paces)

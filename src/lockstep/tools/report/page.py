@@ -1,7 +1,8 @@
-"""HTML page of titled sections with text, tables and plotly figures, which loads nothing from elsewhere.
+"""Make an HTML page of titled sections with text, tables and plotly figures.
 
-All text is escaped, also in figures: only `hovertemplate` and `texttemplate` may contain markup. A figure
-takes the colours of text, grid and background from the page, light or dark.
+The page loads nothing from the network. All text is escaped, also in figures: only `hovertemplate` and
+`texttemplate` may contain markup. A figure takes the colours of text, grid and background from the page,
+light or dark.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class ValueList:
-    """A list of names with their values on the page, one below the other."""
+    """A list of (name, value) pairs on the page, one below the other."""
 
     values: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the page; numbers are aligned to the right, `None` is shown as a dash."""
+    """A table of the page; numbers are aligned to the right, and `None` is shown as a dash."""
 
     head: Sequence[str]  # names of the columns
     rows: Sequence[Sequence[object]]
@@ -75,7 +76,7 @@ Part = Paragraph | ValueList | Table | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the page: a title, and the parts below it."""
+    """A section of the page: a title, and below it paragraphs, tables or charts."""
 
     title: str
     parts: Sequence[Part]
@@ -98,7 +99,7 @@ def graph_objects() -> Any:
 
 
 def write(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """Write a page to `path`, atomically; an existing file is replaced.
+    """Write a page of `sections` to `path`, atomically; an existing file is replaced.
 
     Raises:
         OutputError: if the file cannot be written.
@@ -115,7 +116,7 @@ def write(path: Path, title: str, sections: Sequence[Section]) -> None:
 
 
 def build(title: str, sections: Sequence[Section]) -> str:
-    """Return the HTML of a page.
+    """Return the HTML of a page with a title and sections.
 
     Raises:
         UsageError: if plotly is not installed.
@@ -201,7 +202,7 @@ def _chart(chart: Chart) -> str:
 
 
 def _figure(figure: Any) -> str:
-    """Return a figure as JSON to put inside a `<script>` element; every `<` is escaped."""
+    """Return a plotly figure as JSON to put inside a `<script>` element; every `<` is escaped."""
     content = json.loads(figure.to_json())
     # Plotly's template takes 7 kB in each figure; the page has one for all figures.
     content["layout"].pop("template", None)
@@ -209,7 +210,10 @@ def _figure(figure: Any) -> str:
 
 
 def _escaped(value: Any, key: str = "") -> Any:
-    """Return a JSON value in which plotly's markup characters are escaped in all text."""
+    """Return a JSON value with `&`, `<` and `>` escaped in all texts, since plotly reads markup in them.
+
+    `key` is the key of `value` in a dict. Templates, which may contain markup, are not changed.
+    """
     if isinstance(value, dict):
         return {name: _escaped(one, name) for name, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Runs of a report: their records, and their labels in the report."""
+"""Read the records of the runs that a report shows, and choose labels for the runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.state.record.reading import Event, RunRecords
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of a report: its records, and values computed from them."""
+    """A run in a report: its label, its records, and values computed from them."""
 
     label: str  # unique in the report
     recorded: RunRecords
@@ -25,22 +25,25 @@ class ReportedRun:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The identity of the run: everything that its result depends on."""
+        """The identity in the run's record: everything that the run's result depends on."""
         return dict(self.recorded.run.get("identity", {}))
 
     @property
     def status(self) -> str:
-        """`running`, `finished`, `failed`, `preempted`, or `dead` if it is `running` without a process."""
+        """Status of the run: `running`, `finished`, `failed`, `preempted` or `dead`.
+
+        A run is `dead` if its record says `running`, and no launch uses the run directory.
+        """
         return status(str(self.recorded.run.get("status")), self.used)
 
     @property
     def generations(self) -> list[dict[str, Any]]:
-        """The layout (ranks and nodes) that the run had after each start and restart."""
+        """The record of each start and restart of the run, such as its numbers of ranks and nodes."""
         return list(self.recorded.run.get("generations", []))
 
     @cached_property
     def launchers(self) -> list[Event]:
-        """The events of all launchers, sorted by time."""
+        """The recorded events of all launchers of the run, sorted by time."""
         found = [event for events in self.recorded.launchers.values() for event in events]
         return sorted(found, key=lambda event: float(event["time"]))
 
@@ -57,22 +60,22 @@ class ReportedRun:
 
     @cached_property
     def ranks(self) -> dict[int, list[Event]]:
-        """The events of each rank that has any."""
+        """The events of each rank that has recorded any, by number of the rank."""
         return {rank: events for rank, events in self.recorded.ranks.items() if events}
 
     @cached_property
     def by_generation(self) -> dict[int, list[Generation]]:
-        """The events of each rank, in one part for each start or restart of the rank."""
+        """The events of each rank, divided at the rank's restarts."""
         return {rank: split_generations(events) for rank, events in self.ranks.items()}
 
     @cached_property
     def curves(self) -> dict[str, dict[int, float]]:
-        """For each name that the script logged, its values by step."""
+        """By name, the numbers that the script logged: a dict from step to value."""
         return curves(self.ranks)
 
 
 def read(directories: Sequence[Path]) -> list[ReportedRun]:
-    """Return the runs in `directories`, each once.
+    """Read the records of the runs in `directories`; a repeated directory counts once.
 
     Raises:
         UsageError: if a directory does not exist.
@@ -99,7 +102,7 @@ def _shown(label: str, directory: Path) -> ReportedRun:
 
 
 def labels(directories: Sequence[Path]) -> list[str]:
-    """Return a label for each directory: as few of its last parts as distinguish all directories."""
+    """Return a label for each directory: the end of its path, long enough to tell all of them apart."""
     paths = [directory.absolute() for directory in directories]
     for count in range(1, max((len(path.parts) for path in paths), default=1)):
         names = [str(Path(*path.parts[-count:])) for path in paths]

@@ -1,4 +1,4 @@
-"""Sections of a report: identity, losses, speed, memory, events."""
+"""Make the sections of a report: identity, losses, speed, memory, events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NONE = "none: the run has not finished"
 
 
 def title(runs: Sequence[ReportedRun]) -> str:
-    """Return the title of a report."""
+    """Return the title of a report on `runs`."""
     names = ", ".join(dict.fromkeys(str(run.identity.get("name")) for run in runs))
     return f"{names}: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs'}"
 
@@ -90,7 +90,7 @@ def _facts(run: ReportedRun) -> dict[str, object]:
 
 
 def _own(run: ReportedRun) -> dict[str, object]:
-    """Return facts of a run beside its identity: status, digest, steps, layout, devices and others."""
+    """Return facts on a run by name: its status, digest, steps, layout, devices and others."""
     content, generations = run.recorded.run, run.generations
     newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
     # The main rank's error may be a consequence of a failure that the launcher has recorded.
@@ -116,18 +116,27 @@ def _own(run: ReportedRun) -> dict[str, object]:
 
 
 def _parent(content: Mapping[str, Any] | None) -> str | None:
-    """Return, as text, the run and step from which a branch began; `None` if the run is not a branch."""
+    """Return the directory and step of a parent run as text; `None` if the run has no parent.
+
+    `content` is the field `parent` of `run.json`.
+    """
     return None if content is None else f"{content.get('directory')}, step {content.get('step')}"
 
 
 def _audited(audits: Mapping[str, Any]) -> str | None:
-    """Return, as text, the number of audits without a difference and the last step that they confirm."""
+    """Return a text with the number of audits without a difference, and the last step they confirm.
+
+    `audits` is the field `audits` of `run.json`. Return `None` without audits.
+    """
     count = audits.get("count")
     return f"{count} without a difference, up to step {audits.get('confirmed')}" if count else None
 
 
 def _audits(run: ReportedRun, prefix: str) -> list[Table]:
-    """Return a table of the audits that found a difference, with the rank that computed wrongly."""
+    """Return a table of the audits that found a difference, or an empty list if there are none.
+
+    Each row names the rank that computed wrong bits. `prefix` begins the caption.
+    """
     names = ("step", "rank", "host", "device", "confirmed")
     found = run.recorded.run.get("audits", {}).get("found", [])
     rows = [[one.get(name) for name in names] for one in found]
@@ -136,7 +145,7 @@ def _audits(run: ReportedRun, prefix: str) -> list[Table]:
 
 
 def _devices(run: ReportedRun) -> str | None:
-    """Return the names of the devices on which ranks have trained; `None` if none is recorded."""
+    """Return the names of the devices on which ranks have trained, as text; `None` without any."""
     starts = (generation.events[0] for found in run.by_generation.values() for generation in found)
     names = dict.fromkeys(str(one["device_name"]) for one in starts if one.get("device_name"))
     return ", ".join(names) or None
@@ -160,7 +169,10 @@ def _compared(
 
 
 def _memory(run: ReportedRun, prefix: str) -> list[Table]:
-    """Return a table of the memory of each rank at its end, in MiB."""
+    """Return a table of each rank's memory at its end in MiB, or an empty list if none is recorded.
+
+    `prefix` begins the caption.
+    """
     known: dict[int, Event] = {}
     for rank, events in run.ranks.items():
         for event in events:

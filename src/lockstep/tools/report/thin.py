@@ -14,7 +14,7 @@ Point = tuple[float, float | None]
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` of `points`, in order, among them the first, last, lowest and highest.
+    """Return at most `most` of `points`, in order, with the first, last, lowest and highest among them.
 
     A value may be `None` or NaN, which is a gap; `most` is at least 4.
     """
@@ -35,7 +35,10 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def envelope(lines: Sequence[Sequence[Point]], most: int = 300) -> dict[str, list[Point]]:
-    """Return the lowest, median and highest value of many lines, in each of at most `most` intervals."""
+    """Return three lines, `highest`, `median` and `lowest`, over the values of many lines.
+
+    The range of x is divided into at most `most` intervals; each gives one point per line.
+    """
     known = [(x, y) for points in lines for x, y in points if y is not None and not math.isnan(y)]
     first, last = min(x for x, _ in known), max(x for x, _ in known)
     width = (last - first) / most or 1.0

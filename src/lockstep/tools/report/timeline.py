@@ -1,4 +1,4 @@
-"""Timeline of a run as a chart and as a table: starts, failures, restarts, checkpoints, end."""
+"""Show the events of a run over time, as a chart and as a table: starts, failures, checkpoints, end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RANK = re.compile(r"rank (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """An event in the timeline of a run."""
+    """An event in the timeline of a run: its time, its kind, its row in the chart, and its text."""
 
     time: float  # Unix seconds
     kind: str
@@ -38,7 +38,7 @@ class TimelineEntry:
 
 
 def timeline_entries(run: ReportedRun) -> list[TimelineEntry]:
-    """Return starts, failures, checkpoints and other events of a run for its timeline, sorted by time."""
+    """Return the events of a run for its timeline, sorted by time: starts, failures, checkpoints etc."""
     found = [one for rank in run.ranks for one in _of_rank(run, rank)]
     for event in run.launchers:
         if text := describe(event):
@@ -62,7 +62,10 @@ def _of_rank(run: ReportedRun, rank: int) -> Iterator[TimelineEntry]:
 
 
 def chart(run: ReportedRun, clock: Clock, title: str) -> Chart:
-    """Return the timeline as a chart: a row for each rank, with a bar for each period in which it ran."""
+    """Return the timeline as a chart: a row for each rank, with a bar for each period in which it ran.
+
+    Events are marks in the rows; those of launchers have a row of their own.
+    """
     objects = graph_objects()
     rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
     found = timeline_entries(run)
@@ -126,7 +129,7 @@ def _marks(
 
 
 def table(run: ReportedRun, caption: str) -> Table:
-    """Return the timeline as a table, without checkpoints, which may be many."""
+    """Return the timeline as a table of times and events; checkpoints, which may be many, are left out."""
     found = [one for one in timeline_entries(run) if one.kind != "checkpoint"]
     rows = [[f"{one.time - run.began:.1f}", one.text] for one in found[:_LINES]]
     if len(found) > _LINES:

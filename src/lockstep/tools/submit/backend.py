@@ -1,4 +1,4 @@
-"""`Backend`: the interface of a job scheduler, such as Slurm; `backends/` has one module for each."""
+"""Interface of job schedulers such as Slurm; each module of `backends/` implements the interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tools.submit.request import JobRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The state of a submitted job: its phase in the queue, a description, its restarts and exit code."""
+    """The state of a submitted job: its phase, a description and advice, its restarts and exit code."""
 
     phase: Literal["waiting", "running", "ending", "ended"]
     text: str = ""  # a description, such as `runs on node1`, or how the job ended
@@ -25,7 +25,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job that a backend has accepted: its id, and warnings."""
+    """A job that a backend has accepted: its id, or the output of `kubectl`, and warnings."""
 
     job: str
     warnings: str = ""
@@ -40,7 +40,7 @@ class NoAnswerError(Exception):
 
 
 class Backend(ABC):
-    """Interface of a job scheduler."""
+    """Interface of a job scheduler, such as Slurm, for `lockstep submit`."""
 
     title: str  # in messages
     program: str  # the command that takes jobs, in messages
@@ -49,34 +49,34 @@ class Backend(ABC):
 
     @abstractmethod
     def add_flags(self, group: argparse._ActionsContainer) -> None:
-        """Add command-line flags for options that only this backend has."""
+        """Add the command-line flags of this backend to `group`."""
 
     @abstractmethod
     def options(self, options: argparse.Namespace) -> Any:
-        """Return the backend's own options from the parsed flags, for `JobRequest.options`.
+        """Return the options of this backend in the parsed flags, for `JobRequest.options`.
 
         Raises:
             UsageError: if an option conflicts with those that Lockstep sets.
         """
 
     def name(self, text: str, *, chosen: bool) -> str:
-        """Return the name to submit a job under, which is `text` if the job scheduler accepts it.
+        """Return the name under which a job is submitted: `text`, or a name made from it.
 
         `chosen`: whether the user gave `text`. Otherwise it is the script's name, and may be changed.
 
         Raises:
-            UsageError: if the backend cannot take a chosen name.
+            UsageError: if the job scheduler does not accept a name that the user chose.
         """
         del chosen
         return text
 
     def job_id(self, name: str, options: argparse.Namespace) -> str:
-        """Return the id of the job that a user calls `name`."""
+        """Return the id of the job with the name `name`; `options` are the parsed command-line flags."""
         del options
         return name
 
     def default_run_dir(self, request: JobRequest, run: str) -> Path:
-        """Return the run directory of a job for which none is given; `run` is the name of the run."""
+        """Return the default run directory of a job; `run` is the name of the run."""
         del request
         return (Path("runs") / run / "TIME").absolute()
 
@@ -90,7 +90,7 @@ class Backend(ABC):
 
     @abstractmethod
     def submit(self, script: Path) -> Submission:
-        """Submit a job script.
+        """Submit the job script in the file `script`; return the job's id, and warnings.
 
         Raises:
             UsageError: if the backend cannot be reached, or refuses the job.
@@ -98,7 +98,7 @@ class Backend(ABC):
 
     @abstractmethod
     def state(self, job: str) -> JobState:
-        """Return the state of a job.
+        """Return the state of the job with the id `job`.
 
         Raises:
             UnknownJobError: if the job does not exist.
@@ -107,11 +107,11 @@ class Backend(ABC):
 
     @abstractmethod
     def output(self, run_dir: Path, job: str) -> Path:
-        """Return the path of the file with the output of a job."""
+        """Return the path of the file to which the job with the id `job` writes its output."""
 
     @abstractmethod
     def logs(self, job: str) -> int:
-        """Print the output of a job until its end; return an exit code.
+        """Print the output of the job with the id `job` until its end; return an exit code.
 
         Raises:
             UnknownJobError: if the job does not exist.
@@ -120,7 +120,7 @@ class Backend(ABC):
 
     @abstractmethod
     def cancel(self, job: str) -> str:
-        """Cancel a job; return the job scheduler's message.
+        """Cancel the job with the id `job`; return the job scheduler's message.
 
         Raises:
             UnknownJobError: if the job does not exist.
@@ -129,4 +129,4 @@ class Backend(ABC):
 
     @abstractmethod
     def commands(self, job: str = "") -> str:
-        """Return the commands that show and cancel a job; without `job`, the command that lists jobs."""
+        """Return a text with shell commands that show and cancel a job, or list jobs if `job` is empty."""

@@ -1,4 +1,4 @@
-"""Submit a job with its files in the run directory, and follow the job to its end."""
+"""Write a job's script to its run directory, submit it, and follow the job to its end."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _DETACHED = 130
 
 
 def say(text: str) -> None:
-    """Print a message of `lockstep submit` to standard error."""
+    """Print the message `text` of `lockstep submit` to standard error."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - the command's own words
 
 
 def submit(
     backend: Backend, request: JobRequest, run_dir: Path | None, name: str
 ) -> tuple[str, Path]:
-    """Write the job script of `request` and submit it; return the job's id and the path of its output.
+    """Write a job script to the run directory and submit it; return the job's id and its output file.
 
     Without `run_dir`, a new directory for a run called `name` is made.
 
@@ -85,7 +85,9 @@ def _submit(backend: Backend, file: Path, text: str) -> Submission:
 
 
 def submit_remote(backend: Backend, request: JobRequest, run_dir: Path, job: str) -> None:
-    """Submit a job whose run directory lies in the cluster, and print how to follow it.
+    """Submit a job whose run directory is in the cluster, and print commands that show and cancel it.
+
+    `job` is the id of the job.
 
     Raises:
         UsageError: if the backend refuses the job.
@@ -101,7 +103,9 @@ def submit_remote(backend: Backend, request: JobRequest, run_dir: Path, job: str
 
 
 def act(backend: Backend, action: str, name: str, job: str) -> int:
-    """Print the state (`status`) or the output (`logs`) of a job, or `cancel` it; return the exit code.
+    """Carry out an action on a job: print its state or output, or cancel it; return the exit code.
+
+    `action` is `status`, `logs` or `cancel`. `job` is the job's id, `name` its name for messages.
 
     Raises:
         RunError: if the job does not exist, or the backend does not answer.
@@ -126,7 +130,7 @@ def act(backend: Backend, action: str, name: str, job: str) -> int:
 
 
 class JobFollower:
-    """Prints the state changes and the output of a job until its end."""
+    """Prints the state changes and the output of a job on a cluster until the job ends."""
 
     def __init__(self, backend: Backend, job: str, output: Path) -> None:
         self._backend = backend
@@ -139,9 +143,10 @@ class JobFollower:
         self._silent_since: float | None = None
 
     def follow(self) -> int:
-        """Follow the job to its end; return its exit code.
+        """Print state changes and output of the job until its end; return the job's exit code.
 
-        Ctrl-C, or a closed pipe at standard output, ends the following and not the job.
+        Ctrl-C, or a closed pipe at standard output, ends only the printing: then the job continues, and the
+        exit code is 130.
 
         Raises:
             RunError: if the backend has no record of the job, or does not answer any more.
@@ -158,7 +163,7 @@ class JobFollower:
             return self._detach("the output is not read any more: ")
 
     def _look(self) -> JobState | None:
-        """Print the job's state if it has changed; return the state once the job has ended."""
+        """Query the job's state and print a change; return the state if the job has ended, else `None`."""
         try:
             now = self._backend.state(self._job)
         except UnknownJobError:
@@ -200,7 +205,7 @@ class JobFollower:
                 say(f"hint: {now.hint}")
 
     def _saved(self) -> str:
-        """Return `preempted, saved after step N, and ` as part of a message; empty if not preempted."""
+        """Return `preempted, saved after step N, and ` for a message; "" if the run is not preempted."""
         with contextlib.suppress(RunDirectoryError):
             recorded = run_file.read(self._output.parent) or {}
             if recorded.get("status") == "preempted":

@@ -1,8 +1,8 @@
-"""Manifests of Kubernetes for one run: Job, JobSet, TrainJob and PyTorchJob, as plain dicts.
+"""Make the Kubernetes manifests of a job, as plain dicts: Job, JobSet, TrainJob or PyTorchJob.
 
-All kinds share the pod template and its command, `lockstep run`; a `Kind` has what differs. One pod is one
-node of the run. A pod that is lost, evicted or preempted is replaced alone: the other pods keep the run's
-state in memory, and the new pod joins them.
+All kinds share the pod template and its command, `lockstep run`; a `Kind` has the differences. One pod is
+one node of the run. A pod that is lost, evicted or preempted is replaced alone: the other pods keep the
+run's state in memory, and the new pod joins them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _HOME = "/home/lockstep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodOptions:
-    """Options that only jobs of Kubernetes have.
+    """Options that only jobs on Kubernetes have.
 
     Attributes:
-        kind: name of the kind of job.
+        kind: name of the kind of job, such as `jobset`.
         memory: memory of each pod, as a quantity of Kubernetes such as `32Gi`.
         claim: name of the volume claim that all pods share; the run directory lies there.
         mount: absolute path of the volume in each pod.
-        least: number of pods with which the run continues.
+        least: smallest number of pods with which the run continues.
         endpoint: rendezvous of the launchers, as `--rdzv-endpoint`; `None` for the host of pod 0.
         user: numeric id of the user in the containers.
     """
@@ -75,7 +75,10 @@ class PodOptions:
 
 
 def check_name(what: str, name: str, *, longest: int = _LONGEST) -> None:
-    """Raise `UsageError` if `name` cannot be the name of an object of Kubernetes."""
+    """Raise `UsageError` if Kubernetes does not accept `name` as the name of an object.
+
+    `what` describes the name in the error message. `longest` is the largest number of characters.
+    """
     if not _NAME.fullmatch(name) or len(name) > longest:
         raise UsageError(
             f"{what} is {name!r}; expected a-z, 0-9 and -, a letter first, a letter or digit last, and at "
@@ -85,7 +88,7 @@ def check_name(what: str, name: str, *, longest: int = _LONGEST) -> None:
 
 
 def name_of(text: str) -> str:
-    """Return the default name of a job, made from a script's name."""
+    """Return a name that Kubernetes accepts for a job, made from `text`, the name of a script."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST].strip("-")
 
@@ -102,7 +105,7 @@ def _object(version: str, kind: str, request: JobRequest, options: PodOptions) -
 
 
 def _command(request: JobRequest, options: PodOptions, run_dir: str, kind: Kind) -> list[str]:
-    """Return the `lockstep run` command of each container, as words that no shell interprets."""
+    """Return the `lockstep run` command of each pod's container, as a list of words for no shell."""
     own = ["lockstep", "run"]
     if request.nodes > 1:
         own += ["--nnodes", f"{options.least}:{request.nodes}"]
@@ -123,7 +126,10 @@ def _ranks(request: JobRequest) -> int | str:
 
 
 def _resources(request: JobRequest, options: PodOptions) -> Manifest:
-    """Return a pod's memory, cores and GPUs; requests equal limits, so that the pod is evicted last."""
+    """Return a pod's memory, cores and GPUs as Kubernetes resources.
+
+    The requests equal the limits, so that the pod is evicted last.
+    """
     if request.cpus_per_node is None:
         raise UsageError(
             f"-n is {request.ranks}; expected a number: the limits of a pod have a number of cores",
@@ -144,7 +150,7 @@ def _resources(request: JobRequest, options: PodOptions) -> Manifest:
 def _pod_template(
     request: JobRequest, options: PodOptions, run_dir: str, kind: Kind, container: str = "node"
 ) -> Manifest:
-    """Return the template of a pod that any user may run under the Pod Security Standard `restricted`."""
+    """Return the template of a job's pods, which satisfies the Pod Security Standard `restricted`."""
     empty = {"tmp": "/tmp", "home": _HOME, "shm": "/dev/shm"}  # noqa: S108 - paths in a container
     mounts = [*empty.items(), ("data", options.mount)]
     volumes: list[Manifest] = [{"name": name, "emptyDir": {}} for name in empty]
@@ -187,7 +193,10 @@ def _pod_template(
 
 
 def _job_spec(request: JobRequest, template: Manifest) -> Manifest:
-    """Return the spec of an Indexed Job, in which one pod is replaced while the others run."""
+    """Return the spec of an Indexed Job with `template` for its pods.
+
+    A lost pod is replaced while the others continue.
+    """
     return {
         "completionMode": "Indexed",
         "completions": request.nodes,
@@ -250,7 +259,7 @@ def _jobset(request: JobRequest, options: PodOptions, run_dir: str) -> list[Mani
 
 
 def _trainjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[Manifest]:
-    """Return a TrainJob, and the TrainingRuntime that it refers to, which has the job's policies."""
+    """Return the manifests of a TrainJob, and of the TrainingRuntime that it refers to."""
     version = "trainer.kubeflow.org/v1alpha1"
     job = _replicated_job(request, options, run_dir, KINDS["trainjob"])
     job["template"]["metadata"] = {
@@ -297,14 +306,14 @@ def _pytorchjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of Kubernetes job, such as JobSet: how to make its manifests and to find its pods.
+    """A kind of Kubernetes job, such as JobSet: a function for its manifests, and names for its pods.
 
     Attributes:
         make: returns the manifests of a job.
         objects: resources that make up a job, as for `kubectl delete`; the job itself is the first.
         label: label of the job's pods, whose value is the job's name.
         first_pod: host name of pod 0, with `{}` for the job's name.
-        index: variable with the number of a pod.
+        index: environment variable with the number of a pod.
     """
 
     make: Callable[[JobRequest, PodOptions, str], list[Manifest]]

@@ -1,4 +1,4 @@
-"""State of a job of Kubernetes, from the JSON of `kubectl get` for the job and its pods."""
+"""Determine the state of a Kubernetes job from the JSON of `kubectl get` for the job and its pods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEMORY = "--memory SIZE asks for more: snapshots take twice the state of model 
 
 
 def parse(job: dict[str, Any], pods: Sequence[dict[str, Any]]) -> JobState:
-    """Return the state of a job from the JSON of the job and of its pods."""
+    """Return the state of a job from the JSON that `kubectl get` prints for the job and its pods."""
     restarts = sum(_is(pod, "Failed") for pod in pods)
     problem, hint = _problem(pods)
     for condition in job.get("status", {}).get("conditions", ()):
@@ -51,7 +51,7 @@ def _is(pod: dict[str, Any], phase: str) -> bool:
 
 
 def _pods_wanted(job: dict[str, Any]) -> int:
-    """Return the number of pods in the spec of a job of any kind."""
+    """Return the number of pods in the spec of a Kubernetes job; `job` is the JSON of `kubectl get`."""
     spec = job.get("spec", {})
     if "pytorchReplicaSpecs" in spec:
         return sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values())
@@ -63,7 +63,10 @@ def _pods_wanted(job: dict[str, Any]) -> int:
 
 
 def _problem(pods: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the problem of the newest pod that has one, and a hint; two empty texts if none has."""
+    """Return (problem, hint) of the newest pod that has a problem; two empty texts if none has.
+
+    `pods` are in the JSON of `kubectl get`.
+    """
     for pod in sorted(pods, key=_created, reverse=True):
         for found in filter(None, (_unscheduled(pod), *map(_of_container, _containers(pod)))):
             what, hint = found
@@ -87,7 +90,10 @@ def _unscheduled(pod: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _of_container(container: dict[str, Any]) -> tuple[str, str] | None:
-    """Return why a container waits or has failed, now or before its last restart; `None` if all is well."""
+    """Return (problem, hint) of a container that waits or has failed, or `None`.
+
+    Failures before its last restart count, too. `container` is the status that `kubectl get` prints.
+    """
     waiting = container.get("state", {}).get("waiting")
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
         "terminated"

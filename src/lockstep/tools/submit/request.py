@@ -1,4 +1,4 @@
-"""`JobRequest`: the validated description of a job to submit."""
+"""Define `JobRequest`: the validated description of a job for `lockstep submit`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """A job to submit: its command, its nodes and its limits.
+    """A job to submit: its command, its number of nodes, ranks and cores, and its time limit.
 
     Raises:
         UsageError: if a value cannot work on any cluster.
@@ -63,7 +63,7 @@ class JobRequest:
 
     @property
     def seconds_to_save(self) -> int:
-        """Seconds before the time limit at which the run gets the signal to save its state."""
+        """Seconds before the time limit at which the job gets the signal to save the run's state."""
         if self.save_before is not None:
             return self.save_before
         limit = _seconds(self.time_limit or "")
@@ -71,7 +71,7 @@ class JobRequest:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Number of ranks on each node; `None` if it depends on the node."""
+        """Number of ranks on each node; `None` if it depends on the devices of the node."""
         if isinstance(self.ranks, int):
             return self.ranks
         if self.gpus_per_node is not None and self.ranks in (None, "gpu", "auto"):
@@ -80,7 +80,7 @@ class JobRequest:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """Number of cores for all ranks of a node, by default one for each rank."""
+        """Number of cores for all ranks of a node; `None` if the number of ranks is not known."""
         ranks = self.ranks_per_node
         return None if ranks is None else max(1, ranks) * (self.cpus_per_rank or 1)
 
@@ -91,7 +91,7 @@ _GPUS = re.compile(r"([\w./-]+:)*[1-9][0-9]{0,3}")
 
 
 def _seconds(limit: str) -> int | None:
-    """Return a time limit such as `30` (minutes) or `1-12:00` in seconds; `None` if it has another form."""
+    """Convert a time limit such as `30` (minutes) or `1-12:00` to seconds; `None` for another form."""
     days, dash, rest = limit.rpartition("-")
     words = [days or "0", *rest.split(":")]
     if not all(word.isdecimal() for word in words) or len(words) > 4:

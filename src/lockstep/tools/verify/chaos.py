@@ -41,7 +41,7 @@ _PACE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The random moment at which to kill a worker, and a random number that selects the worker."""
+    """One kill of a random worker: the random moment of the kill, and a random number for the worker."""
 
     step: int  # number of steps that the run must have done
     hasty: bool  # whether the kill does not wait for a step after the previous kill
@@ -50,7 +50,10 @@ class Kill:
 
 
 def draw(kills: int, seed: int, steps: int) -> list[Kill]:
-    """Return random moments for kills; of several, one is before the first step, one in the last step."""
+    """Return `kills` random kills in a run of `steps` steps, drawn from `seed`, in order of time.
+
+    If there are several, one comes before the first step and one in the last step.
+    """
     dice = random.Random(seed)  # noqa: S311 - it need not be hard to guess
     ends = [0, steps - 1] if kills > 1 else []
     moments = sorted(ends + [dice.randrange(steps) for _ in range(kills - len(ends))])
@@ -70,7 +73,7 @@ class Chaos:
         self._last = steps - 1
 
     def work(self, kills: Sequence[Kill]) -> int:
-        """Carry out the kills until all are done or the launch has ended; return how many were done."""
+        """Carry out `kills` in order; return how many were done before the launch ended."""
         for done, kill in enumerate(kills):
             while not self._kill(kill):
                 # No worker has started yet, or all ended before the moment of the kill.
@@ -81,7 +84,7 @@ class Chaos:
         return len(kills)
 
     def _kill(self, kill: Kill) -> bool:
-        """Wait for the moment of `kill` and kill a worker; return whether there was a worker to kill."""
+        """Wait for the moment of `kill` and kill a worker; return whether a worker was killed."""
         if not self._workers.arrive():
             return False
         # If all steps are done, restarted workers may end before a delayed kill.
@@ -108,7 +111,7 @@ class Chaos:
 
 
 class _Workers:
-    """The worker processes of a launch, told from others by their standard output: a pipe or a log file."""
+    """The worker processes below a launcher, found by their standard output: a pipe or a log file."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
@@ -116,7 +119,7 @@ class _Workers:
         self._killed: set[psutil.Process] = set()
 
     def arrive(self) -> bool:
-        """Find the workers started since the last kill; return whether there are any."""
+        """Find the workers that started since the last kill; return whether there are any."""
         self._now = [one for one in self._all() if one not in self._killed]
         return bool(self._now)
 
@@ -125,7 +128,10 @@ class _Workers:
         return any(_lives(one) for one in self._now)
 
     def kill(self, choice: float) -> bool:
-        """Kill the found worker that `choice`, from 0 to 1, selects; return whether one was running."""
+        """Kill one of the found workers; return `False` if none is running.
+
+        `choice`, from 0 to 1, selects the worker.
+        """
         victims = [one for one in self._now if _lives(one)]
         if not victims:
             return False
@@ -166,7 +172,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _read(fact: Callable[[], Value], default: Value) -> Value:
-    """Return the result of `fact`, a function that reads a process; `default` if the process has ended."""
+    """Call `fact`, which reads a property of a process; return `default` if the process has ended."""
     try:
         return fact()
     except (psutil.NoSuchProcess, OSError):
@@ -174,7 +180,7 @@ def _read(fact: Callable[[], Value], default: Value) -> Value:
 
 
 class _Progress:
-    """The steps that a run has done since its last (re)start, read from its growing trace files."""
+    """The progress of a run since its last (re)start, read from its growing trace files."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -188,17 +194,17 @@ class _Progress:
 
     @property
     def pace(self) -> float:
-        """Median of the seconds per step of the newest steps."""
+        """Median of the seconds per step over the newest steps; a guess until one is measured."""
         return statistics.median(self._times) if self._times else _PACE
 
     def forget(self) -> None:
-        """Reset after a kill: from now on only steps after the next restart count as progress."""
+        """Forget after a kill that steps were done: only steps after the next restart count then."""
         self.look()
         self.moved = False
         self._step = None
 
     def look(self) -> None:
-        """Read the lines that the run has added to its trace files, and update the progress."""
+        """Read the new lines of the run's trace files, and update the progress."""
         if time.monotonic() > self._scanned + _LOOK_FOR_GENERATIONS:
             found = generations(self._trace)
             self._files = [*found[max(found)].values()] if found else []

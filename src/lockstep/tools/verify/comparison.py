@@ -1,4 +1,4 @@
-"""Compare the steps that layouts recorded: find the first difference, and samples seen twice or never."""
+"""Compare the traces of a script on several layouts: the first difference, and the samples visited."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.tools.verify.traces import (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between two layouts, or between two computations of a step on one layout."""
+    """A difference between two layouts, or between two computations of a step on one layout."""
 
     step: int  # counted from 1
     what: str  # `seed`, `samples`, `loss`, `parameters`, `state`, `length` or `redone`
@@ -31,9 +31,10 @@ class Difference:
 
 
 def compare(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Return the first step in which two layouts differ, or `None` if they never do.
+    """Return the first difference between the traces of a run on two layouts, or `None`.
 
     Within a step the comparison goes from causes to effects: samples, losses, parameters, other state.
+    `name` and `other_name` name the layouts in messages.
     """
     # Evaluations and callbacks may change the state after the last step.
     last = max([*one.steps, *other.steps], default=0)
@@ -60,7 +61,10 @@ def _compare_steps(one: Traces, other: Traces, name: str, other_name: str) -> Di
 
 
 def _compare_evaluated(one: Traces, other: Traces, name: str, other_name: str) -> Difference | None:
-    """Return the first evaluation batch whose samples differ between two layouts, or `None`."""
+    """Return the difference of the first evaluation batch whose samples are not the same, or `None`.
+
+    `name` and `other_name` name the two layouts in messages.
+    """
     for key in sorted(one.evaluated.keys() & other.evaluated.keys(), key=one.evaluated.__getitem__):
         (step, a), (_, b) = one.evaluated[key], other.evaluated[key]
         if a != b:
@@ -117,7 +121,10 @@ def _compare_made(
 
 
 def redone(traces: Traces, name: str) -> Difference | None:
-    """Return the first step whose result differed when a layout computed it again after a crash."""
+    """Return the difference of the first step that had another result when computed again, or `None`.
+
+    A layout computes steps again after a crash. `name` names the layout in messages.
+    """
     if not traces.redone:
         return None
     step, differs = min(traces.redone, key=lambda found: found[0])
@@ -127,7 +134,7 @@ def redone(traces: Traces, name: str) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Samples that a layout visited twice or never, in loops that should visit each exactly once."""
+    """Samples that a layout visited more than once or never, in loops that should visit each once."""
 
     loops: int  # number of such loops
     twice: tuple[tuple[int, int, int], ...]  # (loader, epoch, sample)
@@ -140,10 +147,10 @@ class Coverage:
 
 
 def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Coverage:
-    """Find samples that loops over loaders visited twice or never; repeated passes over a batch count once.
+    """Find samples that loops over loaders visited twice or never; return them with the number of loops.
 
     `traces` are those of one layout. Only loops that the layout's run completed are examined, and loops in
-    `complete`, which the run of another layout completed.
+    `complete`, which the run of another layout completed. Repeated passes over a batch count once.
     """
     samples = {key: samples for key, (_, samples) in traces.evaluated.items()}
     for step in traces.steps.values():
@@ -165,7 +172,7 @@ def coverage(traces: Traces, complete: AbstractSet[LoopKey] = frozenset()) -> Co
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The outcomes of all layouts, and the result of their comparison."""
+    """Result of `lockstep verify`: the result on each layout, the first difference, and the coverage."""
 
     outcomes: Sequence[LayoutResult]
     difference: Difference | None  # the earliest difference
@@ -179,12 +186,12 @@ class VerifyResult:
 
     @property
     def holds(self) -> bool:
-        """Whether all layouts agree, and each loop visited each sample exactly once."""
+        """Whether all layouts end with the same weights, and loops visited each sample exactly once."""
         return self.same and self.coverage.is_exact
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of all layouts' runs, each once."""
+        """The warnings about the script that its runs on all layouts printed, each once."""
         return list(dict.fromkeys(text for one in self.outcomes for text in one.warnings))
 
     def as_json(self) -> dict[str, Any]:
@@ -216,9 +223,10 @@ class VerifyResult:
 
 
 def judge(outcomes: Sequence[LayoutResult]) -> VerifyResult:
-    """Compare every layout with the first, and steps repeated after a restart with their first results.
+    """Compare the results on all layouts with the first one; return the first difference and coverage.
 
-    Of a script with several runs, each run is compared with the run of the same number.
+    Steps that were repeated after a restart are compared with their first results. Of a script with several
+    runs, each run is compared with the run of the same number.
     """
     count = max(len(outcome.traces) for outcome in outcomes)
     runs = [[(*one.traces, *[Traces()] * count)[run] for one in outcomes] for run in range(count)]
@@ -241,7 +249,7 @@ def judge(outcomes: Sequence[LayoutResult]) -> VerifyResult:
 
 
 def _seeds(outcomes: Sequence[LayoutResult]) -> Difference | None:
-    """Return the difference between the seeds of two layouts, or `None`; it explains all others."""
+    """Return the difference between the seeds of two layouts, or `None` if all have the same seed."""
     first = outcomes[0]
     for other in outcomes[1:]:
         if None not in (first.seed, other.seed) and first.seed != other.seed:
@@ -266,7 +274,10 @@ def _first_difference(
 
 
 def _coverage(outcomes: Sequence[LayoutResult], traces: Sequence[Traces]) -> Coverage:
-    """Return a run's coverage on the first layout where it is not exact, else on the first layout."""
+    """Return the first coverage that is not exact among the layouts; else that of the first layout.
+
+    `traces` are those of one run of the script on each layout, in the order of `outcomes`.
+    """
     own, complete = coverage(traces[0]), traces[0].complete
     # A layout whose ranks diverged has stopped early, so it lacks samples.
     others = zip(outcomes[1:], traces[1:], strict=True)

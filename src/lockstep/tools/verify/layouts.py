@@ -23,7 +23,7 @@ _EXAMPLES = 'for example --layouts 1,2,4 or --layouts 1 "4>2@30" "2,kill@30"'
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One launch of a layout: its number of ranks, and the kills and preemption that happen in it."""
+    """One launch of a layout: its number of ranks, the kills during it, and the preemption at its end."""
 
     ranks: int
     kills: tuple[int, ...] = ()  # steps in whose backward pass the last rank kills itself
@@ -31,14 +31,14 @@ class Stage:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Kills and preemption in this launch, in the syntax of the variable LOCKSTEP_FAULTS."""
+        """Kills and preemption in this launch, such as `kill@30`, for the variable LOCKSTEP_FAULTS."""
         preempted = () if self.until is None else (f"term@{self.until}",)
         return (*(f"kill@{step}" for step in self.kills), *preempted)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomKills:
-    """Kills of random workers at random moments, drawn from a seed."""
+    """The number of random kills of workers, and the seed of their moments and choices."""
 
     kills: int
     seed: int
@@ -46,7 +46,7 @@ class RandomKills:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout to verify: the numbers of ranks of its launches, and kills and preemptions of the run."""
+    """A layout for `lockstep verify`: the launches of a run, with their ranks, kills and preemptions."""
 
     name: str  # as the user wrote it
     stages: tuple[Stage, ...]  # each launch continues the run of the previous one
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """The largest number of ranks that a launch of this layout has."""
+        """The largest number of ranks in the launches of this layout."""
         return max(stage.ranks for stage in self.stages)
 
     @property
@@ -75,7 +75,9 @@ def parse(
     random_kills: RandomKills | None = None,
     strategies: Sequence[str | None] = (None,),
 ) -> list[Layout]:
-    """Parse words such as `1,2,4` or `2,kill@30` to layouts; add one with `random_kills`, if given.
+    """Parse words such as `1,2,4` or `2,kill@30` to layouts, each once for each of `strategies`.
+
+    With `random_kills`, a layout with these kills on the largest number of ranks is added.
 
     Raises:
         UsageError: if a word cannot be parsed, or there are fewer than two layouts.
@@ -110,7 +112,7 @@ def _parse_word(word: str) -> list[Layout]:
 
 
 def _check_no_fault(item: str, word: str) -> None:
-    """Raise an error if `item` looks like a fault, such as `kil@30`, and is not a valid one."""
+    """Raise `UsageError` if `item`, a part of `word`, looks like a fault but is none, such as `kil@30`."""
     kind, at, _ = item.partition("@")
     if at and kind.isalpha():
         near = did_you_mean(kind, ("kill", "term"))
@@ -148,9 +150,9 @@ def _stages(
 ) -> tuple[Stage, ...]:
     """Divide a run into launches, of which each but the last one ends with a preemption.
 
-    `begun` is the number of ranks of the first launch. `ends` has, for each preemption, the next number of
-    ranks and the step after which it happens. `kills` are the steps in which a rank is killed. `name` names
-    the layout in error messages.
+    `begun` is the number of ranks of the first launch. `ends` has, for each preemption, the number of ranks
+    after it, and the step after which it happens. `kills` are the steps in which a rank is killed. `name`
+    names the layout in error messages.
     """
     stages, ranks, before = [], begun, 0
     for following, step in ends:

@@ -25,7 +25,7 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """The command that runs the script on every layout."""
+    """The script and its options for `lockstep run`, the same for every layout."""
 
     command: RunCommand
     replicas: int  # for scripts that do not set a number
@@ -33,7 +33,10 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayoutResult:
-    """The result of a script on one layout; digest and steps are those of the first run in the script."""
+    """The result of a script on one layout: exit code, digest, steps, traces and others.
+
+    Digest and steps are those of the first run in the script.
+    """
 
     layout: Layout
     exit_code: int
@@ -49,12 +52,12 @@ class LayoutResult:
 
     @property
     def differs(self) -> bool:
-        """Whether the run failed because ranks, or repeated microbatches, had different bits."""
+        """Whether the run failed because bits differed between ranks or between repeated microbatches."""
         return any(f"{one.__name__}:" in self.complaint for one in (AuditError, DivergenceError))
 
 
 def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Iterable[LayoutResult]:
-    """Run a script on every layout, and yield the outcomes.
+    """Run the script of `work` on every layout, in new directories below `directory`; yield the results.
 
     Raises:
         RunError: if the script fails on a layout for any reason but a difference that the run has found.
@@ -82,7 +85,9 @@ def outcomes(layouts: Sequence[Layout], work: RunSpec, directory: Path) -> Itera
 
 
 def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> LayoutResult:
-    """Run a script on `layout`; `steps` is the number of steps of an undisturbed run, or 0.
+    """Run the script of `work` on `layout` in the new directory `directory`; return the result.
+
+    `steps` is the number of steps of a run without faults, for choosing random kills.
 
     Raises:
         UsageError: if the run ends before a requested fault.
@@ -146,9 +151,9 @@ def _warnings(errors: Path) -> tuple[str, ...]:
 
 
 def _check_faults(outcome: LayoutResult) -> None:
-    """Raise an error if a fault (a kill or a preemption) of the layout did not happen.
+    """Raise `UsageError` if a kill or a preemption of the layout did not happen.
 
-    Each fault that happens causes a restart, so a run has one more start than faults.
+    Each one that happens causes a restart, so that a run has more starts than kills and preemptions.
     """
     faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
     if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):
@@ -168,6 +173,6 @@ def _check_faults(outcome: LayoutResult) -> None:
 
 
 def directory_name(number: int, layout: Layout) -> str:
-    """Return a name for the directory of the `number`-th layout, without characters special to a shell."""
+    """Return a directory name for a layout and its index, without characters special to a shell."""
     name = layout.name if layout.strategy is None else f"{layout.name}-{layout.strategy}"
     return f"{number}-{re.sub(r'[^0-9a-z]+', '-', name)}"

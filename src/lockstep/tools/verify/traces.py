@@ -35,7 +35,7 @@ Digests = dict[int, dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class TracedMicrobatch:
-    """Loss and sample ids of one replica's microbatch with a backward pass, read from a trace."""
+    """The loss and the sample ids of one replica's microbatch, read from a trace."""
 
     bits: str
     value: float
@@ -44,7 +44,7 @@ class TracedMicrobatch:
 
 @dataclass(slots=True)
 class Step:
-    """The samples and losses of one step's backward passes, and digests of the training state after it."""
+    """One step in the traces: losses and samples of its microbatches, digests of the state after it."""
 
     passes: dict[Key, TracedMicrobatch] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)  # the state after the step
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(slots=True)
 class Traces:
-    """The merged traces of all ranks of a layout, without steps that a restart superseded.
+    """The traces of all ranks on a layout, merged, without steps that a restart superseded.
 
     A restart from the state of step S computes the steps after S again: their first results are superseded,
     but the new results have to be equal.
@@ -70,14 +70,17 @@ class Traces:
 
 
 def read_runs(directory: Path) -> tuple[Traces, ...]:
-    """Return the merged traces of each run of a script, in their order in the script."""
+    """Return the merged traces of each run of a script, in the order of the runs in the script.
+
+    `directory` has the trace files of the first run, and a subdirectory for each later one.
+    """
     count = len(list(directory.glob("run-*")))  # runs after the first
     later = (read(directory / f"run-{number + 2}") for number in range(count))
     return read(directory), *later
 
 
 def read(directory: Path) -> Traces:
-    """Return the merged traces of one run in `directory`; empty if there are none."""
+    """Return the merged traces of one run from the files in `directory`; empty without files."""
     traces = Traces()
     dropped: dict[int, Step] = {}
     for _, files in sorted(generations(directory).items()):
@@ -92,7 +95,7 @@ def read(directory: Path) -> Traces:
 
 
 def generations(directory: Path) -> dict[int, dict[int, Path]]:
-    """Return the paths of the trace files: for each (re)start, by number, a dictionary by rank."""
+    """Return the paths of the trace files in `directory`: by number of the (re)start, then by rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in directory.glob("rank-*.jsonl"):
         if name := _NAME.fullmatch(path.name):
@@ -101,9 +104,10 @@ def generations(directory: Path) -> dict[int, dict[int, Path]]:
 
 
 def _read_generation(files: dict[int, Path], traces: Traces) -> tuple[float, dict[int, Step]]:
-    """Read the trace files of one (re)start; return the step after which it continued, and its steps.
+    """Read the trace files of one (re)start; return the step after which it began, and its steps.
 
-    Other records, such as samples of evaluations, are added to `traces`.
+    `files` are the paths by rank. Records that belong to no step, such as samples of evaluations, are added
+    to `traces`.
     """
     # If all ranks were killed before they wrote a line, no step is superseded.
     begin = float("inf")
@@ -150,10 +154,10 @@ def _merge(steps: dict[int, Step], number: int, new: Step) -> None:
 
 
 def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, str]]:
-    """Yield the differences between a step's first computation and the one after a restart.
+    """Yield (step, text) for each difference between two computations of step `number`.
 
-    Only values that both computations have recorded are compared: either may have been killed before the
-    end of the step.
+    `first` is the computation before a restart, `again` the one after it. Only values that both have
+    recorded are compared: either may have been killed before the end of the step.
     """
     for key in sorted(first.passes.keys() & again.passes.keys()):
         one, other = first.passes[key], again.passes[key]
@@ -171,15 +175,15 @@ def _differences(number: int, first: Step, again: Step) -> Iterator[tuple[int, s
 
 
 def names(digests: Digests) -> list[str]:
-    """Return the names of all models, optimizers and other state of which any rank recorded a digest."""
+    """Return the names of the models, optimizers and other state of which any rank recorded a digest."""
     return list(dict.fromkeys(name for parts in digests.values() for name in parts))
 
 
 def values(digests: Digests, name: str) -> set[str]:
-    """Return the distinct digests that ranks recorded for one model, optimizer or other named state."""
+    """Return the set of different digests that ranks recorded for the model or other state `name`."""
     return {parts[name] for parts in digests.values() if name in parts}
 
 
 def few(samples: tuple[int, ...]) -> str:
-    """Return the first few sample ids as text."""
+    """Return the first six sample ids as text."""
     return str(list(samples[:6]))[:-1] + (", …]" if len(samples) > 6 else "]")

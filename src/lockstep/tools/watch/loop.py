@@ -29,12 +29,13 @@ _KEYS = "q or Ctrl-C leaves; the run continues"
 
 
 def watch(watcher: Watcher, seconds: float | None) -> int:
-    """Show a run until it ends; return the exit code, which is 0 also if the user leaves before.
+    """Show a run until it ends or the user leaves; return an exit code.
 
-    Without `seconds` the display is refreshed each second on a terminal, and every 5 seconds elsewhere.
+    The exit code is 0 for a finished run, and if the user leaves. The display is refreshed every `seconds`:
+    by default each second on a terminal, and every 5 seconds elsewhere.
 
     Raises:
-        RunDirectoryError: if the record can no longer be read.
+        RunDirectoryError: if the record of the run can no longer be read.
     """
     console = Console()
     signal.signal(signal.SIGTERM, _leave)  # restores the terminal first
@@ -51,7 +52,10 @@ def _leave(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _live(watcher: Watcher, console: Console, seconds: float) -> int:
-    """Show a full-screen display that is refreshed; leave its last state on the terminal."""
+    """Show a full-screen display, refreshed every `seconds`, until the run ends or `q` is pressed.
+
+    The last display stays on the terminal. Return the exit code.
+    """
     view = watcher.look()
     try:
         with unbuffered(), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -66,7 +70,10 @@ def _live(watcher: Watcher, console: Console, seconds: float) -> int:
 
 
 def _lines(watcher: Watcher, seconds: float) -> int:
-    """Print a line at each interval, and one for each new event."""
+    """Print a summary every `seconds`, and a line for each new event, until the run ends.
+
+    Return the exit code.
+    """
     shown: tuple[EventLine, ...] = ()
     while True:
         view = watcher.look()
@@ -89,7 +96,7 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def unbuffered() -> Iterator[None]:
-    """Context manager: keys are read at once and without echo, if standard input is a terminal."""
+    """Context manager in which key presses are read at once and without echo, if stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -103,7 +110,7 @@ def unbuffered() -> Iterator[None]:
 
 
 def pressed(key: str, seconds: float) -> bool:
-    """Wait at most `seconds` for `key`; return whether it was pressed, or standard input has ended."""
+    """Wait at most `seconds` for the key `key`; return whether it was pressed or stdin has ended."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

@@ -1,4 +1,4 @@
-"""The display of a run on a terminal."""
+"""Display of a run on a terminal, as a renderable of Rich."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FRAME = 9
 
 
 class Screen:
-    """The display of one view of a run, cut to the terminal's height."""
+    """Renderable of Rich that displays a run as it is in one `RunView`, cut to the terminal's height."""
 
     def __init__(self, view: RunView, keys: str = "") -> None:
         self._view, self._keys = view, keys
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the parts of the display."""
+        """Yield the displayed parts: status, progress, ranks, events and log."""
         height = options.height or console.height
         room = max(0, height - _FRAME)
         ranks = min(len(self._view.ranks), max(2, room - _MOMENTS - _LOG))

@@ -1,4 +1,4 @@
-"""`RunView`: the state of a run at one moment, and values computed from that state."""
+"""Define `RunView`: the state of a run at one moment, with values computed from it for display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STALE = 10.0
 
 @dataclass(slots=True)
 class RankView:
-    """The newest events of a rank since its last (re)start."""
+    """The newest events and logged values of a rank, from those since its last (re)start."""
 
     newest: dict[str, Event] = field(default_factory=dict)  # the last event of each kind
     values: dict[str, float] = field(default_factory=dict)  # the newest logged values
@@ -24,23 +24,26 @@ class RankView:
 
     @property
     def step(self) -> int | None:
-        """Number of the last recorded step."""
+        """Number of the newest step among the rank's events; `None` if none is recorded."""
         steps = [event["step"] for event in self.newest.values() if "step" in event]
         return max(steps, default=None)
 
     def measured(self, kind: str, name: str) -> Any:
-        """Return a field of the newest event of a kind; `None` if there is no such event."""
+        """Return the field `name` of the rank's newest event of a kind; `None` without such an event."""
         return self.newest.get(kind, {}).get(name)
 
     def share(self, name: str) -> float | None:
-        """Return the part of the newest steps' time, from 0 to 1, that `data` or `exchange` took."""
+        """Return the share, from 0 to 1, of `data` or `exchange` in the time of the newest steps.
+
+        Return `None` if it is not measured.
+        """
         part, whole = self.measured("pace", name), self.measured("pace", "seconds")
         return part / whole if part is not None and whole else None
 
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """An event of the run as a sentence to show, with its time."""
+    """One event of the run as a sentence to show, with its time."""
 
     time: float  # Unix seconds
     text: str
@@ -49,7 +52,7 @@ class EventLine:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """The state of a run at one moment, as `lockstep watch` shows it."""
+    """The state of a run at one moment, with values computed from it for `lockstep watch`."""
 
     directory: str  # as the user wrote it
     content: Mapping[str, Any]  # of `run.json`
@@ -61,7 +64,10 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """`running`, `finished`, `failed`, `preempted`, or `dead` if it is `running` without a process."""
+        """Status of the run: `running`, `finished`, `failed`, `preempted` or `dead`.
+
+        A run is `dead` if its record says `running`, and no launch uses the run directory.
+        """
         return status(str(self.content.get("status")), self.in_use)
 
     @property
@@ -71,19 +77,19 @@ class RunView:
 
     @property
     def layout(self) -> str:
-        """Number of ranks and nodes, in words."""
+        """Numbers of ranks and nodes, as text such as `8 ranks on 2 nodes`."""
         generations = self.content.get("generations") or [{}]
         ranks, nodes = generations[-1].get("ranks", 1), generations[-1].get("nodes", 1)
         return f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
 
     @property
     def restarts(self) -> int:
-        """Number of times that the run was restarted."""
+        """Number of times that the run was restarted, after a failure or by the user."""
         return max(0, len(self.content.get("generations", [])) - 1)
 
     @property
     def step(self) -> int | None:
-        """Number of steps that the run has done."""
+        """Number of steps that the run has done; `None` before the first one is recorded."""
         if "steps" in self.content:
             return int(self.content["steps"])
         steps = [rank.step for rank in self.ranks.values() if rank.step is not None]
@@ -91,12 +97,12 @@ class RunView:
 
     @property
     def pace(self) -> Event:
-        """The newest measured step times, of the lowest rank that has any; empty if no rank has."""
+        """The newest event with measured step times, of the lowest rank that has one; else empty."""
         return next((r.newest["pace"] for r in self.ranks.values() if "pace" in r.newest), {})
 
     @property
     def rate(self) -> float | None:
-        """Samples per second of all ranks; `None` if the run has ended or the newest measurement is old."""
+        """Samples per second of all ranks; `None` if the run is not running or the measurement is old."""
         pace = self.pace
         if not pace or not pace["seconds"] or self.status != "running":
             return None
@@ -105,7 +111,7 @@ class RunView:
 
     @property
     def done(self) -> float | None:
-        """The part of the run's epochs that is done, from 0 to 1; `None` if their number is not known."""
+        """The share of the run's epochs that is done, from 0 to 1; `None` if it is not known."""
         if self.content.get("status") == "finished":
             return 1.0
         epochs = self.pace.get("epochs")
@@ -117,7 +123,10 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds that the remaining epochs take at the newest pace, without evaluations."""
+        """Seconds that the remaining epochs take at the newest step time, without evaluations.
+
+        `None` if the number of epochs or batches is not known.
+        """
         pace, done = self.pace, self.done
         if done is None or self.rate is None or not pace.get("batches"):
             return None
@@ -125,7 +134,7 @@ class RunView:
 
     @property
     def epoch(self) -> str | None:
-        """The current epoch and the number of epochs, in words; `None` before the first step."""
+        """The current epoch, as text such as `epoch 2/10`; `None` if none is recorded."""
         if "epoch" not in self.pace:
             return None
         epochs = self.pace.get("epochs")
@@ -133,12 +142,12 @@ class RunView:
 
     @property
     def values(self) -> dict[str, float]:
-        """The newest logged values of the lowest rank that has any."""
+        """The newest logged values by name, of the lowest rank that has logged any."""
         return next((rank.values for rank in self.ranks.values() if rank.values), {})
 
     @property
     def end(self) -> str | None:
-        """The digest of a finished run, or why a run failed or is dead; `None` while the run continues."""
+        """The digest of a finished run, or the reason for which a run failed or is dead; else `None`."""
         if self.status == "dead":
             return (
                 "no process of this run is left; "
@@ -152,7 +161,7 @@ class RunView:
 
     @property
     def summary(self) -> str:
-        """Status, step, values, speed and layout in one line."""
+        """Status, step, logged values, speed and layout of the run in one line of text."""
         parts = [self.status, self.epoch, None if self.step is None else f"step {self.step}"]
         parts += [f"{name} {value:.4g}" for name, value in self.values.items()]
         parts.append(None if self.rate is None else f"{self.rate:,.0f} samples/s")

@@ -1,4 +1,4 @@
-"""`Watcher`: follow a run by reading the new content of its run directory."""
+"""`Watcher`: read the state of a run repeatedly from its run directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ESCAPES = re.compile(
 
 
 class Watcher:
-    """Reads the state of a run from its run directory; each call of `look` reads what is new.
+    """Reads the state of a run from its run directory; each call of `look` reads only new content.
 
     Raises:
         UsageError: if the directory does not exist.
@@ -43,10 +43,10 @@ class Watcher:
         RunRecords.of(directory)
 
     def look(self) -> RunView:
-        """Return the present state of the run.
+        """Read the new content of the run directory; return the present state of the run.
 
         Raises:
-            RunDirectoryError: if the record can no longer be read.
+            RunDirectoryError: if the record of the run can no longer be read.
         """
         # In this order: a run records its end before it releases its lock.
         used = in_use(self._directory)
@@ -70,7 +70,7 @@ class Watcher:
         )
 
     def _new(self, file: Path) -> list[EventLine]:
-        """Read new events from the file of a rank or launcher; return those to show, in words."""
+        """Read the new events in `file`, of a rank or a launcher; return the lines of text to show."""
         events = self._events.setdefault(file, LineReader(file, most=_MOST)).events()
         kind, _, number = file.stem.partition("-")
         if kind == "launcher":
@@ -104,15 +104,18 @@ def _moment(event: Event) -> EventLine | None:
 
 
 def plain(line: str) -> str:
-    """Return a line of output as a terminal finally shows it: after carriage returns, without escapes."""
+    """Return the text that a terminal shows for a line of output, without escape sequences.
+
+    Only the part after the last carriage return is shown.
+    """
     return _ESCAPES.sub("", line.rstrip("\r\n").rpartition("\r")[2]).expandtabs().rstrip()
 
 
 def newest(base: Path) -> Path:
-    """Return the directory in `base` of the run that was started or restarted last.
+    """Return the directory of the run below `base` that was started or restarted last.
 
     Raises:
-        UsageError: if `base` has no run.
+        UsageError: if there is no run in `base`.
     """
     # Later runs of a script have their directories below that of its first run.
     files = [*base.glob(f"*/*/{run_file.NAME}"), *base.glob(f"*/*/*/{run_file.NAME}")]

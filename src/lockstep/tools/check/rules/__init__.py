@@ -1,4 +1,7 @@
-"""Rules by first digit of their code: 1 launch, 2 data, 3 wrapping, 4 step, 5 metrics, 6 Lockstep loops."""
+"""Rules of `lockstep check`, in families by the first digit of their code.
+
+The families are 1 launch, 2 data, 3 wrapping, 4 step, 5 metrics, 6 Lockstep loops.
+"""
 
 import importlib
 import pkgutil

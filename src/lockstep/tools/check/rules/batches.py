@@ -17,7 +17,7 @@ _WHOLE_HELP = re.compile(r"\b(total|global|overall|effective|across|all (gpus|pr
 
 
 def _of_one_rank(script: Script, call: ast.Call) -> bool:
-    """Whether a loader's batches are for one rank, so that its `batch_size` counts one rank's samples."""
+    """Whether a DataLoader call makes the batches of one rank, so that its `batch_size` is per rank."""
     if script.made_by(argument(call, "sampler", 3), "DistributedSampler"):
         return True
     prepared = {".prepare", ".setup_dataloaders"} & script.called
@@ -95,7 +95,7 @@ def multiplied_batch(script: Script) -> Iterator[Violation]:
     """,
 )
 def whole_batch(script: Script) -> Iterator[Violation]:
-    """Find per-rank loaders that get the global batch size, as its name or help text shows."""
+    """Find per-rank loaders with the global batch size as `batch_size`, judged by name or help text."""
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         if size is not None and _of_one_rank(script, call) and _means_all(script, size):
@@ -103,9 +103,9 @@ def whole_batch(script: Script) -> Iterator[Violation]:
 
 
 def _means_all(script: Script, size: ast.expr) -> bool:
-    """Whether `size` is meant as the batch size of all ranks, and is not divided by their number.
+    """Whether the value `size` is the batch size of all ranks, and is not divided by their number.
 
-    This is judged by its name, and by the help text of its command-line option.
+    This is judged by the name of the value, and by the help text of its command-line option.
     """
     values = [size, *script.sources(size)]
     if any("/" in ast.unparse(value) for value in values[1:]):

@@ -49,7 +49,7 @@ def save_everywhere(script: Script) -> Iterator[Violation]:
 
 
 def _own(script: Script, path: ast.expr) -> bool:
-    """Whether a path is private to the process: memory, an open file, a temporary directory."""
+    """Whether a path is private to a process: a memory buffer, an open file, a temporary directory."""
     values = script.sources(path)
     made = [dotted(value.func) for value in values if isinstance(value, ast.Call)]
     private = r"\btmp_?(path|dir)\b|tempfile\.|mkdtemp|TemporaryDirectory|TemporaryFile"
@@ -67,7 +67,7 @@ def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
 
 
 def _has_group(script: Script, call: ast.Call) -> bool:
-    """Whether the process group certainly exists when a call runs, so that `get_rank` works there."""
+    """Whether the process group surely exists at `call`, so that `get_rank` works there."""
     made = [
         (one, start) for one in script.program for start in one.calls("dist.init_process_group")
     ]
@@ -100,7 +100,10 @@ def _has_group(script: Script, call: ast.Call) -> bool:
     fix="saves the state of `model.module`, unless the model is wrapped in some runs only",
 )
 def prefixed(script: Script) -> Iterator[Violation]:
-    """Find saves of a DDP wrapper's state, in programs that neither load states nor remove `module.`."""
+    """Find saves of a DDP wrapper's `state_dict`, whose keys begin with `module.`.
+
+    Programs that call `load_state_dict`, or handle this prefix, are left out.
+    """
     handled = r"load_state_dict|['\"]module\.|consume_prefix|hasattr\(\w+, ['\"]module"
     if script.matches(handled):
         return
@@ -139,7 +142,7 @@ def prefixed(script: Script) -> Iterator[Violation]:
     """,
 )
 def loaded_into_wrapper(script: Script) -> Iterator[Violation]:
-    """Find states loaded into a DDP wrapper, in programs that save only states of `model.module`."""
+    """Find `load_state_dict` of a DDP wrapper, in programs that save the state of `model.module`."""
     saves = script.findall(r"(\w+)\.state_dict\(")
     if "module" not in saves or script.matches(r"['\"]module\.|consume_prefix"):
         return

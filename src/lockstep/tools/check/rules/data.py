@@ -98,7 +98,7 @@ def unordered(script: Script) -> Iterator[Violation]:
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
-    """Whether a call numbers the elements of a `set`: by `enumerate`, or in a dataset by `list`."""
+    """Whether a call numbers the elements of a set: `enumerate(…)`, or `list(…)` in a dataset class."""
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")
@@ -113,7 +113,7 @@ _ORDERED = {"sorted", "len", "any", "max", "min", "natsorted"}
 
 
 def _sorted(script: Script, call: ast.Call) -> bool:
-    """Whether a listing is sorted, in its expression or later in the file, or only counted."""
+    """Whether the order of a file listing does not matter, since it is sorted or tested in an `if`."""
     for node in script.module.above(call):
         if isinstance(node, ast.Call) and last_name(node.func) in _ORDERED:
             return True

@@ -30,7 +30,7 @@ _GROUP = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2,
 
 
 def collective(script: Script, call: ast.Call) -> str | None:
-    """Return the name of a call if the call is a collective, else `None`."""
+    """Return the name of the collective that a call runs, such as `dist.barrier`; else `None`."""
     name = script.name(call.func)
     if name.startswith("dist.") and name.removeprefix("dist.") in _COLLECTIVES:
         return name
@@ -113,7 +113,11 @@ def _matched(script: Script, call: ast.Call, guard: ast.AST) -> bool:
     """,
 )
 def leaves_alone(script: Script) -> Iterator[Violation]:
-    """Find `break`, `continue` and `return` in training under conditions that differ between ranks."""
+    """Find statements that leave a training loop under a condition that differs between ranks.
+
+    The statements are `break` and `return`; `continue` counts if its condition is on this rank's own loss
+    or metric.
+    """
     if not script.plain or "DDP" not in script.called:
         return
     for branch in script.module.parents:
@@ -134,7 +138,7 @@ def leaves_alone(script: Script) -> Iterator[Violation]:
 
 
 def _by_own_loss(script: Script, branch: ast.If) -> bool:
-    """Whether the condition of a branch in a training loop depends on the loss of this rank's own batch."""
+    """Whether the condition of an `if` in a training loop depends on the loss of one rank's batch."""
     own = re.search(r"is(nan|finite|inf)\(|\bloss(\.item\(\))? *[<>]", ast.unparse(branch.test))
     if not own or script.step_loop(branch) is None:
         return False
@@ -142,7 +146,7 @@ def _by_own_loss(script: Script, branch: ast.If) -> bool:
 
 
 def _by_own_samples(script: Script, branch: ast.If) -> bool:
-    """Whether a branch ends training because of a metric of this rank's samples, not reduced over ranks."""
+    """Whether an `if` ends training because of a metric that is not reduced over ranks."""
     early = re.search(r"patience|early_?stop|should_stop|no_improve", ast.unparse(branch.test))
     if not early or not _in_training(script, branch):
         return False
@@ -152,7 +156,7 @@ def _by_own_samples(script: Script, branch: ast.If) -> bool:
 
 
 def _in_training(script: Script, branch: ast.If) -> bool:
-    """Whether the innermost loop around a branch is a loop of training steps or of epochs."""
+    """Whether the innermost loop around an `if` is a loop of training steps or of epochs."""
     around = script.module.above(branch)
     loop = next((parent for parent in around if isinstance(parent, Loop | ast.FunctionDef)), None)
     return loop in script.step_loops or loop in script.epoch_loops

@@ -54,7 +54,7 @@ def hard_coded_address(script: Script) -> Iterator[Violation]:
 
 
 def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
-    """Yield the assignments to items of `os.environ`, with key and value."""
+    """Yield each assignment to an item of `os.environ`, with its key and its value."""
     for node in script.module.parents:
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
@@ -117,7 +117,7 @@ def local_rank_option(script: Script) -> Iterator[Violation]:
     """,
 )
 def no_device(script: Script) -> Iterator[Violation]:
-    """Find collectives of objects over NCCL in programs that set no device.
+    """Find collectives of Python objects over NCCL, in programs that set no device.
 
     `barrier` is not reported: its device is that of an earlier collective, or else follows from the rank.
     """

@@ -88,7 +88,7 @@ def _of_layout(script: Script, node: ast.expr) -> bool:
     """,
 )
 def own_generator(script: Script) -> Iterator[Violation]:
-    """Find random draws in training steps and `__getitem__` from a generator that is made elsewhere."""
+    """Find random draws in training steps and `__getitem__` from a generator made outside of them."""
     for call in script.module.calls:
         if not _per_sample(script, call) and script.step_loop(call) is None:
             continue
@@ -114,7 +114,7 @@ def _per_sample(script: Script, node: ast.AST) -> bool:
 
 
 def _kept(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a random generator that is made outside of training steps and of `__getitem__`."""
+    """Whether a value is a random generator that is made outside of training steps and `__getitem__`."""
     return any(
         _makes_generator(home, value)
         and not _per_sample(script.of(home), value)

@@ -35,7 +35,10 @@ from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument,
     """,
 )
 def not_registered(script: Script) -> Iterator[Violation]:
-    """Find variables outside `run.state` that an epoch loop tests and changes; resuming resets them."""
+    """Find variables that an epoch loop tests and changes, and that are not registered by `run.state`.
+
+    When a run resumes, such variables begin with their first value again.
+    """
     for loop in script.module.loops:
         over = script.iterated(loop)
         if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
@@ -59,7 +62,7 @@ def _changed(node: ast.AST) -> str:
 
 
 def _starts_before(script: Script, loop: Loop, name: str) -> bool:
-    """Whether a name has a constant value before a loop, and the loop's body does not set it anew."""
+    """Whether the variable `name` gets a constant before `loop`, and is not reset in the loop's body."""
     assigned = [one for one in loop.body[:-1] if isinstance(one, ast.Assign)]
     if name in map(_changed, assigned):
         return False

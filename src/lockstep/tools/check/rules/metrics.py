@@ -107,7 +107,7 @@ def mean_of_means(script: Script) -> Iterator[Violation]:
 
 
 def _sums(script: Script, loop: Loop, total: str) -> bool:
-    """Whether an evaluation loop adds losses to `total`, each of them the mean over one batch."""
+    """Whether an evaluation loop adds losses to the variable `total`, each the mean over one batch."""
     for node in ast.walk(loop):
         match node:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):

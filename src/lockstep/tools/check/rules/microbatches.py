@@ -1,4 +1,4 @@
-"""Rules on work that Lockstep loops do once per microbatch instead of once per step (family LS6)."""
+"""Rules on code that Lockstep loops execute once per microbatch instead of once per step (family LS6)."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def per_microbatch(script: Script) -> Iterator[Violation]:
 
 
 def _in_step(script: Script, node: ast.AST) -> bool:
-    """Whether a node runs once per microbatch: in a training loop over a loader, not over `run.batches`."""
+    """Whether a node is executed once per microbatch: in a training loop, but not over `run.batches`."""
     loop = script.step_loop(node)
     return isinstance(loop, ast.For) and not ast.unparse(loop.iter).count(".batches(")
 
 
 def _updates(script: Script, call: ast.Call) -> bool:
-    """Whether a call statement passes a model of the run, or an object made from one, to other code."""
+    """Whether a call statement gives other code a model of the run, or an object made from one."""
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
     if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
@@ -132,7 +132,7 @@ def _updates(script: Script, call: ast.Call) -> bool:
 
 
 def _is_model(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a model of the run, or the parameters or buffers of one."""
+    """Whether the value of `node` is a model of the run, or the parameters or buffers of one."""
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
             return _is_model(script, owner)
@@ -146,7 +146,7 @@ def _is_model(script: Script, node: ast.expr) -> bool:
 
 
 def _over_parameters(script: Script, over: ast.expr) -> bool:
-    """Whether a loop or comprehension iterates over parameters, and changes them or reads gradients."""
+    """Whether the loop over `over` iterates over parameters, and changes them or reads their gradients."""
     if not any(f".{name}()" in ast.unparse(over) for name in _STATES):
         return False
     loop = next(
@@ -157,7 +157,10 @@ def _over_parameters(script: Script, over: ast.expr) -> bool:
 
 
 def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
-    """Whether the counter `name` is used for more than output, a return value or a divisor."""
+    """Whether code uses the counter `name` for more than output, a return value or a divisor.
+
+    `node` is the statement, such as `steps += 1`, that counts.
+    """
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
     for read in variables(own or module.tree):
@@ -177,7 +180,7 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
 
 
 def is_shown(script: Script, read: ast.AST) -> bool:
-    """Whether a value is only shown, by a print or a logger."""
+    """Whether the value read at `read` is only shown, by a print or a logger."""
     for above in script.module.above(read):
         if isinstance(above, Loop):
             return False
@@ -188,7 +191,7 @@ def is_shown(script: Script, read: ast.AST) -> bool:
 
 
 def _divides(script: Script, read: ast.AST) -> bool:
-    """Whether a value is returned, or is the divisor of a sum."""
+    """Whether the value read at `read` is returned, or is the divisor of a division."""
     for parent, child in script.module.ancestry(read):
         match parent:
             case ast.BinOp(op=ast.Div(), right=right) if right is child:

@@ -83,7 +83,7 @@ def no_main_guard(script: Script) -> Iterator[Violation]:
 
 
 def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
-    """Whether a call starts processes that import the script again, as with the start method `spawn`.
+    """Whether the processes that a call starts import the script again, as with the start method `spawn`.
 
     `always`: whether the script has set such a start method for `mp.Process`.
     """
@@ -101,7 +101,10 @@ def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
 
 
 def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
-    """Whether importing the module runs a call, directly or through its function, without a main guard."""
+    """Whether importing the module executes a call that no `if __name__ == "__main__"` guards.
+
+    The call is at the top level, or in a function that code at the top level calls.
+    """
     scope = script.module.scope(call)
     for node in script.module.above(call):
         if isinstance(node, Function):

@@ -58,7 +58,7 @@ def no_set_epoch(script: Script) -> Iterator[Violation]:
 
 
 def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
-    """Yield the edit that adds `set_epoch`, if sampler and epoch loop are in one function."""
+    """Yield the edit that adds `set_epoch`, if the sampler and the epoch loop are in one function."""
     name, module = script.bound_name(call), script.module
     parent, above, *_ = module.above(call)
     always = isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)

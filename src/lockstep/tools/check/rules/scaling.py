@@ -48,7 +48,7 @@ def clip_before_unscale(script: Script) -> Iterator[Violation]:
 
 
 def scaled_loss(call: ast.Call) -> bool:
-    """Whether a call is `scaler.scale(loss).backward()`."""
+    """Whether a call has the form `scaler.scale(loss).backward()`."""
     match call.func:
         case ast.Attribute(value=ast.Call(func=ast.Attribute(attr="scale"))):
             return True
@@ -79,7 +79,7 @@ def scaled_loss(call: ast.Call) -> bool:
     """,
 )
 def wrong_scaler(script: Script) -> Iterator[Violation]:
-    """Find optimizers that step with scaled gradients, and loss scalers that are never updated."""
+    """Find optimizer steps on gradients that are still scaled, and loss scalers without an `update`."""
     for backward in script.methods("backward"):
         if not scaled_loss(backward):
             continue

@@ -1,4 +1,4 @@
-"""Rules on each training step: accumulated gradients, waiting for the GPU (family LS4)."""
+"""Rules on code in every training step: accumulated gradients, waiting for the GPU (family LS4)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def waits_each_step(script: Script) -> Iterator[Violation]:
 
 
 def _reads(script: Script, call: ast.Call) -> str:
-    """Return the text of a call that copies a tensor to the host, such as `loss.item()`; else empty."""
+    """Return the source of a call that copies a tensor to the host, such as `loss.item()`, or ""."""
     match call.func:
         case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
             text = ast.unparse(of)
@@ -155,7 +155,7 @@ def no_no_sync(script: Script) -> Iterator[Violation]:
 
 
 def every_nth(script: Script) -> Iterator[ast.Call]:
-    """Yield optimizer steps under `if i % n == 0` in loops whose backward pass is outside of this `if`."""
+    """Yield optimizer steps under `if i % n == 0` in loops that call `backward` outside of this `if`."""
     for call in script.methods("step"):
         branch = script.module.parents.get(script.module.statement(call) or call)
         named = re.search(r"optim|opt$|scaler", ast.unparse(receiver(call)))

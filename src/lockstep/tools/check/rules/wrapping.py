@@ -58,7 +58,7 @@ def _shards(script: Script, call: ast.Call, name: str) -> bool:
 
 
 def _moves(script: Script, call: ast.Call, name: str) -> bool:
-    """Whether a call moves the model `name` to a device, before its function's first training loop."""
+    """Whether a call moves the model `name` to a device before its function's first training loop."""
     match call.func:
         case ast.Attribute(value=ast.Name(id=moved), attr="to" | "cuda") if moved == name:
             scope = script.module.scope(call)

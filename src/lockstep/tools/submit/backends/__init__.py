@@ -1,4 +1,4 @@
-"""Job schedulers: each module of this package defines one as `BACKEND`; its name is the module's."""
+"""Backends for job schedulers: the module of each, such as `slurm`, defines one as `BACKEND`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lockstep.tools.submit.backend import Backend
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all backends."""
+    """Return the names of all backends, such as `slurm`."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def load(name: str) -> Backend:
-    """Return the backend that the module `name` defines, such as `slurm`."""
+    """Import the module `name`, such as `slurm`, and return the backend that it defines."""
     backend: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
     return backend

@@ -1,4 +1,4 @@
-"""Kubernetes: manifests of a job as YAML, and the commands `kubectl apply`, `get`, `logs` and `delete`."""
+"""Submit jobs to Kubernetes: write manifests as YAML, and call `kubectl`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Kubernetes(Backend):
     is_remote = True
 
     def add_flags(self, group: argparse._ActionsContainer) -> None:
-        """Add the flags that describe a pod."""
+        """Add the flags that describe a pod to `group`."""
         add = group.add_argument
         add(
             "--kubernetes",
@@ -76,7 +76,7 @@ class Kubernetes(Backend):
         add("--apply", action="store_true", help="give the manifests to kubectl")
 
     def options(self, options: argparse.Namespace) -> PodOptions:
-        """Return the pod's options from the parsed flags."""
+        """Return the options of pods from the parsed command-line flags."""
         for name, hint in _NEEDED.items():
             if not getattr(options, name):
                 raise UsageError(f"--{name} is missing; Kubernetes needs it", hint=hint)
@@ -115,12 +115,18 @@ class Kubernetes(Backend):
         return text if chosen else name_of(text)
 
     def default_run_dir(self, request: JobRequest, run: str) -> Path:
-        """Return the default run directory of a job, in the volume that all pods of the job share."""
+        """Return the default run directory of a job, in the volume that all pods of the job share.
+
+        It is named after the job. The argument `run` is not used.
+        """
         del run
         return Path(_options(request).mount) / "runs" / request.name
 
     def script(self, request: JobRequest, run_dir: Path) -> str:
-        """Return the manifests as YAML; equal requests give equal texts."""
+        """Return the Kubernetes manifests of a job as YAML; equal requests give equal texts.
+
+        `run_dir` has to be in the volume that all pods share.
+        """
         options = _options(request)
         if not run_dir.is_relative_to(options.mount):
             raise UsageError(
@@ -130,7 +136,10 @@ class Kubernetes(Backend):
         return _HEADER + _yaml(KINDS[options.kind].make(request, options, str(run_dir)))
 
     def submit(self, script: Path) -> Submission:
-        """Apply the manifests in the file `script` with `kubectl apply`."""
+        """Create the Kubernetes objects in the manifests of the file `script`, with `kubectl apply`.
+
+        Return the output of `kubectl` in place of a job id, and its warnings.
+        """
         try:
             done = _call("apply", "--filename", str(script))
         except NoAnswerError as error:
@@ -143,23 +152,23 @@ class Kubernetes(Backend):
         return Submission(done.stdout.strip().replace("\n", ", "), _words(done.stderr))
 
     def job_id(self, name: str, options: argparse.Namespace) -> str:
-        """Return the id `NAMESPACE/KIND/NAME` of a job; without `--namespace` its first part is empty."""
+        """Return the id `NAMESPACE/KIND/NAME` of a job; the first part is empty without `--namespace`."""
         check_name("the job's name", name)
         return f"{options.namespace or ''}/{_kind(options)}/{name}"
 
     def state(self, job: str) -> JobState:
-        """Return the state of a job, read with `kubectl get`."""
+        """Return the state of the job with the id `job`, read with `kubectl get`."""
         namespace, kind, name = _parts(job)
         answer = _json("get", f"{KINDS[kind].objects[0]}/{name}", *namespace)
         pods = _json("get", "pods", "--selector", f"{KINDS[kind].label}={name}", *namespace)
         return parse(answer, pods.get("items", []))
 
     def output(self, run_dir: Path, job: str) -> Path:
-        """Return the run directory in place of a file: the cluster keeps the output; `logs` prints it."""
+        """Return `run_dir`: on Kubernetes there is no output file, and `logs` prints the output."""
         return run_dir
 
     def logs(self, job: str) -> int:
-        """Print the output of a job's pods to its end."""
+        """Print the output of a job's pods until the job ends; return the exit code of `kubectl logs`."""
         namespace, kind, name = _parts(job)
         self.state(job)  # raises an error for an unknown job
         of_job = ("--selector", f"{KINDS[kind].label}={name}", *namespace)
@@ -169,7 +178,10 @@ class Kubernetes(Backend):
         ).returncode
 
     def cancel(self, job: str) -> str:
-        """Delete a job; its pods get SIGTERM, and save the run's state."""
+        """Delete a job; return the message of `kubectl`.
+
+        The job's pods get SIGTERM, upon which they save the run's state.
+        """
         namespace, kind, name = _parts(job)
         resources = [f"{resource}/{name}" for resource in KINDS[kind].objects]
         done = _call("delete", *resources, *namespace, "--wait=false")
@@ -178,7 +190,7 @@ class Kubernetes(Backend):
         return done.stdout.strip().replace("\n", ", ")
 
     def commands(self, job: str = "") -> str:
-        """Return the commands that show and cancel a job; without `job`, the one that lists jobs."""
+        """Return a text with shell commands that show and cancel a job, or list jobs if `job` is empty."""
         if not job:
             return "kubectl get jobs"
         namespace, kind, name = _parts(job)
@@ -199,7 +211,7 @@ def _kind(options: argparse.Namespace) -> str:
 
 
 def _parts(job: str) -> tuple[tuple[str, ...], str, str]:
-    """Return, from a job's id, the namespace as a flag of kubectl, the kind of job, and the job's name."""
+    """Split a job's id `NAMESPACE/KIND/NAME`; return the `--namespace` flag for kubectl, kind and name."""
     namespace, kind, name = job.split("/")
     return (("--namespace", namespace) if namespace else ()), kind, name
 
@@ -262,7 +274,7 @@ def _raise(job: str, stderr: str) -> None:
 
 
 def _words(text: str) -> str:
-    """Return the error output of kubectl in one line, without the lines of its log."""
+    """Return the error output of kubectl as one line, without the lines that kubectl logs."""
     lines = [line.strip() for line in text.splitlines()]
     return "; ".join(line for line in lines if line and not _LOGGED.match(line))
 

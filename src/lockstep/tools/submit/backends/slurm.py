@@ -1,4 +1,4 @@
-"""Slurm: job scripts for sbatch, and the commands sbatch, scontrol, squeue and scancel."""
+"""Submit jobs to Slurm: write scripts for sbatch, and call sbatch, scontrol, squeue and scancel."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Slurm(Backend):
     program = "sbatch"
 
     def add_flags(self, group: argparse._ActionsContainer) -> None:
-        """Add the flags for partition, account, and any other option of sbatch."""
+        """Add the flags for partition, account and other options of sbatch to `group`."""
         group.add_argument(
             "-p", "--partition", metavar="P", help="partition (default: the cluster's)"
         )
@@ -104,7 +104,7 @@ class Slurm(Backend):
         )
 
     def options(self, options: argparse.Namespace) -> tuple[str, ...]:
-        """Return options of sbatch from the parsed flags; those given with `--sbatch` come last."""
+        """Return options of sbatch from the parsed command-line flags; those of `--sbatch` come last."""
         named = {"partition": options.partition, "account": options.account}
         given = {name: value for name, value in named.items() if value is not None}
         for name, value in given.items():
@@ -115,7 +115,7 @@ class Slurm(Backend):
         return (*(f"--{name}={value}" for name, value in given.items()), *options.sbatch)
 
     def script(self, request: JobRequest, run_dir: Path) -> str:
-        """Return the script for sbatch; equal requests give equal texts."""
+        """Return the job script for sbatch; equal requests give equal texts."""
         # These texts appear in directives, where line breaks cannot be quoted.
         paths = (str(request.directory), str(run_dir), request.python)
         for text in (*paths, *request.run_options):
@@ -139,7 +139,7 @@ class Slurm(Backend):
         )
 
     def submit(self, script: Path) -> Submission:
-        """Submit a script with sbatch."""
+        """Submit the job script in the file `script` with sbatch; return the job's id, and warnings."""
         program = shutil.which("sbatch")
         if program is None:
             raise UsageError(
@@ -158,7 +158,7 @@ class Slurm(Backend):
         return Submission(done.stdout.strip().partition(";")[0], _words(done.stderr))
 
     def state(self, job: str) -> JobState:
-        """Return the state of a job, read with scontrol."""
+        """Return the state of the job with the id `job`, read with `scontrol`."""
         done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
         if "Invalid job id" in done.stderr:
             raise UnknownJobError(job)
@@ -167,23 +167,23 @@ class Slurm(Backend):
         return parse(done.stdout, job)
 
     def output(self, run_dir: Path, job: str) -> Path:
-        """Return the path of the output file, as the job script names it."""
+        """Return the path of the file in `run_dir` to which the job with the id `job` writes its output."""
         return run_dir / _OUTPUT.format(job)
 
     def logs(self, job: str) -> int:
-        """Print the output file of a job, and follow it to the job's end."""
+        """Print the output file of a job and follow it until the job ends; return the job's exit code."""
         done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
         if done.returncode:
             self.state(job)  # raises the error
         return JobFollower(self, job, Path(_field(done.stdout, "StdOut"))).follow()
 
     def cancel(self, job: str) -> str:
-        """Cancel a job with scancel."""
+        """Cancel a job with scancel; return its message."""
         self.state(job)  # scancel says nothing of an unknown job
         return _words(_call(shutil.which("scancel") or "scancel", job).stderr)
 
     def commands(self, job: str = "") -> str:
-        """Return the commands squeue and scancel for a job; without `job`, the one that lists jobs."""
+        """Return a text with shell commands that show and cancel a job, or list jobs if `job` is empty."""
         return f"state: squeue -j {job} · cancel: scancel {job}" if job else "squeue --me"
 
 
@@ -191,7 +191,7 @@ BACKEND = Slurm()
 
 
 def parse(text: str, job: str) -> JobState:
-    """Return the state of a job from the output of `scontrol show job`.
+    """Parse `text`, the output of `scontrol show job` for the job `job`; return the state of the job.
 
     Raises:
         NoAnswerError: if the text cannot be parsed.
@@ -267,7 +267,7 @@ def _call(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _words(text: str) -> str:
-    """Return the error messages of a command in one line."""
+    """Return the error messages in the output `text` of a Slurm command as one line."""
     lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in text.splitlines())
     return "; ".join(line for line in lines if line)
 
@@ -325,7 +325,10 @@ def _launcher(request: JobRequest, run_dir: Path) -> list[str]:
 
 
 def _pattern(run_dir: Path, directory: Path) -> str:
-    """Return the job's output file as sbatch's `--output` expects it, with `%` escaped."""
+    """Return the path of a job's output file as a pattern for sbatch's `--output`, with `%` escaped.
+
+    `directory` is the working directory of the job.
+    """
     # Slurm prepends the working directory, so only the rest of the path needs escaping.
     inside = run_dir.is_relative_to(directory)
     pattern = str(run_dir.relative_to(directory) if inside else run_dir).replace("%", "%%")
@@ -338,7 +341,7 @@ def _pattern(run_dir: Path, directory: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote `text` for an `#SBATCH` line, where quotes work as in a shell, but no variable is expanded."""
+    """Quote `text` as a word for an `#SBATCH` line: as in a shell, but `$` has no meaning there."""
     if text and shlex.quote(text) == text:
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
