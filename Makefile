@@ -7,8 +7,8 @@ PYTEST := $(BIN)/python -m pytest -m "not wide"
 # Each has an mpiexec and a libmpi of its own: neither can go into the virtual environment with the other.
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
-# The longest first.
-TESTS := test-unit test-cli-more test-cli test-distributed test-nodes test-integrations test-slurm test-mpi test-device test-adversarial
+# The longest first; the simulated device is compiled in a fresh clone.
+TESTS := test-device test-unit test-cli-more test-cli test-distributed test-nodes test-integrations test-slurm test-mpi test-adversarial
 
 # The lowest versions with which test-frameworks passes, and what they need beside them.
 LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
