@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
@@ -33,15 +34,24 @@ def build(cache: Path) -> Path:
     text = b"".join(path.read_bytes() for path in sources)
     digest = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
     directory = cache / digest
-    if not (directory / "simulated_device.py").exists():
-        _compile(directory)
+    if not directory.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        # In a new directory: the lock file of a killed build would block all later ones.
+        with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+            made = Path(unfinished) / digest
+            made.mkdir()
+            _compile(made)
+            try:
+                made.rename(directory)
+            except OSError:
+                if not directory.exists():  # else another build has finished meanwhile
+                    raise
     return directory
 
 
 def _compile(directory: Path) -> None:
     from torch.utils.cpp_extension import load
 
-    directory.mkdir(parents=True, exist_ok=True)
     load(
         "simulated_device_c",
         [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
@@ -53,7 +63,7 @@ def _compile(directory: Path) -> None:
     information.mkdir(exist_ok=True)
     (information / "METADATA").write_text(_METADATA)
     (information / "entry_points.txt").write_text(_ENTRY)
-    shutil.copy(SOURCES / "simulated_device.py", directory)  # the last: it marks the build as whole
+    shutil.copy(SOURCES / "simulated_device.py", directory)
 
 
 if __name__ == "__main__":
