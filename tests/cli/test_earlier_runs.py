@@ -1,4 +1,4 @@
-"""A result that another layout does not have is told when the script has run on both."""
+"""Messages about earlier runs: another layout's result differs; the directory has no checkpoint."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ def test_a_learning_rate_that_follows_from_the_number_of_ranks(lockstep):
     other = lockstep("run", "-n", "2", place)
     assert "(1 rank) ended with different weights" in other.err, other.err
     assert "of the same script, arguments, seed, with different settings or data" in other.err
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_without_a_checkpoint(lockstep):
+    script = SCRIPT.replace("RANKS", "0").replace("LR", "0.1").replace(", progress=False", "")
+    words = ("run", "-n", "2", "--max-restarts", "0", "--run-dir", "here", lockstep.script(script))
+    message = "lockstep: the earlier run in here left no checkpoint: beginning at step 0"
+    first = lockstep(*words, env={"LOCKSTEP_FAULTS": "kill@2"})
+    assert first.code == 1, first.err
+    assert message not in first.err
+    again = lockstep(*words)
+    assert again.code == 0, again.err
+    assert again.err.count(message) == 1
+    assert "resuming" not in again.err
+    assert message not in lockstep(*words, "--fresh").err

@@ -35,9 +35,10 @@ def module() -> Any:
 
 
 def facts() -> DeviceType:
-    """Return label, backend and variable (as `CUDA_VISIBLE_DEVICES`) of the accelerator's type.
+    """Return label, backend and device variable of this process's accelerator, as a `DeviceType`.
 
-    For a type that `DEVICE_TYPES` does not list, the facts are guessed from PyTorch and the type's name.
+    If `DEVICE_TYPES` does not list the accelerator's type, these are derived from PyTorch and the type's
+    name.
     """
     own = kind() or "cuda"
     if own == "cuda" and torch.version.hip:
@@ -49,7 +50,7 @@ def facts() -> DeviceType:
 
 
 def count() -> int:
-    """Return the number of devices that this process sees."""
+    """Return the number of accelerators that this process can use, 0 without any."""
     own = module()
     return 0 if own is None else int(own.device_count())
 
@@ -61,7 +62,7 @@ def is_initialized() -> bool:
 
 
 def holds(value: torch.Tensor | torch.device) -> bool:
-    """Return whether `value` is an accelerator, or a tensor on one."""
+    """Return whether a device, or the device of a tensor, is an accelerator."""
     device = value.device if isinstance(value, torch.Tensor) else value
     return device.type == kind()
 
@@ -75,10 +76,10 @@ def use(index: int) -> torch.device:
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:
-    """Move a module to a device, but keep its `Parameter` objects, since optimizers may refer to them.
+    """Move `module` to `device` in place, and keep its `Parameter` objects, which optimizers may hold.
 
-    For a device type outside PyTorch (`PrivateUse1`), `Module.to` would make new objects. A switch in
-    `torch.__future__` makes it swap their memory instead.
+    For a device type outside of PyTorch (`PrivateUse1`), `Module.to` would replace these objects. A switch
+    in `torch.__future__`, set during this call, makes `Module.to` swap their memory instead.
     """
     future, there = torch.__future__, torch.empty(0, device=device)
     swaps = future.get_swap_module_params_on_conversion()
@@ -91,7 +92,7 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def current_index(device: torch.device) -> int:
-    """Return the index of the accelerator `device`; if it has none, the current device's index."""
+    """Return `device.index`, or the index of the current accelerator if `device` has no index."""
     return int(module().current_device()) if device.index is None else device.index
 
 
@@ -136,7 +137,7 @@ def reserved_memory(device: torch.device) -> int | None:
 
 
 def backends(device: torch.device) -> str:
-    """Return the `backend` argument of a process group for CPU and device, as `cpu:gloo,cuda:nccl`."""
+    """Return the `backend` of a process group for CPU and `device`, such as `cpu:gloo,cuda:nccl`."""
     return f"cpu:gloo,{device.type}:{facts().backend}" if holds(device) else "gloo"
 
 

@@ -19,21 +19,28 @@ _SELF = Path("/proc/self")
 
 
 def cpu_quota(process: Path = _SELF) -> float | None:
-    """Return the number of CPUs whose time the process may use; `None` if unlimited."""
+    """Return the number of CPUs whose time a process may use; `None` if unlimited.
+
+    `process` is the process's directory in `/proc`, by default that of this process.
+    """
     limits = [limit for group in _groups(process, "cpu") if (limit := _limit(group)) is not None]
     return min(limits, default=None)
 
 
 def memory_left(process: Path = _SELF) -> int | None:
-    """Return how many more bytes of memory the process may use; `None` if unlimited."""
+    """Return how many more bytes of memory a process may use; `None` if unlimited.
+
+    `process` is the process's directory in `/proc`, by default that of this process.
+    """
     left = [left for group in _groups(process, "memory") if (left := _left(group)) is not None]
     return min(left, default=None)
 
 
 def oom_kills(process: Path = _SELF) -> int | None:
-    """Return the number of out-of-memory kills in the process's cgroup; `None` if there is no count.
+    """Return the number of out-of-memory kills in a process's cgroup; `None` if there is no count.
 
-    If the group has no memory controller, the count of the next group above is returned.
+    `process` is the process's directory in `/proc`, by default that of this process. If the cgroup has no
+    memory controller, the count of the next cgroup above with one is returned.
     """
     for group in _groups(process, "memory"):
         for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
@@ -43,7 +50,10 @@ def oom_kills(process: Path = _SELF) -> int | None:
 
 
 def _groups(process: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of the process's cgroups, from its own group up to the root."""
+    """Yield the directories of a process's cgroups with `controller`, from its own up to the root.
+
+    `process` is the process's directory in `/proc`; `controller` is `cpu` or `memory`.
+    """
     try:
         memberships = (process / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
@@ -58,10 +68,11 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
 
 
 def _has(controller: str, mount: list[str], controllers: str) -> bool:
-    """Return whether `mount` mounts the hierarchy that holds a process's cgroup, and has `controller`.
+    """Return whether a mount contains the directory of a process's cgroup for `controller`.
 
-    `mount` is a line of `/proc/PID/mountinfo` as words. `controllers` is the second field of the line of
-    `/proc/PID/cgroup` that names the group: a list of names with commas in version 1, empty in version 2.
+    `mount` is a line of `/proc/PID/mountinfo`, split into words. `controllers` is the second field of the
+    line for the cgroup in `/proc/PID/cgroup`: controller names with commas in version 1, empty in version
+    2.
     """
     kind, _, options = mount[mount.index("-") + 1 :][:3]
     if kind == "cgroup2":

@@ -1,4 +1,4 @@
-"""`connect`: make the process group of a run after its rendezvous, or use the one the script made."""
+"""`connect`: make the process group of a run after its rendezvous, or use the script's own group."""
 
 from __future__ import annotations
 
@@ -110,7 +110,10 @@ def _adopt(device: torch.device) -> dist.ProcessGroup:
 
 
 def _check_devices(store: dist.Store, rank: int, device: torch.device) -> None:
-    """Raise an error if two ranks use the same GPU, since NCCL would hang."""
+    """Raise a `DeviceError` if another rank uses the GPU of this rank, since NCCL would hang.
+
+    `store` is a store for this check alone, in which each rank claims its GPU.
+    """
     own = device_identity(device)
     if own is None:
         return

@@ -51,9 +51,10 @@ def usable_cores() -> int:
 
 
 def count(shares: Iterable[CpuShare]) -> int:
-    """Return the number of cores that several processes of one host may use together.
+    """Return the number of cores that the processes of one host with these `shares` may use together.
 
-    A scheduler may give each process its own cores, or all processes the same cores.
+    Cores in several shares count once. If all shares have a quota, the largest quota is the limit. The
+    result is at least 1.
     """
     shares = tuple(shares)
     cores = len({core for share in shares for core in share.cores})
@@ -83,9 +84,9 @@ def shared_cores(rendezvous: RankRendezvous) -> int:
 
 
 def topology(allowed: Iterable[int] | None = None) -> Topology:
-    """Return the cores of the CPUs `allowed`, grouped by NUMA node, in the order of their numbers.
+    """Return the CPU numbers in `allowed`, grouped by core, and the cores grouped by NUMA node.
 
-    By default, all CPUs on which this process may run are allowed.
+    All numbers are in ascending order. By default, `allowed` has all CPUs on which this process may run.
     """
     nodes: dict[int, dict[int, list[int]]] = {}
     for cpu in sorted(os.sched_getaffinity(0) if allowed is None else allowed):

@@ -34,7 +34,10 @@ def holds(device: torch.device) -> bool:
 
 
 def peers(count: int) -> list[list[bool]]:
-    """Return a table whose entry `[a][b]` says whether GPU `a` can access the memory of GPU `b`."""
+    """Return a table for `count` GPUs: entry `[a][b]` is whether GPU `a` can access memory of GPU `b`.
+
+    The entries `[a][a]` are false.
+    """
     reaches = torch.cuda.can_device_access_peer
     return [[a != b and reaches(a, b) for b in range(count)] for a in range(count)]
 

@@ -14,8 +14,9 @@ class DeviceType:
 
     Attributes:
         label: name of the type in messages.
-        backend: backend of `torch.distributed` for the type.
-        visible: environment variable that limits a process to some devices, as `CUDA_VISIBLE_DEVICES`.
+        backend: backend of `torch.distributed` for the type, such as `nccl`.
+        visible: environment variable that limits a process to some devices, such as
+            `CUDA_VISIBLE_DEVICES`.
     """
 
     label: str

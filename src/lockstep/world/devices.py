@@ -95,7 +95,10 @@ def _listed(ids: Ids, world: World, count: int) -> int:
 
 
 def _shown(environ: Mapping[str, str]) -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES, or of the accelerator's variable of the same purpose."""
+    """Return the devices that `CUDA_VISIBLE_DEVICES` lists in `environ`; empty if it is not set.
+
+    For an accelerator that is no NVIDIA GPU, the corresponding variable is read.
+    """
     text = environ.get(_variable())
     return [] if text is None else [entry.strip() for entry in text.split(",")]
 
@@ -176,7 +179,10 @@ def default_threads(replicas: int, cores: int | None = None) -> int:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Make PyTorch use only algorithms whose results don't vary from call to call."""
+    """Make PyTorch use only algorithms on `device` whose results don't vary from call to call.
+
+    For the CPU, nothing is set: its kernels are deterministic for a given number of threads.
+    """
     if not accelerator.holds(device):
         return  # PyTorch's CPU kernels are deterministic for a given number of threads
     if cuda.holds(device):

@@ -3,7 +3,7 @@
 auto                     a GPU for every rank if there are GPUs, otherwise the CPU
 cpu, gpu                 the CPU, or a GPU for every rank
 2,3                      GPUs by index, among those that CUDA_VISIBLE_DEVICES leaves visible
-GPU-8f5c1a2b,MIG-41b3…   devices by id: a GPU's may be shortened, a MIG device's may not
+GPU-8f5c1a2b,MIG-41b3…   devices by id; the id of a GPU (not of a MIG device) may be shortened
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _MIG = re.compile(r"MIG-(GPU-)?[0-9a-fA-F][0-9a-fA-F-]*(/\d+/\d+)?")
 
 
 def parse(text: str, origin: str) -> Word | Ids:
-    """Parse a value of `--devices`; `origin` is the name of the flag or variable, for messages.
+    """Parse a value of `--devices`: return its word, or its indices and ids as a tuple.
+
+    `origin` is the name of the flag or variable with the value, for messages.
 
     Raises:
         UsageError: if `text` is neither a known word nor a list of indices and ids.

@@ -80,10 +80,10 @@ def _release_at_exit() -> None:
 
 
 def _release() -> None:
-    """Drop all references to groups at exit, before the interpreter shuts down.
+    """Drop all references to process groups at exit, before the interpreter shuts down.
 
-    If something else still refers to a group, such as a model in a global variable, wait a moment for its
-    threads.
+    If something else still refers to a group, such as a model in a global variable, wait a moment for the
+    threads of that group.
     """
     groups = [weakref.ref(group) for group in (*_kept, *_destroyed) if group is not None]
     _kept.clear()

@@ -32,7 +32,7 @@ def processor() -> str:
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the process state on; empty if there is no process."""
+    """Return the fields of `/proc/PID/stat` from the process state on; empty if no process is `pid`."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -57,7 +57,7 @@ def name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that may change the bits of a result."""
+    """Return the versions of the packages that may change the bits of a result, by package."""
     import numpy as np
     import torch
 

@@ -70,7 +70,12 @@ def library() -> Library:
 
 
 def _finish(mpi: Library, process: int, *, ours: bool) -> None:
-    """At exit, finalize MPI if it was initialized here; abort MPI if this rank has failed."""
+    """Finalize MPI at exit, unless a run has failed; after a failure, let MPI end all ranks.
+
+    A process other than `process`, in which MPI was initialized, does nothing. `ours` is whether Lockstep
+    imported `mpi4py.MPI` first. If not, mpi4py finalizes MPI itself, so that after a failure `Abort` must
+    be called before.
+    """
     if os.getpid() != process or mpi.Is_finalized():
         return
     everyone = mpi.COMM_WORLD

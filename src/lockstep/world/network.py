@@ -49,7 +49,10 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Return the interfaces that are up, in the system's order; IPv4 addresses first for each."""
+    """Return an `Interface` for each address of the interfaces that are up, except link-local ones.
+
+    Interfaces are in the system's order, each with its IPv4 addresses before its IPv6 addresses.
+    """
     import psutil
 
     states = psutil.net_if_stats()
@@ -89,7 +92,8 @@ def named(name: str) -> Interface:
 def interface_towards(address: str, among: Sequence[Interface] | None = None) -> Interface | None:
     """Return the interface on the route to an IP address, without sending a packet.
 
-    Returns `None` if there is no route, or if the interface is missing in `among`.
+    Returns `None` if there is no route, or if the interface is not in `among`, by default all interfaces
+    that are up.
     """
     known = interfaces() if among is None else among
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
@@ -199,7 +203,7 @@ def listen(port: int, *, loopback: bool) -> socket.socket:
 
 
 def require_files(connections: int, more: int) -> None:
-    """Raise this process's limit of open files to allow `connections`, and if possible `more` in addition.
+    """Raise this process's limit of open files for `connections` sockets, and if possible `more`.
 
     Raises:
         WorldError: if the host does not allow as many files as `connections` need.

@@ -39,7 +39,10 @@ def expand(node_list: str) -> tuple[str, ...]:
 
 
 def address(host: str) -> str | None:
-    """Return the address of node `host` in Slurm's configuration; `None` if it has only the node's name."""
+    """Return the address (`NodeAddr`) that Slurm's configuration has for node `host`.
+
+    Returns `None` if Slurm does not know the node, or if the address is `host` itself.
+    """
     program = shutil.which("scontrol")
     if program is None or not _NAME.fullmatch(host):
         return None
@@ -70,7 +73,10 @@ def _groups(node_list: str) -> list[str]:
 
 
 def _expand_group(group: str) -> list[str]:
-    """Expand one name with any number of bracketed ranges; the last range varies fastest."""
+    """Return the names that a name with bracketed ranges stands for, such as `r[1-2]n[1-3]`.
+
+    The last range varies fastest.
+    """
     brackets = _FIRST_BRACKETS.fullmatch(group)
     if brackets is None:
         return _names(group)

@@ -27,7 +27,8 @@ def await_any(
 ) -> int | None:
     """Wait until all keys of at least one group exist; return the index of the first such group.
 
-    Returns `None` after `seconds`. `check` is called between two polls.
+    `wanted` are the groups of keys. Returns `None` after `seconds`. `check` is called between two polls of
+    the store, and may raise to end the wait.
 
     Raises:
         RuntimeError: if the connection to the store is lost.

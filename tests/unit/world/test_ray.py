@@ -89,7 +89,9 @@ def test_an_address_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_that_a_worker_starts_are_not_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = str(os.getpid())  # not this process's parent, which may have any number: in a container, 1
+    other = str(
+        os.getpid()
+    )  # not this process's parent, which may have any number: in a container, 1
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_LAUNCHER": "1", "RAY_RAYLET_PID": other}
     assert detect(own).environment == "lockstep"
     own["TORCHELASTIC_RUN_ID"] = own.pop("LOCKSTEP_LAUNCHER")

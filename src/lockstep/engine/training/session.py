@@ -168,6 +168,11 @@ class Session:
         if snapshots is not None:
             snapshots.found = None
         if saved is None:
+            if not is_new and context.world.generation == 0:
+                place = record.shown_directory
+                record.say(
+                    f"lockstep: the earlier run in {place} left no checkpoint: beginning at step 0"
+                )
             record.begin(0, None)
             return catalog
         if parent is not None and Path(saved.source).name == parent:

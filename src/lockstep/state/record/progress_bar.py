@@ -26,7 +26,11 @@ class ProgressBar:
         self._samples = 0
 
     def epoch_begins(self, epoch: int, epochs: int, steps: int | None) -> None:
-        """Show a new bar for a training loop of `steps` global batches."""
+        """Reset the count of samples for a new epoch; on a terminal, show a new bar.
+
+        `epoch` counts from 0; `epochs` is their number, 0 if unknown. `steps` is the number of global
+        batches in the loop, `None` if unknown.
+        """
         self._started = time.monotonic()
         self._samples = 0
         if self._shown and self._is_terminal:
@@ -39,7 +43,7 @@ class ProgressBar:
             )
 
     def step(self, samples: int) -> None:
-        """Count a global batch of `samples` samples."""
+        """Add `samples` to the epoch's count of samples, and advance the bar by one step."""
         self._samples += samples
         bar, now = self._bar, time.monotonic()
         if bar is None:
@@ -51,12 +55,18 @@ class ProgressBar:
             bar.refresh()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Set the values to show; tensors are read only when they are shown."""
+        """Update the logged values, by name, that the bar shows.
+
+        A tensor is copied from its device only when the bar is drawn.
+        """
         if self._shown:
             self._values.update(values)
 
     def epoch_ends(self, epoch: int, epochs: int) -> None:
-        """Replace the bar by one line about the epoch."""
+        """Close the bar; print a line with epoch, newest logged values and samples per second.
+
+        `epoch` counts from 0; `epochs` is their number, 0 if unknown.
+        """
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -81,7 +91,7 @@ class ProgressBar:
 
 
 def _title(epoch: int, epochs: int) -> str:
-    """Return a title such as `epoch 1/10`; `epoch 1` if `epochs` is 0, as outside of `run.epochs`."""
+    """Return `epoch 1/10` for `epoch=0` and `epochs=10`; `epoch 1` if `epochs` is 0 (unknown)."""
     return f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 

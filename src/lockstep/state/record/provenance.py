@@ -27,7 +27,7 @@ _GIT_STATUS = ("--no-optional-locks", "status", "--porcelain=v2", "--branch", "-
 
 
 class Commit(threading.Thread):
-    """Thread that runs `git status` on the script's repository while the run starts."""
+    """Thread that finds the git commit of the script's repository while the run starts."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -35,7 +35,10 @@ class Commit(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Run `git status`, for a second at most; set `found` if git knows the script's repository."""
+        """Run `git status` with a timeout of a second; set `found` to commit and `dirty` flag.
+
+        `found` stays empty if git fails, or if the script is in no repository.
+        """
         file = getattr(sys.modules["__main__"], "__file__", None) or "."
         words = ("git", "-C", Path(file).absolute().parent, *_GIT_STATUS)
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -50,7 +53,11 @@ class Commit(threading.Thread):
 def provenance(
     settings: Mapping[str, Any], device: torch.device, number: int, commit: Commit
 ) -> dict[str, Any]:
-    """Return command, settings, commit, checksums and machine of the script's `number`-th run, as JSON."""
+    """Return a run's provenance as JSON values: command, settings, commit, checksums, machine.
+
+    `settings` are those with which the run can be started again. `number` is the index of the run in its
+    script. `commit` is the thread that looks for the git commit; it is joined here.
+    """
     commit.join()
     return {
         "command": command(number),
@@ -66,11 +73,10 @@ def provenance(
 
 
 def command(number: int) -> dict[str, Any]:
-    """Return the running script's path or module, arguments and working directory, as JSON values.
+    """Return the command that started this process, as JSON values.
 
-    In a worker of Ray the script is `None`.
-
-    `number`: index of the run among the runs of this process.
+    The fields are the path or module of the script (the path is `None` in a worker of Ray), its arguments,
+    the working directory, and `number`, the index of the run in the script.
     """
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -93,7 +99,10 @@ def user_files() -> list[str]:
 
 
 def changed_files(sources: Mapping[str, str]) -> list[str]:
-    """Return the files in `sources` that are gone, or have a different checksum than the recorded one."""
+    """Return the files in `sources` that are gone, or whose checksum differs from the recorded one.
+
+    `sources` maps the path of each file to its recorded SHA-256.
+    """
     return [file for file, checksum in sources.items() if _checksum(file) != checksum]
 
 

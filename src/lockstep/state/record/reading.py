@@ -1,4 +1,4 @@
-"""Read the records of a run, after its end or while they are being written."""
+"""Read `run.json` and the event files of a run, also while the run is still writing them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _OF_EVENTS = frozenset({"kind", "time", "epoch", "step", "replica", "weight"})
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run: `run.json`, and its events, read once when they are first used."""
+    """The contents of `run.json` and of the event files of a run; events are read at first use."""
 
     directory: Path
     run: dict[str, Any]
 
     @staticmethod
     def of(directory: Path) -> RunRecords:
-        """Read the records in a run directory.
+        """Return the `RunRecords` of a run directory, after reading its `run.json`.
 
         Raises:
-            UsageError: if the directory has no records.
-            RunDirectoryError: if the records are damaged, or of a newer format.
+            UsageError: if the directory has no `run.json`.
+            RunDirectoryError: if `run.json` is damaged, or of a newer format.
         """
         run = run_file.read(directory)
         if run is None:
@@ -44,20 +44,20 @@ class RunRecords:
 
     @cached_property
     def ranks(self) -> dict[int, list[Event]]:
-        """The events of each rank, in the order in which they were written."""
+        """The events that each rank has written, in that order, by rank."""
         return events_of(self.directory, "rank")
 
     @cached_property
     def launchers(self) -> dict[int, list[Event]]:
-        """The events of the launcher of each node."""
+        """The events that the launcher of each node has written, in that order, by node."""
         return events_of(self.directory, "launcher")
 
 
 @dataclass(slots=True)
 class LineReader:
-    """Reads the complete lines of a file that may still grow; each call continues after the last line read.
+    """Reads a growing file by complete lines: each call of `lines` yields only the new ones.
 
-    A file that has become shorter is read from its beginning.
+    If the file has become shorter, it is read from its beginning again.
     """
 
     path: Path
@@ -66,7 +66,9 @@ class LineReader:
     most: int | None = None
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines added since the previous call; `offset` is the position of the line yielded last.
+        """Yield the complete lines that were added to the file since the previous call.
+
+        While the caller handles a line, `offset` is the position of the first byte of that line.
 
         Raises:
             OSError: if the file cannot be read.
@@ -86,10 +88,10 @@ class LineReader:
                 self.offset += len(line)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events written since the previous call of this method.
+        """Yield the events in the lines that were added to the file since the previous call.
 
         Raises:
-            RunDirectoryError: if the file cannot be read, or contains anything but events.
+            RunDirectoryError: if the file cannot be read, or has a line of JSON that is not an event.
         """
         try:
             for line in self.lines():
@@ -102,7 +104,9 @@ class LineReader:
 
 
 def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
-    """Return the events of all ranks or all launchers, by number; `kind` is `rank` or `launcher`.
+    """Return the events in a run directory, as lists by the number of the rank or launcher.
+
+    `kind` is `rank` for the events of ranks, `launcher` for those of launchers.
 
     Raises:
         RunDirectoryError: if the events cannot be read.
@@ -114,7 +118,9 @@ def events_of(directory: Path, kind: str) -> dict[int, list[Event]]:
 
 
 def _parse(line: bytes) -> Event | None:
-    """Return the event in a line of JSON; `None` if it is incomplete, since its writer was killed.
+    """Return the event in a line of an event file; `None` if the line is not valid JSON.
+
+    The last line is incomplete if the process that wrote it was killed.
 
     Raises:
         TypeError: if the line is JSON, but not an event.
@@ -129,7 +135,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def values_of(event: Event) -> list[tuple[str, float]]:
-    """Return the logged numbers of a log event, by name."""
+    """Return name and value of each number that the script has logged in an event of kind `log`."""
     return [
         (name, float(value))
         for name, value in event.items()
@@ -138,9 +144,9 @@ def values_of(event: Event) -> list[tuple[str, float]]:
 
 
 def describe(event: Event) -> str | None:
-    """Return a line of text about a checkpoint, failed audit, failure, restart or end of the run.
+    """Return a line of text for an event: checkpoint, failed audit, failure, restart or end.
 
-    Returns `None` for other events.
+    Returns `None` for an event of another kind.
     """
     match event["kind"]:
         case "checkpoint":
@@ -166,7 +172,7 @@ def describe(event: Event) -> str | None:
 
 @dataclass(slots=True)
 class Mean:
-    """A weighted mean; values with weight 0 do not count, even NaN."""
+    """Running weighted mean of the added values; a value with weight 0 is ignored, even NaN."""
 
     total: float = 0.0
     weight: float = 0.0

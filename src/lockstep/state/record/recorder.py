@@ -1,4 +1,4 @@
-"""`Recorder`: writes all records of a run and shows its progress."""
+"""`Recorder`: writes a run's records (`run.json`, events, step record, trace), shows progress."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class TrainingProgress(Protocol):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a resumed run repeats the script up to its checkpoint: calls return saved results."""
+        """Whether a resumed run is still replaying: calls of the script return saved results."""
 
 
 class Recorder:
-    """Writes a run's records (`run.json`, events, and if asked for the trace), and shows progress.
+    """Writes a run's records (`run.json`, events, step record, trace) and shows its progress.
 
     Raises:
         RunDirectoryError: if the run directory cannot be used.
@@ -111,7 +111,10 @@ class Recorder:
         self._has_finished = False
 
     def begin(self, step: int, source: str | None) -> None:
-        """Record that the run begins, or that it resumes after step `step` from the state in `source`."""
+        """Write the start of the run, or its resumption after step `step` from the state in `source`.
+
+        `source` is a checkpoint's path, `memory` (a snapshot), or `rank K` for a state sent by rank K.
+        """
         self.audits.begin(step)
         if self._trace is not None:
             self._trace.begin(step)
@@ -180,7 +183,7 @@ class Recorder:
         return directories.create(self._settings.run_dir, self._settings.name, stamp=path.name)
 
     def _link_previous(self, path: Path) -> None:
-        """Record in `run.json` of the script's previous run that this run follows it."""
+        """Write `path`, this run's directory, into the `run.json` of the script's previous run, if any."""
         before = self._settings.before
         try:
             if before is not None:
@@ -197,11 +200,11 @@ class Recorder:
         return str(directories.short(self.directory))
 
     def bind(self, progress: TrainingProgress, digests: Callable[[], Mapping[str, str]]) -> None:
-        """Set the training loop's state, and the function that computes digests of the run's objects."""
+        """Set the loop's progress, and the function that returns digests of models and objects by name."""
         self._progress, self._digests = progress, digests
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
-        """Record a new loader; warn if its data differs from what the run recorded before a restart."""
+        """Write checksums of a new loader's data to `run.json`; warn if they differ from earlier ones."""
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
@@ -217,7 +220,7 @@ class Recorder:
                 self._write("running")
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Note that a loop over a loader begins; show a progress bar for it if it trains."""
+        """Begin to measure the pace of an outermost loop with gradients, and show its progress bar."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
         if trains:
@@ -226,7 +229,7 @@ class Recorder:
             self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Write the loader's previous microbatch to the trace if it had no backward pass."""
+        """Write the loader's previous microbatch to the trace, if it had no backward pass."""
         if self._trace is not None:
             self._trace_seen(self._trace, microbatch.loader)
             self._without_loss[microbatch.loader] = microbatch
@@ -238,7 +241,7 @@ class Recorder:
             trace.seen(self._progress.steps, seen)
 
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Write the loss of a microbatch and its sample ids to the step record, and to the trace."""
+        """Write a microbatch's loss and samples to the trace and to the step record."""
         if self.steps is not None and not self._settings.repeats:
             samples = zlib.crc32(np.asarray(microbatch.indices[: microbatch.size]).tobytes())
             self.steps.add(
@@ -255,7 +258,7 @@ class Recorder:
         self._without_loss.pop(microbatch.loader, None)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Write the digests of the run's objects after a step to the trace; advance the progress bar."""
+        """Write the digests of models and objects after step `step` to the trace; advance the bar."""
         if self._trace is not None:
             self._trace.step(step, self._digests())
         self._bar.step(microbatch.total)
@@ -264,7 +267,7 @@ class Recorder:
             self._window_ends(step)
 
     def _window_ends(self, step: int) -> None:
-        """Record an event `pace` with the times of the steps since the previous event `pace`."""
+        """Write an event of kind `pace`: times of the steps since the previous event of this kind."""
         window, progress, newest = self.pace.window(), self._progress, self._stepped
         if window is not None and newest is not None:
             epochs = {"epoch": progress.epoch, "epochs": progress.epochs}
@@ -272,7 +275,7 @@ class Recorder:
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Write a loop's end to the trace; if the loop trains, record its speed and close its bar."""
+        """Write a loop's end to the trace (`early`: before the last batch); if it trains, its pace, too."""
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)
@@ -285,17 +288,17 @@ class Recorder:
             self._bar.epoch_ends(*self._shown_epoch(epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and number of epochs that the bar shows: 0 outside of `run.epochs`."""
+        """Return epoch and number of epochs for the progress bar; outside of `run.epochs`, 0 epochs."""
         progress = self._progress
         return (progress.epoch, progress.epochs) if progress.epochs else (epoch, 0)
 
     def epoch_ends(self, epoch: int) -> None:
-        """Record the end of an epoch, and write pending events."""
+        """Write an event for the end of epoch `epoch`, and all pending events, to disk."""
         self._events.add(kind="epoch", epoch=epoch)
         self._events.flush()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record logged values with the current epoch, step and replica; show them in the bar."""
+        """Add an event of kind `log`: `values`, epoch, step and replica; show `values` in the bar."""
         kept, progress = copied(values), self._progress
         # Inside a microbatch its step is not done yet.
         where: dict[str, Any] = {"epoch": progress.epoch, "step": progress.steps, "replica": None}
@@ -311,10 +314,7 @@ class Recorder:
             self._write("running")
 
     def audit_differs(self, step: int, **who: Any) -> None:
-        """Record an audit that found a difference, on the main rank, and write the event at once.
-
-        `who`: number, host and device of the rank that computed wrongly; nothing if it is not known.
-        """
+        """Record that an audit of `step` found a difference, and the rank (`who`) that caused it."""
         found = self.audits.differs(step, **who)
         if self._world.is_main:
             self._events.add(kind="audit", **found)
@@ -322,12 +322,12 @@ class Recorder:
             self._write("running")
 
     def traffic(self, model: int, moved: Mapping[str, int]) -> None:
-        """Record `moved`, the bytes this rank sent and received for a model; nothing if it is empty."""
+        """Add an event with `moved`, the bytes sent and received for a model, unless it is empty."""
         if moved:
             self._events.add(kind="traffic", model=model, **moved)
 
     def checkpoint(self, step: int, name: str, seconds: float, best: float | None) -> None:
-        """Record, from any thread, that a checkpoint was written, and the seconds that took."""
+        """Add an event for a checkpoint, written after step `step`; any thread may call this."""
         self._events.put(
             kind="checkpoint", step=step, name=name, seconds=round(seconds, 3), best=best
         )
@@ -358,9 +358,9 @@ class Recorder:
             self._bar.print(text)
 
     def script_ends(self) -> None:
-        """Write the final digests to the trace, and all pending events to disk, when the script ends.
+        """Write all pending records to disk, and the final digests to the trace.
 
-        All ranks do so before the run of rank 0 ends: after its end, the script may remove the directory.
+        Each rank calls this before rank 0 ends the run; then the script may remove the run directory.
         """
         self.flush()
         if self._trace is not None:
@@ -371,8 +371,8 @@ class Recorder:
     ) -> None:
         """Record the end of the run and this rank's memory; on the main rank, print one line.
 
-        `used` is the memory of this rank; `settings` are models and optimizers as text, `None` for a result
-        that is not exact. A warning names an earlier run with the same settings and a different digest.
+        `used` is this rank's memory. `settings` are models and optimizers as text, `None` if the result is
+        not exact. The main rank warns of an earlier run with the same settings and a different digest.
         """
         self._events.add(kind="memory", **used)
         self._events.flush()
@@ -403,7 +403,7 @@ class Recorder:
             self._bar.say(f"lockstep: preempted after step {step}; to continue: {how}")
 
     def close(self, error: BaseException | None) -> None:
-        """Close all files and loggers; record the error, if any, on the main rank."""
+        """Close all files and loggers, and release the lock; write `error`, if any, to `run.json`."""
         if self._trace is not None:
             self._trace.close()
         if self._monitor is not None:

@@ -24,9 +24,10 @@ _RUNS = 50
 
 
 def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
-    """Return two hashes joined by a dot: of a run's identity and source files, and of its `settings`.
+    """Return `A.B`: `A` is a hash of identity and source files, `B` a hash of `settings`.
 
-    The identity is script, arguments, seed and versions; settings are those of models, optimizers and data.
+    `identity` has script, arguments, seed and versions. `settings` are texts that describe models,
+    optimizers and data.
     """
     source = hashlib.sha256(json.dumps(asdict(identity), sort_keys=True).encode())
     for file in user_files():
@@ -36,10 +37,12 @@ def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
 
 
 def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> str | None:
-    """Return a warning about the newest earlier run with equal fingerprint and different digest, or `None`.
+    """Return a warning about an earlier run that has another digest than `digest`, or `None`.
 
-    A run on a different number of ranks may have different settings: a learning rate that the script
-    multiplies by the number of ranks makes the result depend on the layout.
+    Earlier runs are those in sibling directories of `directory` with the same identity and source files, by
+    their hash in `fingerprint`. A run with other settings counts only if its number of ranks is not
+    `ranks`: a learning rate that the script multiplies by the number of ranks makes the result depend on
+    the layout.
     """
     source = fingerprint.partition(".")[0]
     runs = sorted(directory.parent.glob(f"*/{run_file.NAME}"), reverse=True)
@@ -66,9 +69,10 @@ def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> 
 
 
 def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return a warning about a loader whose data has changed since an earlier start of the run.
+    """Return a warning that the data of a loader has changed since an earlier start of the run.
 
-    `recorded` and `now` map names of the data's properties to their values then and now.
+    `loader` is the loader's number. `recorded` and `now` are checksums of the data at that start and now,
+    by property of the dataset, such as its length.
     """
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))

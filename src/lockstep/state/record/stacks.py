@@ -31,7 +31,7 @@ _files: list[FileIO] = []
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a Python stack."""
+    """One frame of a Python stack: source file, line number and function."""
 
     file: str
     line: int
@@ -59,14 +59,15 @@ def is_users(file: str) -> bool:
 
 
 def beside(error_file: Path) -> Path:
-    """Return the path of the file for a worker's stacks, which lies next to `error_file`."""
+    """Return the path of the file for a worker's Python stacks: `error_file` with suffix `.stacks`."""
     return error_file.with_suffix(".stacks")
 
 
 def offer(environ: Mapping[str, str]) -> None:
-    """Make `SIGNAL` write the Python stacks of all threads of this process to a file.
+    """Install a handler of `SIGNAL` that writes the Python stacks of all threads to a file.
 
-    The file lies next to the error file that `environ` names. Without a usable file, do nothing.
+    The file lies next to the error file that `TORCHELASTIC_ERROR_FILE` in `environ` names. Without this
+    variable, or if the file cannot be opened, no handler is installed.
     """
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
@@ -88,7 +89,7 @@ def main_thread(text: str) -> list[Frame]:
 
 
 def of(frame: FrameType | None) -> list[Frame]:
-    """Return the stack of an interpreter's `frame` as `Frame` objects, innermost first."""
+    """Return the stack that ends at `frame` as `Frame` objects, innermost first; empty for `None`."""
     frames = []
     while frame is not None:
         code = frame.f_code
@@ -98,7 +99,10 @@ def of(frame: FrameType | None) -> list[Frame]:
 
 
 def users(frames: list[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code; if there is none, the innermost frame."""
+    """Return the innermost frame of the user's code, or else the innermost frame of all.
+
+    `frames` is a stack, innermost frame first; the result is `None` if it is empty.
+    """
     return next((frame for frame in frames if frame.is_users), frames[0] if frames else None)
 
 

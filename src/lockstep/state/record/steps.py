@@ -1,9 +1,9 @@
-"""Step record: bits of each loss and hashes of gradients and parameters, which `lockstep replay` compares.
+"""Step record: bits of each loss and hashes of gradients and parameters, for `lockstep replay`.
 
 Every rank writes entries of 24 bytes to `steps/rank-RANK.START-NUMBER.bin` in the run directory: one for
-each backward pass, and two for each step whose gradients and parameters are hashed. Each start of the run
-begins a new file, and so does a full file. The oldest files of a rank are removed, so that a rank never has
-more than `_BYTES * _FILES` bytes: with one replica on each rank, at least the latest 3.5 million steps.
+each backward pass, and two for each step whose gradients and parameters are hashed. A rank begins a new
+file at each start of the run, and when a file has `_BYTES` bytes. It keeps its newest `_FILES` files: with
+one replica on each rank, at least the latest 3.5 million steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ Value = torch.Tensor | Callable[[], bytes]
 
 
 class Key(NamedTuple):
-    """Identifies an entry of a step record: step, index in `KINDS`, replica, number of backward pass."""
+    """Key of an entry of the step record: step, kind, replica, number of the backward pass.
+
+    `kind` is an index in `KINDS`; `nth` counts the entries of this kind and replica in the step.
+    """
 
     step: int
     kind: int
@@ -47,7 +50,10 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A recorded loss or hash, as bytes; for a loss also the checksum of the microbatch's sample ids."""
+    """Value of an entry of the step record: bytes of a loss, or a hash of gradients or parameters.
+
+    `samples` is the checksum of the sample ids of the loss, 0 for a hash.
+    """
 
     value: bytes
     samples: int = 0
@@ -70,9 +76,11 @@ class StepRecord:
     def add(
         self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
     ) -> None:
-        """Record a loss or a hash of a step; it is read from the device later, when it is written.
+        """Add a loss or a hash to the pending entries, which are written about once a second.
 
-        `kind` is an index in `KINDS`; `samples` is the checksum of a microbatch's sample ids.
+        `kind` is an index in `KINDS`. `value` is a loss tensor, or a function that returns the bytes of a
+        hash; it is copied from its device only when the entry is written. `samples` is the checksum of the
+        microbatch's sample ids.
         """
         if step != self._step:
             self._step = step
@@ -113,7 +121,10 @@ class StepRecord:
 
 
 def _bytes(values: list[Value]) -> list[bytes]:
-    """Return the bytes of losses and hashes; losses of one type are copied from their device together."""
+    """Return the bytes of each loss or hash in `values`, in the same order.
+
+    Losses with the same device and dtype are copied to the host in one tensor.
+    """
     found = [b"" if isinstance(value, torch.Tensor) else value() for value in values]
     losses = {n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor)}
     for kind in {(loss.device, loss.dtype) for loss in losses.values()}:
@@ -128,7 +139,7 @@ def _bytes(values: list[Value]) -> list[bytes]:
 
 
 def paths(directory: Path) -> list[Path]:
-    """Return the paths of the step record files in `directory`, those of the oldest start first."""
+    """Return the paths of all ranks' step record files in `directory`, by start of the run."""
     found = {}
     for path in directory.glob("rank-*.bin"):
         if name := _NAME.fullmatch(path.name):
@@ -138,7 +149,9 @@ def paths(directory: Path) -> list[Path]:
 
 
 def read(run_directory: Path, last: int | None = None) -> dict[Key, Entry]:
-    """Return a run's step record up to step `last`; a step computed again has its latest values.
+    """Return the entries of a run's step record up to step `last`, by default of all steps.
+
+    Of a step that was computed again after a restart, the newest entries are returned.
 
     Raises:
         RunDirectoryError: if a file cannot be read.

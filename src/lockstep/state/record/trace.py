@@ -32,12 +32,15 @@ class Trace:
         self._file = path.open("w", encoding="utf-8")
 
     def begin(self, step: int) -> None:
-        """Record after which step this (re)start continues; later steps are computed again."""
+        """Write a line that this (re)start of the run continues after step number `step`.
+
+        This invalidates the lines of earlier (re)starts for later steps, which are computed again.
+        """
         self._write(kind="begin", step=step)
         self._file.flush()
 
     def microbatch(self, step: int, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Record the loss and the samples of a backward pass for step number `step`."""
+        """Write the loss and the sample ids of a microbatch of step `step` that has a backward pass."""
         bits, value = loss_bits(loss), loss.item()
         numbers, samples = _numbers(microbatch), _samples(microbatch)
         self._write(
@@ -45,26 +48,34 @@ class Trace:
         )
 
     def seen(self, step: int, microbatch: Microbatch) -> None:
-        """Record a microbatch without a backward pass, computed after step number `step`."""
+        """Write the sample ids of a microbatch without a backward pass, computed after step `step`."""
         self._write(kind="seen", step=step, **_numbers(microbatch), samples=_samples(microbatch))
         self._file.flush()  # an evaluation whose result is saved is not computed again
 
     def step(self, step: int, digests: Mapping[str, str]) -> None:
-        """Record a digest of each model and each object of `run.register` after step number `step`."""
+        """Write the digest of each model and each registered object, by name, after step `step`."""
         self._write(kind="step", step=step, digests=digests)
         self._file.flush()  # the trace of a killed rank has all its steps
 
     def end(self, digests: Mapping[str, str]) -> None:
-        """Record the digests of models and of objects passed to `run.register` at the end of the run."""
+        """Write the digest of each model and each registered object, by name, at the end of the run."""
         self._write(kind="end", digests=digests)
         self._file.flush()
 
     def loader(self, number: int, length: int | None, *, exhaustive: bool) -> None:
-        """Record how many samples a loader has, and whether one loop visits each sample exactly once."""
+        """Write that loader number `number` has `length` samples, `None` if unknown.
+
+        `exhaustive`: whether one loop over the loader visits each of these samples exactly once.
+        """
         self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
 
     def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
-        """Record the end of a loop over a loader; `complete` is false if the script left it by `break`."""
+        """Write the end of a loop over loader number `loader`.
+
+        `epoch` is a number that differs for every epoch and every call of `run.epochs`; `round_` is the
+        number of earlier loops over the loader in this epoch. `complete` is false if the script left the
+        loop by `break`.
+        """
         self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
         self._file.flush()  # a state saved now contains the result of the loop: it is not computed again
 

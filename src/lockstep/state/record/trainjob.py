@@ -1,7 +1,8 @@
 """`TrainJobStatus`: sends step, epoch, time left and logged values of a run to Kubeflow Trainer.
 
 Trainer (2.2 and later, with the feature gate `TrainJobStatus`) sets three variables in the pods of a
-TrainJob: URL, certificate and token of a server. It shows what is sent there as `status.trainerStatus`.
+TrainJob: URL, certificate and token of its progress server. It shows the newest message to this server as
+`status.trainerStatus` of the TrainJob.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _EVERY, _TIMEOUT = 5.0, 5.0
 
 
 def has_server(environ: Mapping[str, str]) -> bool:
-    """Return whether `environ` names a Kubeflow server that accepts the progress of a TrainJob over HTTPS.
+    """Return whether `environ` has all three variables of the progress server of Kubeflow Trainer.
 
-    Kubeflow's controller sets these variables in the pods of a TrainJob.
+    They are the server's URL, its certificate and a token; Trainer sets them in the pods of a TrainJob.
     """
     return {_URL, _CERTIFICATE, _TOKEN} <= environ.keys()
 
 
 class TrainJobStatus(Backend):
-    """Logger that sends the newest values and the progress to Kubeflow, every five seconds at most.
+    """Logger that sends logged values and progress to Kubeflow, at most every five seconds.
 
     Args:
-        events: file with the events of the main rank, which has the pace of the run.
-        say: shows a message.
+        events: events file of the main rank; its newest event `pace` has the run's progress.
+        say: function that shows a warning to the user.
     """
 
     def __init__(self, events: Path, say: Say) -> None:
@@ -50,17 +51,17 @@ class TrainJobStatus(Backend):
         self._has_warned = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Keep the newest values for the next message."""
+        """Keep the logged `values` and the number `step` of their step for the next message."""
         self._values |= {**values, "step": step}
 
     def flush(self) -> None:
-        """Send a message, if the previous one was sent at least five seconds before."""
+        """Send the newest values and the progress, unless this was done in the last five seconds."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY
             self._send({})
 
     def close(self, *, failed: bool) -> None:
-        """Send the last values; if the run has not failed, also send that it is complete."""
+        """Send the newest values and the progress; send 100 % if the run has not failed."""
         self._send({} if failed else {"progressPercentage": 100, "estimatedRemainingSeconds": 0})
 
     def _send(self, known: Mapping[str, int]) -> None:
@@ -81,7 +82,10 @@ class TrainJobStatus(Backend):
 
 
 def _progress(pace: Mapping[str, Any]) -> dict[str, int]:
-    """Return the percentage done and the seconds left; nothing if epochs or batches are not counted."""
+    """Return percentage done and seconds left of a run, from its newest event `pace`.
+
+    The result is empty if the run does not know its number of epochs, or of batches in an epoch.
+    """
     epochs, batches = pace.get("epochs"), pace.get("batches")
     if not epochs or not batches:
         return {}

@@ -1,4 +1,4 @@
-"""Find unfinished runs of a script that the next start of the same command can resume."""
+"""Find the unfinished runs of a script, any of which the same command can resume."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def find(
     """Return the unfinished runs among `directories`, the newest first.
 
     Args:
-        directories: those without a run are skipped.
-        meant: script, arguments, seed and so on that the run must have; `None` allows any value.
-        owner: the owner of this launch, whose own lock does not count.
+        directories: run directories; those that cannot be read are skipped.
+        meant: fields that the run's identity must have, such as script, arguments and seed;
+            `None` allows any value.
+        owner: owner of this launch's lock; a directory that it has locked is not skipped.
     """
     found = []
     for directory in directories:
@@ -48,10 +49,14 @@ def find(
 def require(
     found: list[UnfinishedRun], what: str, where: Path, *, resume: str, run_dir: str
 ) -> Path:
-    """Return the directory of the newest run of `found`.
+    """Return the directory of the newest run of `found`, which is sorted by `find`.
 
-    The other arguments are for the error message: the script with its arguments, the directory that was
-    searched, the flag or variable that resumes an unfinished run, and the one that names its directory.
+    Args:
+        found: unfinished runs.
+        what: script and arguments, for the error message, as all further arguments.
+        where: directory in which the runs were searched.
+        resume: flag or variable that resumes an unfinished run, such as `--resume`.
+        run_dir: text before a directory that sets the run directory: `LOCKSTEP_RUN_DIR=`.
 
     Raises:
         UsageError: if `found` is empty.
@@ -67,7 +72,10 @@ def require(
 
 
 def contradicting(resume: str, fresh: str) -> UsageError:
-    """Return the error for a command with both flags, `resume` and `fresh`, which contradict each other."""
+    """Return the error for a command that both resumes a run and begins a new one.
+
+    `resume` and `fresh` are the names of the two flags or variables.
+    """
     return UsageError(
         f"{resume} and {fresh} contradict each other; expected one of them",
         hint=f"{resume} continues an unfinished run, {fresh} begins anew",
@@ -75,7 +83,11 @@ def contradicting(resume: str, fresh: str) -> UsageError:
 
 
 def note(found: list[UnfinishedRun], *, resume: str, run_dir: str) -> str:
-    """Return a message that the newest run of `found` could be resumed, when a new run begins instead."""
+    """Return a message that the newest run of `found` can be resumed, and by which flags.
+
+    `resume` is the flag or variable that resumes an unfinished run, such as `--resume`. `run_dir` is the
+    text before a directory that sets the run directory, such as `LOCKSTEP_RUN_DIR=`.
+    """
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""
     return (
@@ -85,7 +97,7 @@ def note(found: list[UnfinishedRun], *, resume: str, run_dir: str) -> str:
 
 
 def is_same(identity: Mapping[str, Any], meant: Mapping[str, Any]) -> bool:
-    """Return whether `identity` equals `meant` in each field of `meant` that is not `None`."""
+    """Return whether a run's `identity` has the values in `meant`; `None` in `meant` allows any."""
     return all(value is None or identity.get(name) == value for name, value in meant.items())
 
 

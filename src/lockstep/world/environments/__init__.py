@@ -127,11 +127,11 @@ def given(
 
 
 def candidates(environ: Mapping[str, str]) -> Iterator[EnvironmentEntry]:
-    """Yield the entries of launchers whose variables may be set, the innermost launcher first.
+    """Yield the entry of each launcher environment, in the order in which they are tried.
 
-    The first launcher whose variables are set takes precedence.
-
-    For example, torchrun may run inside a job of another package's launcher, and that inside a Slurm job.
+    The innermost launcher comes first: for example, torchrun may run inside a job of another package's
+    launcher, and that launcher inside a Slurm job. If `LOCKSTEP_ENVIRONMENT` names a launcher environment,
+    only the entry of that one is yielded.
 
     Raises:
         UsageError: if `LOCKSTEP_ENVIRONMENT` is unknown.
@@ -157,7 +157,8 @@ def read(
 ) -> World | None:
     """Return rank, size and rendezvous from one launcher's variables; `None` if these are not set.
 
-    With `launchers`, each process is a `lockstep run`, and the result numbers these launchers, not ranks.
+    With `launchers`, this process is a `lockstep run` on one of several nodes; the result has the number of
+    this `lockstep run` as rank, and their count as size.
 
     Raises:
         WorldError: if the variables contradict each other.

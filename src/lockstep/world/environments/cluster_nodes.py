@@ -10,7 +10,7 @@ from lockstep.world.model import World
 
 
 def most_nodes(environ: Mapping[str, str], name: str) -> int:
-    """Return the number of nodes in a variable; of an elastic `MIN:MAX`, the maximum.
+    """Return the number of nodes in variable `name`; the maximum if its value is `MIN:MAX`.
 
     Raises:
         WorldError: if the variable is absent, or has no number.
@@ -29,13 +29,14 @@ def world(
     key: str | None = None,
     names: tuple[str, str],
 ) -> World:
-    """Return the world (rank, size, rendezvous) of the only process on machine `node` of `count` machines.
+    """Return the world (rank, size, rendezvous) of the only process on machine `node` of `count`.
 
-    The process may also be a `lockstep run`, which starts the ranks of its machine. `names` are the names
-    of the variables with the two numbers, for messages.
+    The process may also be a `lockstep run`, which starts the ranks of its machine. `environment`,
+    `address`, `port` and `key` are fields of the returned `World`. `names` are the names of the variables
+    with `node` and `count`, for messages.
 
     Raises:
-        WorldError: if the numbers contradict each other.
+        WorldError: if `node` is not below `count`.
     """
     if not 0 <= node < count:
         raise WorldError(

@@ -1,6 +1,6 @@
-"""The init methods of `torch.distributed` as one variable: `LOCKSTEP_INIT_METHOD`.
+"""Parse `LOCKSTEP_INIT_METHOD`, a variable with an `init_method` URL of `torch.distributed`.
 
-`tcp://host:port`, `file:///shared/path` or `env://`; `?rank=0&world_size=2` may follow, as in
+The URL is `tcp://host:port`, `file:///shared/path` or `env://`, which `?rank=0&world_size=2` may follow:
 https://docs.pytorch.org/docs/stable/distributed.html#initialization.
 """
 
@@ -53,7 +53,10 @@ def apply(environ: Mapping[str, str], url: str | None = None) -> Mapping[str, st
 
 
 def has_address(environ: Mapping[str, str]) -> bool:
-    """Return whether the init method of `environ` has a rendezvous address."""
+    """Return whether `LOCKSTEP_INIT_METHOD` in `environ` has a rendezvous address.
+
+    An address is the host and port of a `tcp://` URL, or the path of a `file://` URL.
+    """
     return not (environ.get(VARIABLE) or "env:").startswith("env:")
 
 

@@ -1,8 +1,9 @@
-"""Pods of Kubeflow: of a TrainJob (Trainer 2), or of a PyTorchJob (Training Operator 1).
+"""Read rank, world size and rendezvous from the variables that Kubeflow sets in its pods.
 
-Both set torchrun's variables `PET_*`, one `PET_NODE_RANK` for each pod, for a launcher in the pod. A
-PyTorchJob also sets `RANK`, which counts pods, and `WORLD_SIZE`, which counts processes (operators before
-1.7: pods), although the pod's process is a rank of that world only if each pod has one process.
+The pods are those of a TrainJob (Trainer 2) or of a PyTorchJob (Training Operator 1). Both jobs set
+torchrun's variables `PET_*` for a launcher in each pod, such as `PET_NODE_RANK`, the pod's number. A
+PyTorchJob also sets `RANK` to the pod's number, and `WORLD_SIZE` to the number of processes (before
+operator 1.7: of pods). This `RANK` is the rank of a process only if each pod has one process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def launchers(environ: Mapping[str, str]) -> World | None:
-    """Return number, count and rendezvous of the launchers, one in each Kubeflow pod; `None` elsewhere.
+    """Return number, count and rendezvous of the launchers in Kubeflow's pods, as a `World`.
+
+    Its rank is the number of this pod's launcher, and its size is the number of pods. Returns `None`
+    outside of Kubeflow, in a worker of a launcher, and if there is only one pod.
 
     Raises:
         WorldError: if a variable is missing or contradicts another.

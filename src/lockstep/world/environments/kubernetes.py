@@ -1,8 +1,9 @@
-"""Pods of an Indexed Job of Kubernetes, also of one in a JobSet.
+"""Read rank, world size and rendezvous in a pod of an Indexed Job of Kubernetes.
 
-Kubernetes sets `JOB_COMPLETION_INDEX` and a host name `JOB-INDEX` (in a JobSet, `JOBSET-NAME-JOB-INDEX`); a
-headless service makes `JOB-0.SERVICE` known to all pods. No variable has the number of pods: `--nnodes` of
-`lockstep run` gives it, or `PET_NNODES`. Without either each pod is a process of its own, as in a sweep.
+The job may belong to a JobSet. Kubernetes sets `JOB_COMPLETION_INDEX` and a host name `JOB-INDEX` (in a
+JobSet, `JOBSET-NAME-JOB-INDEX`); with a headless service, all pods can resolve `JOB-0.SERVICE`. No variable
+of Kubernetes has the number of pods: it is read from `PET_NNODES`, which `--nnodes` of `lockstep run` sets,
+too. Without `PET_NNODES`, each pod is a run of its own, as in a sweep.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ COUNT = "PET_NNODES"
 
 
 def is_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether this process runs in a pod, whose host name has an address only while the pod runs."""
+    """Return whether this process runs in a pod of Kubernetes.
+
+    The host name of a pod has an address only while the pod runs.
+    """
     return "KUBERNETES_SERVICE_HOST" in environ
 
 
@@ -53,7 +57,10 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def _first_pod(index: int) -> str:
-    """Return the host name of pod 0, from this pod's own name `JOB-INDEX.SERVICE.NAMESPACE…`."""
+    """Return the host name of pod 0, from this pod's own name `JOB-INDEX.SERVICE.NAMESPACE…`.
+
+    `index` is the number of this pod, with which its name must agree.
+    """
     name, dot, service = socket.getfqdn().partition(".")
     job, _, number = name.rpartition("-")
     if not job or number != str(index) or not dot:

@@ -1,9 +1,10 @@
-"""Processes started by `mpiexec` of Open MPI, or of MPICH, Intel MPI and MVAPICH.
+"""Read rank, world size and rendezvous of a process that `mpiexec` has started.
 
-Open MPI sets the variables of https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; there,
-`OMPI_COMM_WORLD_NODE_RANK` numbers the processes on a node over all jobs, and not the nodes. The others
-start processes by Hydra, which sets `PMI_RANK` and `PMI_SIZE` (the Process Management Interface),
-`MPI_LOCALRANKID` and `MPI_LOCALNRANKS`. Neither sets variables for a rendezvous.
+Open MPI sets the variables of https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html;
+`OMPI_COMM_WORLD_NODE_RANK` is the number of the process among all jobs on its node, not the number of the
+node. MPICH, Intel MPI and MVAPICH start processes by Hydra, which sets `PMI_RANK` and `PMI_SIZE` (of the
+Process Management Interface), `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`. Neither Open MPI nor Hydra sets
+variables for a rendezvous.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ def detect_openmpi(environ: Mapping[str, str]) -> World | None:
 
 
 def _job_of_openmpi(environ: Mapping[str, str], *, one_node: bool) -> str | None:
-    """Return a unique name of this job; `None` if Open MPI gives none.
+    """Return a unique name of this job from Open MPI's variables; `None` if they have no name.
 
-    Open MPI's own name has the host name and a process id, which containers on one network may share; the
-    address of the job's server makes it unique.
+    Open MPI's own name consists of host name and process id, which two containers on one network may share.
+    If all processes are on one node (`one_node`), the address of the job's server is appended, which makes
+    the name unique.
     """
     job = _first(environ, _JOB)
     server = _first(environ, _SERVER) if one_node else ""
@@ -101,7 +103,7 @@ def detect_mpich(environ: Mapping[str, str]) -> World | None:
 
 
 def _job_of_mpich() -> str | None:
-    """Return a name of this job on its node, from the Hydra process that is the parent of all ranks.
+    """Return a name of this job, unique on its node, from its Hydra process, the parent of all ranks.
 
     Returns `None` if the parent of this process is another program, such as a shell.
     """
@@ -127,11 +129,12 @@ def _world(
 ) -> World:
     """Return the world (rank, size, rendezvous) of a process that `mpiexec` has started.
 
-    On one node the rendezvous is on its loopback interface, under a name that only this job has. On
-    several nodes no variable has the address of rank 0 or the number of a node: unless `MASTER_ADDR` and
-    `MASTER_PORT` are set, rank 0 broadcasts its address over MPI at the rendezvous. `key` is a name that is
-    the same in all processes of this job, and that no other job has. `environment` and `reason` are fields
-    of the returned `World`.
+    The rendezvous of a job on one node is on the loopback interface. On several nodes, no variable has the
+    address of rank 0 or the number of a node: unless `MASTER_ADDR` and `MASTER_PORT` are set, rank 0
+    broadcasts its address over MPI at the rendezvous.
+
+    `key` is a name that all processes of this job have, and no process of another job. `local_rank` and
+    `local_size` are `None` if unknown. `environment` and `reason` are fields of the returned `World`.
 
     Raises:
         WorldError: if the numbers contradict each other.

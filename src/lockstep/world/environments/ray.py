@@ -1,8 +1,9 @@
-"""Workers of Ray: of Ray Train, or actors and tasks in the bundles of a placement group.
+"""Read rank, world size and rendezvous of a worker of Ray.
 
-Ray Train sets `RANK`, `WORLD_SIZE` and so on, and makes a process group; scripts with actors may set the
-variables, too. Without them, the number of the worker's bundle is its rank. Ray is asked for it, since no
-variable has it: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
+It is a worker of Ray Train, or runs actors and tasks in a bundle of a placement group. Ray Train sets
+`RANK`, `WORLD_SIZE` and so on, and makes a process group; scripts with actors may set these variables, too.
+Without the variables, the rank is the index of the worker's bundle, which only Ray's API returns:
+https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
 
 def _in_bundle(ray: Any, group: Any) -> World:
-    """Return the world of a placement group with a worker in each bundle; a bundle's index is the rank."""
+    """Return the world of this worker in a placement group that has a worker in each bundle.
+
+    The rank is the index of this worker's bundle. `ray` is the imported module, `group` the placement
+    group.
+    """
     name = group.id.hex()
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
     found = [int(m[1]) for key in held if (m := re.fullmatch(rf"bundle_group_(\d+)_{name}", key))]

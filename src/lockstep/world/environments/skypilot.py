@@ -1,7 +1,8 @@
-"""Nodes of a SkyPilot task, whose `run` commands start once on each node.
+"""Read rank, world size and rendezvous on the nodes of a SkyPilot task.
 
-The variables are those of https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html:
-`SKYPILOT_NODE_RANK`, `SKYPILOT_NODE_IPS` (one address per line), `SKYPILOT_NUM_NODES`, `SKYPILOT_TASK_ID`.
+SkyPilot starts the `run` commands of a task once on each node. The variables are those of
+https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html: `SKYPILOT_NODE_RANK`,
+`SKYPILOT_NODE_IPS` (one address per line), `SKYPILOT_NUM_NODES`, `SKYPILOT_TASK_ID`.
 """
 
 from __future__ import annotations

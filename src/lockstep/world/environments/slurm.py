@@ -1,7 +1,8 @@
-"""Processes that `srun` starts: the tasks of a Slurm job step.
+"""Read rank, world size and rendezvous of a process that `srun` has started.
 
-The variables are those of https://slurm.schedmd.com/srun.html. The script that sbatch runs, and the
-shells of salloc and `srun --pty`, have some of these variables too, although each is a single process.
+Such a process is a task of a Slurm job step. The variables are those of
+https://slurm.schedmd.com/srun.html. The script that sbatch runs, and the shells of salloc and `srun --pty`,
+have some of these variables too, although each is a single process.
 """
 
 from __future__ import annotations
@@ -65,7 +66,13 @@ def detect(environ: Mapping[str, str]) -> World | None:
 def _nodes_and_tasks(
     environ: Mapping[str, str], size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the names of the nodes of a Slurm job step, and the number of tasks on each."""
+    """Return the names of the nodes of a Slurm job step, and the number of tasks on each.
+
+    `size` is the number of tasks of the step.
+
+    Raises:
+        WorldError: if the step's variables contradict each other or `size`.
+    """
     nodes = slurm_nodes.expand(_text(environ, "SLURM_STEP_NODELIST"))
     tasks = _tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     count = integer(environ, "SLURM_STEP_NUM_NODES", default=len(nodes))
@@ -97,7 +104,13 @@ def _tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def _main_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> str:
-    """Return the host name of rank 0's node; the loopback address for a job step on a single node."""
+    """Return the host name of rank 0's node; the loopback address for a job step on a single node.
+
+    `nodes` are the names of the step's nodes, in Slurm's order.
+
+    Raises:
+        WorldError: if a host file distributes the tasks, so that rank 0's node is unknown.
+    """
     if len(nodes) == 1:
         return LOOPBACK
     by_host_file = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")

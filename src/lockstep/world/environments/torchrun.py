@@ -1,8 +1,9 @@
-"""Processes started by torchrun, by `lockstep run`, or by anything that sets the variables of `env://`.
+"""Read rank, world size and rendezvous from the variables of torchrun or `lockstep run`.
 
-The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html; `RANK` and
-`WORLD_SIZE` alone (as scripts with `torch.multiprocessing.spawn` set them) do not say which ranks
-share a node: the ranks compare their hosts at the rendezvous.
+Other programs may set these variables as well, as for the init method `env://`. The variables are those of
+https://docs.pytorch.org/docs/stable/elastic/run.html. `RANK` and `WORLD_SIZE` alone (as scripts with
+`torch.multiprocessing.spawn` set them) do not say which ranks share a node: the ranks compare their hosts
+at the rendezvous.
 """
 
 from __future__ import annotations
@@ -83,10 +84,11 @@ def read(environ: Mapping[str, str], *, environment: str, reason: str) -> World:
 
 
 def _has_local_ranks(environ: Mapping[str, str], size: int) -> bool:
-    """Return whether the launcher that set `WORLD_SIZE` has set local ranks, too.
+    """Return whether `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are set, and apply to this process.
 
-    A script that a launcher started as its only process may start processes of its own, and give
-    them `RANK` and `WORLD_SIZE`; they inherit the launcher's local ranks, which do not apply to them.
+    `size` is the value of `WORLD_SIZE`. A script that a launcher started as its only process may start
+    processes of its own, and set their `RANK` and `WORLD_SIZE`. These processes inherit the launcher's
+    `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which do not apply to them.
     """
     if "LOCAL_RANK" not in environ or "LOCAL_WORLD_SIZE" not in environ:
         return False

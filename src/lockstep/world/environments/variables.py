@@ -8,10 +8,10 @@ from lockstep.errors import WorldError
 
 
 def integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return variable `name` as an integer.
+    """Return variable `name` in `environ` as an integer; `default` if the variable is not set.
 
     Raises:
-        WorldError: if it is absent and has no default, or is not an integer.
+        WorldError: if the variable is not set and has no default, or is not an integer.
     """
     text = environ.get(name)
     if text is None:

@@ -1,4 +1,4 @@
-"""Pods of a Volcano job, with its plugins `env` and `svc`.
+"""Read rank, world size and rendezvous in a pod of a Volcano job with the plugins `env` and `svc`.
 
 `VC_TASK_HOSTS` has the host names of the pods of a task, for each task of the job, such as
 `VC_WORKER_HOSTS=job-worker-0.job,job-worker-1.job`; `VK_TASK_INDEX` is the number of this pod in its task.
@@ -54,8 +54,9 @@ def detect(environ: Mapping[str, str]) -> World | None:
 def _number(hosts: list[str], tasks: Mapping[str, str], index: int) -> int:
     """Return the position of this pod in `hosts`, which is its node rank.
 
-    A job's pods are in tasks (groups). If there is one task, the position is `index`, the pod's number in
-    it; otherwise, it is found by host name.
+    `hosts` are the host names of all pods of the job. `tasks` maps the name of each task (a group of pods)
+    to the host names of its pods. If there is one task, the position is `index`, the pod's number in its
+    task; otherwise, it is found by host name.
     """
     if len(tasks) == 1:
         return index

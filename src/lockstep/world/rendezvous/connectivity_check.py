@@ -1,11 +1,14 @@
 """`check_connectivity`: every node connects to every other node, before ranks use collectives.
 
-The members (one per node) share a store already; collectives also need connections between all pairs.
-Each member listens and sends a token, since an address such as Docker's 172.17.0.1 exists on many hosts.
-First, all members try the interfaces of member 0; the interface on a member's route to member 0 becomes
-that member's interface, unless the user chose one. Then all pairs try these interfaces; of many members,
-each tries those at a distance of 1, 2, 4, 8, … in both directions. The result is the same on all members:
-an interface and address for each, or an error that lists pairs without a connection.
+The members of the check, one process per node, share a store already; collectives also need connections
+between all pairs of nodes. Each member listens, and sends a token to each connection: an address such as
+Docker's 172.17.0.1 exists on many hosts.
+
+First, all members try to connect to each interface of member 0. The interface on a member's route to member
+0 becomes that member's interface, unless the user chose one. Then all pairs of members try these
+interfaces; of more than `_ALL_PAIRS` members, each tries only the members whose index differs by 1, 2, 4,
+8, … from its own. All members get the same result: an interface and address for each member, or an error
+that lists the pairs without a connection.
 """
 
 from __future__ import annotations
@@ -76,9 +79,10 @@ class MemberInterface:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """Port and interfaces at which a member listens during the check, and the token that it sends.
+    """Port and interfaces at which a member listens during the check, and the member's token.
 
     Attributes:
+        token: text that the member sends to each connection, so that others recognize it.
         offers: the member's interfaces, physical ones first; or only the one that the user chose.
     """
 
@@ -89,11 +93,11 @@ class ProbeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Result of one attempt to connect to another member.
+    """Result of one attempt of a member to connect to another member.
 
     Attributes:
         member: index of the other member.
-        place: interface and address that were tried.
+        place: interface and address of the other member that were tried.
         source: own interface on the route to that address; `None` without a route.
         failure: reason of the failure; empty after success.
     """
@@ -108,7 +112,10 @@ Report = Sequence[Attempt]
 
 
 def offers(own: Iterable[Interface]) -> tuple[MemberInterface, ...]:
-    """Return the first address of each interface, which Gloo uses; physical interfaces first."""
+    """Return the interfaces in `own`, each with its first address, which Gloo uses.
+
+    Physical interfaces come first; at most `_MOST_OFFERS` interfaces are returned.
+    """
     first: dict[str, Interface] = {}
     for interface in own:
         first.setdefault(interface.name, interface)
@@ -119,10 +126,10 @@ def offers(own: Iterable[Interface]) -> tuple[MemberInterface, ...]:
 
 
 def partners(index: int, count: int) -> list[int]:
-    """Return the members that member `index` of `count` tries to reach.
+    """Return the indices of the members to which member `index` of `count` members tries to connect.
 
-    Up to `_ALL_PAIRS` members, these are all others. Of more members, a member tries those at distances
-    1, 2, 4, … in both directions around the ring of members. Both members of a pair try to connect.
+    Up to `_ALL_PAIRS` members, these are all others. Of more members, they are those at distances of 1, 2,
+    4, … in both directions around the ring of members. Both members of a pair try to connect.
     """
     if count <= _ALL_PAIRS:
         return [member for member in range(count) if member != index]
@@ -144,20 +151,22 @@ def check_connectivity(
 ) -> tuple[MemberInterface, ...]:
     """Return, for each member, the interface and address at which all other members can connect to it.
 
-    All members call this function together.
+    All members (one process per node) call this function together.
 
     Args:
         store: a store for this check alone.
-        index: number of this member.
-        labels: names of the members in messages.
-        interface: interface of this member that the user chose.
+        index: number of this member, from 0.
+        labels: names of the members, by index, in messages.
+        interface: interface of this member that the user chose; by default it is found.
         seconds: timeout of one connection attempt.
         patience: seconds that a member may delay the others.
         check: called repeatedly during waits; may raise to end them.
-        warn: called on member 0 if clocks of members differ; by default it prints to standard error.
+        warn: called on member 0 with a text if clocks of members differ; by default it prints
+            the text to standard error.
 
     Raises:
-        UnreachableError: the same on all members, if two cannot connect to each other, or one is missing.
+        UnreachableError: the same on all members, if two cannot connect to each other, or one is
+            missing.
         UsageError: if `interface` does not exist; other members get an `UnreachableError`.
     """
     members = Members(store, index, labels, kind=UnreachableError, hint=_HINT, check=check)
@@ -170,7 +179,7 @@ def check_connectivity(
 
 
 class _Member:
-    """One member of the check: it tries to connect to the others, and reports the results to them."""
+    """This process as a member of the check: it tries to connect to the other members."""
 
     def __init__(
         self, members: Members, seconds: float, patience: float, warn: Callable[[str], None]
@@ -181,7 +190,15 @@ class _Member:
         self._own = interfaces()
 
     def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Exchange listening addresses with all members; raise an error if `interface` is invalid."""
+        """Send this member's `ProbeTarget` to all members; return those of all members, by index.
+
+        `token` and `port` are fields of this member's `ProbeTarget`. `interface` is the interface that the
+        user chose, if any.
+
+        Raises:
+            UsageError: if `interface` does not exist or has no address.
+            UnreachableError: if another member is missing, or its user chose an invalid interface.
+        """
         wrong: UsageError | None = None
         try:
             offered = offers(self._own if interface is None else (named(interface),))
@@ -206,10 +223,13 @@ class _Member:
         return [decode(ProbeTarget, value) for value in found]
 
     def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[MemberInterface, ...]:
-        """Try to connect to member 0, then to all others; return an address at which to reach each member.
+        """Try to connect to member 0, then to all others; return interface and address of each member.
 
-        `cards` has the listening addresses of each member, from `introduce`. `now` is the time on this
-        member's clock, which member 0 compares with the other clocks.
+        `cards` are the `ProbeTarget`s of all members, by index. `now` is the time on this member's clock,
+        which member 0 compares with the clocks of the others.
+
+        Raises:
+            UnreachableError: the same on all members, if two cannot connect to each other.
         """
         first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
@@ -236,11 +256,14 @@ class _Member:
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[MemberInterface]]:
-        """Return the addresses to try for each member, after this member has tried to reach member 0.
+        """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
-        `own` is this member's clock and its attempts, which member 0 reads at the store key `question`. The
-        result is empty if no address of member 0 was reached by all members: they try again with a longer
-        timeout. After the `last` attempt the result is never empty.
+        Member 0 computes the result for all members by `choose`. `cards` are the `ProbeTarget`s of all
+        members, by index. `own` is this member's clock and its attempts. `question` is a key of the store
+        for this exchange, in which a member may take `seconds`.
+
+        If no address of member 0 was reached by all members, the result is empty, unless this was the
+        `last` attempt.
         """
 
         def answer(values: list[Any]) -> Any:
@@ -300,7 +323,11 @@ class _Member:
         targets: Sequence[tuple[int, MemberInterface]],
         seconds: float,
     ) -> list[Attempt]:
-        """Try to connect to all targets, `_AT_ONCE` at a time, with a timeout of `seconds` each."""
+        """Try to connect to all `targets`, `_AT_ONCE` at a time, with a timeout of `seconds` each.
+
+        A target is the index of a member and one of its interfaces. `cards` are the `ProbeTarget`s of all
+        members, by index.
+        """
 
         def attempt(target: tuple[int, MemberInterface]) -> Attempt:
             member, place = target
@@ -316,7 +343,10 @@ class _Member:
 
 
 def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
-    """Connect to a member at `place`, one of its addresses; return the reason of a failure, or `""`."""
+    """Connect to a member at `place`, one of its addresses; return the reason of a failure, or `""`.
+
+    `card` has the port and the token of this member. An answer without this token is a failure.
+    """
     deadline = time.monotonic() + seconds
     try:
         with socket.create_connection((place.address, card.port), timeout=seconds) as connection:
@@ -329,12 +359,12 @@ def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
 
 
 def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[MemberInterface]]:
-    """Return the addresses to try for each member, after all members have tried to reach member 0.
+    """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
-    `cards` has the listening addresses of each member, `reports` its attempts to reach member 0. The result
-    has one address of member 0, on its first interface that all others reached, or all addresses if there
-    is no such interface. For any other member, it has the address on that member's route to member 0, or
-    the member's first address if it listens at only one or its route is unknown.
+    `cards` are the `ProbeTarget`s of all members, by index; `reports` are their attempts to reach member 0.
+    For member 0, the result is its first interface that all others have reached, or all of its interfaces
+    if there is none. For another member, the result is the interface on that member's route to member 0, or
+    the member's first interface if it offers only one or its route is unknown.
     """
     reached = [
         {attempt.place: attempt.source for attempt in report if not attempt.failure}
@@ -354,7 +384,8 @@ def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list
 def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]) -> str:
     """Return a message that lists the pairs of members without a connection; empty if there are none.
 
-    `cards` has the listening addresses of each member, `reports` all its attempts, `labels` its name.
+    By index of the member, `cards` are the `ProbeTarget`s, `reports` are the attempts to connect to others,
+    and `labels` are the names in the message.
     """
     reached = {
         (by, attempt.member)
@@ -386,7 +417,11 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
 def _ways(
     by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a line for each attempt of member `by` to connect to member `to`: route, address, failure."""
+    """Yield a line for each attempt of member `by` to connect to member `to`: route, address, failure.
+
+    By index of the member, `cards` are the `ProbeTarget`s, `reports` are the attempts to connect to others,
+    and `labels` are the names in the lines.
+    """
     tried = [attempt for attempt in reports[by] if attempt.member == to]
     beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
     for attempt in beyond or tried:

@@ -1,4 +1,4 @@
-"""`decode`: make a dataclass from JSON values: the inverse of `dataclasses.asdict`."""
+"""`decode`: make a dataclass instance from JSON values, as the inverse of `dataclasses.asdict`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Members`: gather a value of each member over a store; member 0 computes one result for all.
+"""`Members`: numbered processes that gather a value of each, and get one result from member 0.
 
-Members are numbered processes that use the store together: ranks, launchers, or one process per node.
+The processes use a store together. They may be ranks, launchers, or one process per node.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _PAUSE = 0.005
 
 
 class Members:
-    """Gathers values of all members (processes) over a store; member 0 computes one result for all.
+    """Numbered processes that gather a value of each over a store, and get one result from member 0.
 
     Args:
         store: a store for this object alone.
-        labels: names of the members in messages.
-        kind: class of the errors.
-        hint: hint for errors about missing members.
+        index: number of this process, from 0.
+        labels: names of the members, by index, in messages.
+        kind: class of the errors that the methods raise.
+        hint: hint of the error if a member is missing.
         check: called repeatedly during waits; may raise to end them.
     """
 
@@ -51,11 +52,12 @@ class Members:
     def ask(
         self, question: str, own: Any, answer: Callable[[list[Any]], Any], seconds: float
     ) -> Any:
-        """Gather the JSON values `own` of all members; return the result of `answer` on all members.
+        """Gather the value `own` of each member; return the result of `answer` on all members.
 
-        Only member 0 calls `answer`, with the list of values, in which `None` stands for a member that
-        wrote none within `seconds`. If `answer` raises a `LockstepError`, all members get the error.
-        `question` is a key that no other call uses.
+        All members call this method, with a `question` (a key of the store) that no other call uses, and
+        with JSON values. Only member 0 calls `answer`, with the list of values by member; `None` stands for
+        a member that wrote none within `seconds`. If `answer` raises a `LockstepError`, all members get the
+        error.
 
         Raises:
             WorldError: of class `kind`; the same on all members.
@@ -82,11 +84,11 @@ class Members:
         return found["answer"]
 
     def refuse(self, question: str, error: LockstepError) -> None:
-        """Make `error` the result of `ask(question, …)` for all members, unless a result exists already."""
+        """Let `ask` raise `error` on all members for `question`, unless a result exists already."""
         self._post(question, {"error": error.message, "hint": error.hint})
 
     def read(self, question: str, index: int) -> Any:
-        """Return the value that member `index` wrote for `question`; `None` if it has not written one.
+        """Return the value that member `index` gave to `ask` for this `question`; `None` if none yet.
 
         Raises:
             WorldError: if the value is invalid JSON.

@@ -35,6 +35,7 @@ class NodeInfo:
 
     Attributes:
         host: id of the host, from `host.identity`.
+        name: name of the host.
         versions: versions of packages that may change the bits of a result.
     """
 
@@ -78,7 +79,10 @@ class RankInfo:
 
     @staticmethod
     def of(world: World, pid: int) -> RankInfo:
-        """Return the `RankInfo` of process `pid` on this host, whose rank and world size `world` holds."""
+        """Return the `RankInfo` of the rank that runs as process `pid` on this host.
+
+        World size and placement are taken from `world`.
+        """
         place = RankPlacement(**{name: getattr(world, name) for name in RankPlacement.__slots__})
         return RankInfo(
             node=NodeInfo.here(pid), world=world.size, place=place if world.placed else None
@@ -101,6 +105,9 @@ def check_members(
     store: dist.Store, world: World, own: RankInfo, seconds: float
 ) -> tuple[World, list[str]]:
     """Check that all ranks join within `seconds`, with consistent placements and versions.
+
+    All ranks call this function. `store` is a store for this check alone; `world` and `own` describe this
+    rank.
 
     Returns:
         The world of this rank, with local and node rank, and the names of the nodes.
@@ -145,18 +152,21 @@ def check_members(
 
 
 def came_once(store: dist.Store, rank: int) -> bool:
-    """Return whether exactly one process has joined as `rank` in this store."""
+    """Return whether exactly one process has called `check_members` as rank `rank` with this store."""
     return store.add(f"claim/{rank}", 0) == 1
 
 
 def node_numbers(hosts: Sequence[str]) -> list[int]:
-    """Return the node number of each host; nodes are numbered in the order of first appearance."""
+    """Return a node number for each item of `hosts`: equal ids of hosts get the same number.
+
+    Numbers count from 0, in the order in which the hosts first appear.
+    """
     numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
     return [numbers[name] for name in hosts]
 
 
 def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Return each rank's local and node rank, as set by its launcher, or else found from its host."""
+    """Return the placement of each rank: set by its launcher, or else derived from the ranks' hosts."""
     hosts = [info.node.host for info in infos]
     sizes, seen, found = Counter(hosts), Counter[str](), []
     for info, host_name, node in zip(infos, hosts, node_numbers(hosts), strict=True):
@@ -174,7 +184,11 @@ def places(infos: Sequence[RankInfo]) -> list[RankPlacement]:
 def differing_versions(
     label: str, versions: Mapping[str, str], first: str, expected: Mapping[str, str]
 ) -> str | None:
-    """Return a message about a library with another version than in `expected`; `None` if all match."""
+    """Return a message about the first library whose version is not as expected; `None` without one.
+
+    `versions` are those of the process named `label`, by library; `expected` are those of the process named
+    `first`.
+    """
     for library, version in expected.items():
         if versions.get(library) != version:
             return (
@@ -185,7 +199,7 @@ def differing_versions(
 
 
 def problems(infos: Sequence[RankInfo]) -> Iterator[tuple[str, str]]:
-    """Yield a message about each contradiction between ranks, with the key of its hint in `HINTS`."""
+    """Yield each contradiction between the ranks in `infos`, as a message and a key of `HINTS`."""
     labels = [f"rank {rank} on {info.node.name}" for rank, info in enumerate(infos)]
     first = infos[0]
     for label, info in zip(labels, infos, strict=True):

@@ -1,9 +1,9 @@
 """Port discovery: find the port of a job's store on its host.
 
-The host of the store listens at the first free port of a sequence computed from the job's name. To each
-connection it sends a hash of the name and the port of the store, which the system chose. The other
-processes try the ports of the sequence until the hash matches, so that they never connect to another
-job or program.
+The host of the store listens at the first free port of a sequence that is computed from the job's name. To
+each connection it sends a hash of this name, and the port of the store, which the system chose. The other
+processes try the ports of the sequence until the hash matches, so that they never connect to another job or
+program.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class Announcer:
 def announce(
     name: str, store_port: int, *, loopback: bool = False, port: int | None = None
 ) -> Announcer:
-    """Start to answer other processes' port discovery with the store port of job `name`.
+    """Start to send the port of job `name`'s store to each process that looks for this store.
 
-    The announcer listens at `port` if given, or else at the first free port of the job's sequence.
+    The returned `Announcer` listens at `port` if given, or else at the first free port of the job's
+    sequence, on the loopback interface only if `loopback`. `store_port` is the port of the store.
 
     Raises:
         WorldError: if no such port is free.
@@ -115,9 +116,10 @@ def find(
     port: int | None = None,
     check: Check = go_on,
 ) -> SocketAddress:
-    """Find the store of job `name` on a host with these addresses; return its address and port.
+    """Find the store of job `name` on a host by port discovery; return its address and port.
 
-    `who` names this process in messages. `check` is called between attempts.
+    `addresses` are those of the host, which answers at `port` if given, or else at a port of the job's
+    sequence. `who` names this process in messages. `check` is called between attempts.
 
     Raises:
         UnreachableError: if no packet reaches the host.
@@ -136,7 +138,9 @@ def find(
 
 
 def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) -> str:
-    """Wait until a server listens at `port` of a host; return the address that accepted a connection.
+    """Wait until a host listens at `port`; return the host's address that accepted a connection.
+
+    `addresses` are those of the host. `who` names this process in messages.
 
     Raises:
         UnreachableError: if no packet reaches the host.
@@ -151,9 +155,10 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
 
 
 class _Search:
-    """Tries to connect to each address and port of a host, repeatedly, until the store is found.
+    """Tries to connect to each address and port of a host, again and again, until `look` succeeds.
 
-    `look` connects to one address and port; it returns the store's address and port, or `None` to go on.
+    `look` connects to one address and port; it returns the address and port of the store that was found, or
+    `None` to go on. `who` names this process in messages.
     """
 
     def __init__(
@@ -217,7 +222,7 @@ class _Search:
 
 
 def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Receive the message of an `Announcer`.
+    """Return the JSON object that an `Announcer` has sent over `connection`.
 
     Raises:
         ValueError: if no line with a JSON object arrives before `deadline`, a `time.monotonic` value.

@@ -50,6 +50,9 @@ def _require_own(found: os.stat_result, path: Path) -> None:
 
 
 def _owner_in(directory: Path) -> int:
-    """Return the user id of a new file in `directory`: a file server may map this user to another id."""
+    """Return the user id that owns a new file of this process in `directory`.
+
+    This id may differ from the user id of this process, since a file server may map user ids.
+    """
     with tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid

@@ -1,6 +1,7 @@
-"""`join_ranks`: rendezvous of all ranks: connect to a common store, and check ranks and network.
+"""`join_ranks`: connect all ranks to a common store, and check the ranks and their network.
 
-environment ── World ── store ── membership check ── connectivity check ── World with local and node ranks
+The `World` from the environment variables may lack local and node ranks. The membership check adds them,
+and the connectivity check then chooses the network interface.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RankRendezvous:
     ours: bool
 
     def fail(self, error: BaseException) -> None:
-        """Write this rank's error to the store, where waiting ranks read it."""
+        """Write this rank's error to the store, from which other ranks read it during their waits."""
         if self.world.size == 1:
             return
         what = shortened(str(error).partition("\n")[0], 1000)
@@ -76,7 +77,10 @@ class RankRendezvous:
                 self.store.set("failed", text)
 
     def failure_of_others(self, seconds: float) -> str | None:
-        """Return the error that another rank has written, or writes within `seconds`; else `None`."""
+        """Return the error that another rank has written to the store; `None` if there is none.
+
+        If there is none yet, wait up to `seconds` for one.
+        """
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             if await_any(self.store, [["failed"]], seconds) is not None:
                 return self.store.get("failed").decode()
@@ -102,8 +106,9 @@ class RankRendezvous:
     def conclude(self, key: str, own: str, of: Callable[[list[str]], str], what: str) -> str:
         """Gather the texts `own` of all ranks on rank 0; return the result of `of` on all ranks.
 
-        All ranks call this method; rank 0 calls `of` with the texts in rank order. N ranks read 2 N keys. A
-        `key` is used once; `what` is the phase of the run, for the error message.
+        All ranks call this method; rank 0 calls `of` with the texts in rank order. `key` is a name for this
+        call in the store, different for each call; `what` is the phase of the run, for the error message. N
+        ranks read 2 N keys.
 
         Raises:
             PeerError: if another rank has failed, or after the timeout of collectives.
@@ -118,9 +123,10 @@ class RankRendezvous:
         return self.broadcast(key, answer, what)
 
     def broadcast(self, key: str, answer: Callable[[], str], what: str) -> str:
-        """Broadcast the result of `answer`, which only rank 0 calls, to all ranks.
+        """Return on all ranks the result of `answer`, which only rank 0 calls.
 
-        A `key` is used once; `what` is the phase of the run, for the error message.
+        All ranks call this method. `key` is a key of the store, different for each call; `what` is the
+        phase of the run, for the error message.
 
         Raises:
             PeerError: if another rank has failed, or after the timeout of collectives.
@@ -131,7 +137,9 @@ class RankRendezvous:
         return self.store.get(key).decode()
 
     def wait(self, keys: Sequence[str], what: str) -> None:
-        """Wait until all `keys` are in the store; `what` is the phase of the run, for the error message.
+        """Wait until the store has all `keys`.
+
+        `what` is the phase of the run, for the error message.
 
         Raises:
             PeerError: if another rank has failed, or after the timeout of collectives.
@@ -148,9 +156,10 @@ class RankRendezvous:
 
 
 def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
-    """Connect to the other ranks through a common store, check ranks and network; return the rendezvous.
+    """Connect to the other ranks by a common store, check ranks and network; return the rendezvous.
 
-    A `store` of the user, or that of a process group made by the script, is used if there is one.
+    The common store is `store` if the user gave one, or else that of a process group that the script has
+    made, or else a new one at the rendezvous address of `world`.
 
     Raises:
         UnreachableError: if another rank or node cannot be reached.
@@ -194,7 +203,7 @@ def join_timeout() -> timedelta:
 
 
 def leave(rendezvous: RankRendezvous) -> None:
-    """Stop using the store at the end of a run; rank 0, which may host the store, waits for all ranks."""
+    """Leave the store at the end of a run; rank 0, which may host the store, waits for all ranks."""
     world, store = rendezvous.world, rendezvous.store
     launchers = world.agent_store or world.launch_file is not None
     if not rendezvous.ours or launchers or world.size == 1:
@@ -207,7 +216,10 @@ def leave(rendezvous: RankRendezvous) -> None:
 
 
 def _as_in_group(world: World) -> World:
-    """Return `world` if the script's process group has its rank and size; else a `World` of that group."""
+    """Return `world` if its rank and size are those of the script's process group.
+
+    Otherwise, return a new `World` with the rank and size of that group.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) == (world.rank, world.size):
         return world
@@ -241,7 +253,11 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
 
 
 def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -> None:
-    """Run the connectivity check on the first rank of each node; apply its result on all ranks."""
+    """Run the connectivity check on the first rank of each node; set its interface on all ranks.
+
+    The interface is set in the variables of Gloo and NCCL, such as `GLOO_SOCKET_IFNAME`. `names` are the
+    host names of the nodes, for messages; `store` is a store for this check alone.
+    """
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:
         labels = [f"node {number} ({name})" for number, name in enumerate(names)]
@@ -313,7 +329,8 @@ def _by_name(
 ) -> dist.Store:
     """Return the store of job `name`: rank 0 hosts it, other ranks find its port by port discovery.
 
-    On rank 0, the exit stack `announced` gets a callback that ends the answers to port discovery.
+    `addresses` are those of rank 0's host. Other ranks search there for the time `wait` at most. On rank 0,
+    the exit stack `announced` gets a callback that ends the answers to port discovery.
     """
     loopback = network.listens_locally(world.address)
     if world.rank == 0:
@@ -325,7 +342,10 @@ def _by_name(
 
 
 def _at_port(world: World, wait: timedelta) -> dist.Store:
-    """Return the store at the world's address and port; rank 0 hosts it, unless the launcher does."""
+    """Return the store at the world's address and port; rank 0 hosts it, unless the launcher does.
+
+    Other ranks wait until a server listens there, for the time `wait` at most.
+    """
     assert world.address is not None, "World checks it"
     assert world.port is not None, "World checks it"
     if world.rank > 0 or world.agent_store:

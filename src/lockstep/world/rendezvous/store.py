@@ -86,7 +86,9 @@ def connect_store(address: str, port: int) -> dist.TCPStore:
 
 
 def host_store(port: int, *, loopback: bool) -> dist.TCPStore:
-    """Host a `TCPStore` at `port`; 0 means any free port.
+    """Return a new `TCPStore` that this process hosts at `port`, or at any free port if `port` is 0.
+
+    The store listens on the loopback interface only if `loopback`, otherwise on all interfaces.
 
     Raises:
         OSError: if the port is not free.
