@@ -20,9 +20,9 @@ _OF_OTHERS = re.compile(r"\.(sum|count_nonzero)\(")
 
 
 def convert(draft: Draft) -> None:
-    """Ask the user about losses that are sums over samples, or means over anything but samples.
+    """Add a question to the draft for each loss that is a sum, or a mean over anything but samples.
 
-    DDP scripts are skipped: DDP averages the gradients of ranks as a run averages those of replicas.
+    Scripts of DDP are skipped: the run averages gradients over replicas, as DDP does over ranks.
     """
     script, module = draft.script, draft.module
     if "ddp" in script.flavours:
@@ -40,9 +40,10 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
-    """Return the part of the loss `node` that is not a mean over samples, with a question about it.
+    """Return (part, question) for the first part of the loss `node` that is no mean over samples.
 
-    Return `None` if the loss is a mean over samples. Variables are followed over `depth` levels.
+    A part is a sum or a weighted mean. Return `None` if no such part is found. The values of variables are
+    followed over `depth` levels.
     """
     match node:
         case ast.Call() if any(counts_otherwise(draft.script, node)):
@@ -65,7 +66,10 @@ def _adds_up(script: Script, call: ast.Call) -> bool:
 
 
 def _parts(draft: Draft, node: ast.expr) -> list[ast.expr]:
-    """Return the operands of `node` if it is arithmetic, else the expressions it gets its value from."""
+    """Return the operands of an arithmetic `node`, or the expressions that a variable is set to.
+
+    For a call, return the other expressions from which its value may come.
+    """
     match node:
         case ast.BinOp(left=left, op=ast.Mult() | ast.Add() | ast.Sub(), right=right):
             return [left, right]

@@ -21,9 +21,9 @@ _DEVICES = ("device_ids", "output_device", "dim")
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: pass models, optimizers and schedulers to the run; remove wrappers such as DDP.
+    """Edit the draft: pass models, optimizers, schedulers to the run; remove wrappers such as DDP.
 
-    BatchNorm of a script for one device adds a note for the user.
+    If a script for one device uses BatchNorm, a note for the user is added.
     """
     script = draft.script
     made = [call for call in draft.module.calls if _OPTIMIZER.match(script.name(call.func))]

@@ -133,7 +133,7 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
 
 
 def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
-    """Return a loop's loader, the variable of its `enumerate` or `None`, and the variable of the batch.
+    """Return a loop's loader, its counter by `enumerate` or `None`, and its variable of the batch.
 
     Return `None` if the loop has another form.
     """

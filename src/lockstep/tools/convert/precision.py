@@ -12,7 +12,7 @@ SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.amp.grad_
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: the run's argument `precision` replaces the GradScaler of the script."""
+    """Edit the draft: remove the script's GradScaler, and make the run with `precision="fp16"`."""
     script, module = draft.script, draft.module
     scalers = list(script.calls(*SCALERS))
     if not scalers:

@@ -42,7 +42,10 @@ def convert(draft: Draft) -> None:
 
 
 def _asked(draft: Draft) -> None:
-    """Replace reads of rank and world size by attributes of the run, and tests for DDP by constants."""
+    """Edit the draft: replace reads of rank and world size by attributes of the run.
+
+    Tests whether the script runs under DDP, such as `dist.is_initialized()`, are replaced by `True`.
+    """
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
@@ -96,7 +99,7 @@ def _answer(draft: Draft, call: ast.Call) -> None:
 
 
 def _options(draft: Draft) -> set[str]:
-    """Return the variables, such as `args.local_rank`, with the value of the option `--local_rank`."""
+    """Return the variables, such as `args.local_rank`, that hold the option `--local_rank`."""
     options = [arg for call in draft.script.methods("add_argument") for arg in call.args]
     if not any(re.fullmatch("'--local[-_]rank'", ast.unparse(one)) for one in options):
         return set()
@@ -140,7 +143,10 @@ def _divides_sum(draft: Draft, node: ast.AST) -> bool:
 
 
 def _computes(draft: Draft, node: ast.AST) -> bool:
-    """Whether a node computes with the rank, except to print the result or to pass it to `manual_seed`."""
+    """Whether `node` adds, subtracts or multiplies the rank.
+
+    Expressions in an f-string, or in an argument of `print` or `torch.manual_seed`, do not count.
+    """
     match node:
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult(), right=right):
             sides = [one for one in (left, right) if not isinstance(one, ast.BinOp)]

@@ -62,7 +62,7 @@ def _under(script: Script, node: ast.AST, scope: Scope, depth: int = 6) -> bool:
 
 
 def _calls(script: Script, function: ast.AST) -> list[ast.Call]:
-    """Return the calls of a function within its file; for an `__init__`, the calls of the class."""
+    """Return the calls of `function` in the same file; for an `__init__`, those of its class."""
     return [call for caller, call in script.callers(function) if caller is script]
 
 
@@ -107,7 +107,7 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
 def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
     """Return the draft's edits with `name` as the run's variable, and edits that pass the run on.
 
-    `scope` is where the run is made. Functions elsewhere get the run as their first argument.
+    `scope` is where the run is made. Other functions that use the run get it as their first argument.
     """
     passed = _RunArgument(draft, scope, name)
     edits = [
@@ -120,7 +120,7 @@ def pass_run(draft: Draft, scope: RunScope, name: str) -> list[Edit]:
 
 
 class _RunArgument:
-    """Collects edits that pass the run to functions as first argument, and that make objects keep it."""
+    """Collects edits that pass the run to functions as first argument, or keep it in `self.run`."""
 
     def __init__(self, draft: Draft, scope: RunScope, name: str) -> None:
         self.draft, self.scope, self.name = draft, scope.scope, name
@@ -130,7 +130,7 @@ class _RunArgument:
     def name_at(self, node: ast.AST) -> str:
         """Return the variable of the run at `node`, such as `run` or `self.run`.
 
-        Edits that pass the run to the function of `node` are added to `edits`.
+        Edits that pass the run to the function around `node` are appended to `self.edits`.
         """
         module = self.draft.module
         scope = module.scope(node)

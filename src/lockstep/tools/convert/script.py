@@ -147,7 +147,10 @@ def _read(path: Path) -> Script:
 
 
 def _check_loop(script: Script, path: Path) -> None:
-    """Raise `UsageError` unless the script itself has a training loop of plain PyTorch."""
+    """Raise `UsageError` unless the script at `path` itself has a training loop of plain PyTorch.
+
+    Scripts of Lightning Fabric raise it, too.
+    """
     if "fabric" in script.flavours:
         raise UsageError(
             f"{path} is a script of fabric; expected one for a single device or of DistributedDataParallel"

@@ -12,7 +12,10 @@ from lockstep.tools.convert.draft import RUN, Draft
 
 
 def clear(draft: Draft) -> None:
-    """Mark as removed what other edits leave empty or unread: `if` branches, functions, assignments."""
+    """Mark empty `if` branches, empty functions and unread assignments in the draft as removed.
+
+    A branch or function is empty if other edits remove all of its statements.
+    """
     count = -1
     while count != len(draft.removed):
         count = len(draft.removed)
@@ -25,7 +28,7 @@ def clear(draft: Draft) -> None:
 
 
 def _remove_empty(draft: Draft, function: Function) -> None:
-    """Mark a function as removed if its whole body is, together with its calls.
+    """Mark a function and all calls of it as removed, if all statements of its body are removed.
 
     The function stays if some call of it is not a statement of its own.
     """

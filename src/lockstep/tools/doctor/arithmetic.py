@@ -1,9 +1,9 @@
 """Two short trainings that show whether a device computes the right bits.
 
 The first training is exact: all its numbers are multiples of a power of two, and so small that no sum or
-product is rounded, in any order and with any instructions. Its result is known beforehand, so a machine
-that computes wrong bits is found without another one. The second is an ordinary training with common
-kernels; devices of one kind get the same digest.
+product is rounded, in any order and with any instructions. Its result is known beforehand, so wrong bits
+are found on a single machine. The second is an ordinary training with common kernels; devices of one kind
+get the same digest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define `Check`: a named check, with functions that gather facts on nodes and judge them."""
+"""Define `Check`: a named check, with functions to gather facts on nodes and one to judge them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ JudgeOne = Callable[[Facts], list[Finding] | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check of `lockstep doctor`: functions that gather facts on each node, and one to judge them."""
+    """A check of `lockstep doctor`: functions to gather facts on nodes, and one to judge them.
+
+    Facts of each node are gathered by `look`, facts that need all nodes by `together`.
+    """
 
     name: str  # one word, at the beginning of the check's lines
     judge: Judge
@@ -95,10 +98,10 @@ def check(name: str, **fields: Any) -> Callable[[Judge], Judge]:
 
 
 def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[JudgeOne], JudgeOne]:
-    """Decorator that registers a check; the decorated function judges the facts of one node at a time.
+    """Decorator that registers a check; the decorated function judges facts of one node at a time.
 
-    It returns findings, or a text if all is well. `look` gathers the facts on each node, in `seconds` at
-    most. `name` is the name of the check.
+    The decorated function returns findings, or a text if all is well. `name` is the name of the check.
+    `look` gathers the facts on each node, in `seconds` at most.
     """
 
     def enter(judge_one: JudgeOne) -> JudgeOne:
@@ -122,7 +125,10 @@ def check_each(name: str, *, look: Look, seconds: float = 10.0) -> Callable[[Jud
 
 
 def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
-    """Return a text of (node's label, value) pairs; only the value if it is the same on all nodes."""
+    """Join (node's label, value) pairs to a text, or return the one value that all nodes have.
+
+    `seen` names all nodes.
+    """
     words = {value for _, value in values}
     if len(words) == 1 and len(values) == len(seen.labels):
         return words.pop()
@@ -130,5 +136,5 @@ def listed(values: Sequence[tuple[str, str]], seen: NodeReports) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the lines of a message joined to one line, by semicolons."""
+    """Return a message of several lines as one line, with semicolons between the lines."""
     return re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", text))

@@ -145,7 +145,10 @@ def examine(
 
 
 def _looks(one: Check, asked: Options) -> Callable[[Any], Any]:
-    """Return the function by which a child process gathers the facts of the check `one`."""
+    """Return the function that gathers facts for the check `one`, with the options `asked` bound.
+
+    A child process calls the function; the function's own argument is ignored.
+    """
     look = one.look
     assert look is not None
     return lambda _: look(asked)
@@ -155,6 +158,7 @@ def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Fin
     """Join the other nodes at the rendezvous `config`; return the group of nodes.
 
     If that fails, or without `config`, the group has only this node; a failure is returned as a finding.
+    `nodes` has the timeout and the network interface for joining.
     """
     alone = NodeGroup(labels=(host.name(),))
     if config is None:
@@ -168,9 +172,9 @@ def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Fin
 
 
 def _results(looks: dict[str, Child]) -> dict[str, Any]:
-    """Return the facts by check, from the child processes in `looks` that gather them.
+    """Return the facts by check name, from the child processes in `looks` that gather them.
 
-    Errors are returned under the key `problems`: of processes that fail or exceed the check's timeout.
+    The key `problems` has the error of each process that failed or exceeded its check's timeout.
     """
     own: dict[str, Any] = {_PROBLEMS: {}}
     began = time.monotonic()
@@ -184,7 +188,9 @@ def _results(looks: dict[str, Child]) -> dict[str, Any]:
 
 
 def _together(name: str, rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> NodeReports:
-    """Gather the facts of the check `name` that need all nodes; return `seen` with these facts added.
+    """Gather the facts of the check `name` that need all nodes; return `seen` with the facts added.
+
+    `rendezvous` connects the nodes, `asked` are the command-line options.
 
     Raises:
         LostError: if a node does not answer any more.

@@ -68,9 +68,9 @@ def _gpu(index: int, nvml: Any) -> dict[str, Any]:
 
 
 def _is_other(pid: int) -> bool:
-    """Whether a process exists in this container and was not started by this `lockstep doctor`.
+    """Whether `pid`, a process on a GPU, exists here and was not started by this `lockstep doctor`.
 
-    `pid` is that of a process which uses a GPU.
+    Processes outside this container do not exist here.
     """
     import psutil
 
@@ -82,7 +82,7 @@ def _is_other(pid: int) -> bool:
 
 @check("gpus", look=_look, seconds=20)
 def gpus(seen: NodeReports) -> Iterator[Finding]:
-    """Yield findings on GPUs: in use, throttled, defective, of several kinds, without peer access."""
+    """Yield findings on GPUs: use by others, throttling, defects, several kinds, no peer access."""
     for label, facts in seen.of("gpus"):
         on = seen.on(label)
         if "unseen" in facts:

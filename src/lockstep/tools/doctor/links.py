@@ -50,7 +50,10 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _together(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Measure this node's links to all others; return bandwidth and latency of each, or an error."""
+    """Measure this node's links to all other nodes; return the bandwidth and latency of each link.
+
+    A link that cannot be measured has an error instead.
+    """
     if not rendezvous.reach:
         return []
     token = secrets.token_bytes(_TOKEN)

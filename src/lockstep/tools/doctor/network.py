@@ -33,7 +33,10 @@ def _look_names(asked: Options) -> Facts:
 
 @check("names", look=_look_names)
 def names(seen: NodeReports) -> Iterator[Finding]:
-    """Yield findings on host names that resolve to the loopback interface, which leads nowhere else."""
+    """Yield findings on host names that resolve only to loopback addresses, or to none.
+
+    Other nodes cannot reach this node under such a name.
+    """
     fine = []
     for label, facts in seen.of("names"):
         for name, addresses in facts["addresses"].items():
@@ -52,7 +55,11 @@ def names(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
-    """Connect all nodes to each other; return the address at which each was reached, or the problem."""
+    """Connect all nodes to each other; return the address at which each node was reached.
+
+    If a node cannot be reached, the error message is returned. The facts also have this node's interfaces,
+    and warnings about clocks.
+    """
     own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
     facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
     if not rendezvous.several_hosts:

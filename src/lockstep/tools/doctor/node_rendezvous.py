@@ -62,7 +62,10 @@ class NodeGroup:
         return len(set(self.hosts)) > 1
 
     def part(self, name: str) -> dist.Store:
-        """Return a `PrefixStore` of the rendezvous's store for the nodes' values about `name`."""
+        """Return a `PrefixStore` over the rendezvous's store, with a prefix made of `name`.
+
+        All nodes pass the same `name` to exchange values.
+        """
         from torch.distributed import PrefixStore
 
         assert self.endpoint is not None, "there are several nodes"
@@ -90,7 +93,7 @@ class NodeGroup:
         return [one[0] for one in values]
 
     def gone(self) -> str:
-        """Return an error message if this node's interface to the other nodes is gone; else ""."""
+        """Return an error message if the network interface to the other nodes is gone, else ""."""
         if not self.reach:
             return ""
         own = self.reach[self.index]
@@ -113,7 +116,8 @@ class NodeGroup:
 def join_nodes(config: RendezvousConfig, seconds: float, interface: str | None) -> NodeGroup:
     """Join the other nodes at the rendezvous `config`; return the group of all nodes.
 
-    `seconds` is the timeout. `interface` is the network interface to use; `None` leaves the choice open.
+    `seconds` is the timeout. `interface` is the network interface to use; with `None` it is chosen by the
+    connectivity check.
 
     Raises:
         WorldError: if a node does not join; all nodes that have joined get the same error.

@@ -81,9 +81,10 @@ def reduce(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
-    """Run a small all-reduce over all nodes, with gloo and, if all have GPUs, NCCL; return the results.
+    """Run a small all-reduce over all nodes, with gloo and, if all have GPUs, NCCL; return results.
 
-    If nodes have different versions, or do not reach each other, return why the check is skipped.
+    If nodes have different versions, or do not reach each other, the check is skipped, and the reason is
+    returned.
     """
     kinds = {str((report.get("versions") or {}).get("bits")) for report in seen.reports}
     if len(kinds) > 1:

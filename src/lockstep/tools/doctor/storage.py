@@ -65,7 +65,7 @@ def _locks(directory: Path) -> str:
 
 
 def _takes(file: int) -> bool:
-    """Try to lock the open file with the descriptor `file`, without waiting; return the success.
+    """Try to lock the open file with descriptor `file`, without waiting; return whether it worked.
 
     Raises:
         OSError: if the file system has no locks.

@@ -1,4 +1,4 @@
-"""Check that all devices compute the right bits, and devices of the same kind the same ones."""
+"""Check that devices compute the right bits, and that devices of one kind compute equal bits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Compute steps of a recorded run again, or branch a new run from it: `lockstep replay` and others."""
+"""Replay, compare, branch and attest recorded runs: `lockstep replay`, `diff` and others."""

@@ -54,9 +54,9 @@ def attest(run: RecordedRun, key: Path | None) -> dict[str, Any]:
 
 
 def _links(run: RecordedRun) -> Iterator[tuple[str, str]]:
-    """Divide the records of a run into parts; yield the name of each, with a chained SHA-256.
+    """Yield (name, hash) for each part of a run's records: `run.json`, steps and checkpoints.
 
-    The hash of a part depends on all parts before, too.
+    Each hash is the SHA-256 over the part and all parts before it.
     """
     digest = hashlib.sha256()
     for name, part in _parts(run):
@@ -83,14 +83,16 @@ def _parts(run: RecordedRun) -> Iterator[tuple[str, str]]:
 def check(
     file: Path, run: RecordedRun, segments: int, signers: Path | None, scratch: Path
 ) -> AttestationResult:
-    """Check the attestation in `file`: compare the hashes of `run`, and replay random parts of its steps.
+    """Check the attestation in `file`: compare the hashes of `run`, and replay some of its steps.
 
-    `segments` is the number of parts to replay, in the directory `scratch`. `signers` is a file of allowed
-    signers, as for `ssh-keygen`. With `None` the signature may be by any key, or be missing.
+    `segments` is the number of parts of the steps to replay, chosen at random. They are replayed in the
+    directory `scratch`. `signers` is a file of allowed signers, as for `ssh-keygen`. With `None` the
+    signature may be by any key, or be missing.
 
     Raises:
         UsageError: if the file is no attestation.
-        CheckFailedError: if the signature is not that of a signer, or a record differs.
+        CheckFailedError: if the signature is missing or not by an allowed signer, or a record
+            differs.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

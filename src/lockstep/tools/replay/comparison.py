@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Number of values in both the records and the replay, of the steps that the user requested."""
+        """Number of values of the requested steps that both the records and the replay have."""
         both = self.run.entries.keys() & self.replayed.entries.keys()
         return sum(self.asked.step <= key.step <= self.asked.until for key in both)
 
@@ -101,9 +101,10 @@ class Comparison:
 
 
 def number(value: bytes) -> float | str | None:
-    """Return a loss as a number, or as text if it is not finite; `None` for half precision.
+    """Convert the bytes of a loss to a number, or to text if the loss is infinite or NaN.
 
-    `value` has the bytes of the loss in float32 or float64, little-endian.
+    `value` is little-endian, in float32 or float64. For a value of another size, such as float16, return
+    `None`.
     """
     if len(value) not in _FORMATS:
         return None
@@ -112,15 +113,18 @@ def number(value: bytes) -> float | str | None:
 
 
 def shown(key: Key, entry: Entry) -> str:
-    """Return the value of a step record's entry as text: a loss with its bits, or a hash."""
+    """Return the value of an entry of a step record as text: a loss with its bits, or a hash.
+
+    `key` is the key of the entry; it says whether the value is a loss.
+    """
     value = number(entry.value) if key.kind == LOSS else None
     return entry.value.hex() if value is None else f"{value} ({entry.value.hex()})"
 
 
 def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
-    """Return a text that describes the difference between two entries of step records for one `key`.
+    """Return a text on the difference between two entries of step records with the same `key`.
 
-    `where` has a word for the source of each, such as `recorded` and `in the replay`.
+    `where` has a word for each of the two entries, such as `recorded` and `in the replay`.
     """
     place = f"step {key.step}" + f", replica {key.replica}" * (key.kind == LOSS)
     if one.samples != other.samples:
@@ -132,8 +136,8 @@ def unequal(key: Key, one: Entry, other: Entry, where: tuple[str, str]) -> str:
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, str]) -> list[str]:
     """Return lines of text on the differences between two `run.json`, `one` and `other`.
 
-    Compared are identity, versions, environment, commit and data. `where` has a word for the source of
-    each, such as `recorded` and `now`.
+    The identity, versions, environment, commit and data are compared. `where` has a word for each of the
+    two, such as `recorded` and `now`.
     """
     identities = one.get("identity", {}), other.get("identity", {})
     origins = one.get("provenance", {}), other.get("provenance", {})
@@ -151,9 +155,10 @@ def unlike(one: Mapping[str, Any], other: Mapping[str, Any], where: tuple[str, s
 def changed(
     before: Mapping[str, Any], after: Mapping[str, Any], where: tuple[str, str]
 ) -> list[str]:
-    """Return a line of text for each key whose values differ in two mappings, nested mappings excepted.
+    """Return a line of text for each key whose values differ in two mappings.
 
-    `where` has a word for the source of each mapping, such as `recorded` and `now`.
+    Values that are mappings are not compared. `where` has a word for each of the two mappings, such as
+    `recorded` and `now`.
     """
     return [
         f"{name}: {before.get(name)} {where[0]}, {after.get(name)} {where[1]}"

@@ -90,7 +90,7 @@ class RecordedRun:
         return int(max(*known, *(key.step for key in self.entries)))
 
     def command(self, options: list[str], arguments: list[str] | None = None) -> RunCommand:
-        """Return the command that starts the script again.
+        """Return the `lockstep run` command that starts the script of this run again.
 
         `options` are options of `lockstep run`. `arguments` replace the recorded arguments of the script.
         """
@@ -99,9 +99,9 @@ class RecordedRun:
         return RunCommand(script, [*(["-m"] if module else []), *options], [])
 
     def variables(self, *without: str) -> dict[str, str]:
-        """Return environment variables that set the recorded settings.
+        """Return environment variables that set the settings of this run for another launch.
 
-        The setting `strategy` and those called `without` are left out.
+        The setting `strategy` and those named in `without` are left out.
         """
         return {
             TABLE[name].variable: write(value)
@@ -129,14 +129,15 @@ class RecordedRun:
         return None
 
     def begin(self, state: Path | None, directory: Path, *, stays: bool) -> None:
-        """Make `directory` the directory of a new run that begins with the checkpoint `state` of this run.
+        """Make `directory` the directory of a new run that begins with the checkpoint `state`.
 
-        `stays`: whether the new run is kept. The files of the checkpoint are copied if it is, or if this
-        run still trains and may remove them. Otherwise they are linked. With `None` as `state` nothing is
-        written, so that the new run begins at step 0.
+        `stays`: whether the new run is kept. For a run that is kept, the files of the checkpoint are
+        copied. They are also copied while this run trains, since it may remove them. Otherwise they are
+        linked. With `None` as `state` nothing is written, so that the new run begins at step 0.
 
         Raises:
-            UsageError: if `state` is `None`, and this run itself began with the state of another run.
+            UsageError: if `state` is `None`, and this run itself began with the state of another
+                run.
         """
         if state is None:
             if "parent" in self.content:

@@ -92,8 +92,8 @@ class ReplayResults:
 def replay(run: RecordedRun, asked: ReplayOptions, directory: Path) -> ReplayResults:
     """Compute the steps in `asked` of a recorded run again; return the results.
 
-    The script runs in the directory `directory`, without a change to the recorded run. Call `asked.check`
-    before: the options are not checked here.
+    The script runs in a new run directory below `directory`; the recorded run is not changed. The options
+    in `asked` are not checked here: call `asked.check` before.
 
     Raises:
         RunError: if the script fails.

@@ -11,10 +11,10 @@ from lockstep.tools.replay.recorded import RecordedRun
 
 
 def as_recorded(run: RecordedRun, directory: Path) -> RecordedRun:
-    """Return the run with the script of its git commit, if source files have changed since; else the run.
+    """Return the run with its script taken from its git commit, if source files have changed since.
 
-    The commit is unpacked to `directory`; the repository is only read. The run itself is returned if its
-    commit is unknown or gone; then `Comparison.notes` names the files that have changed.
+    The commit is unpacked to `directory`; the repository is only read. `run` is returned as it is if no
+    file has changed, or if its commit is unknown or gone.
     """
     provenance = run.content["provenance"]
     command, sources = provenance["command"], provenance["sources"]

@@ -44,9 +44,10 @@ class Clock:
 def line_figure(
     lines: Sequence[tuple[str, Sequence[Point]]], x: str, y: str = "", *, from_zero: bool = True
 ) -> Any:
-    """Return a plotly figure of named lines, with axis titles `x` and `y`; `None` is a gap in a line.
+    """Return a plotly figure with a line for each (name, points) of `lines`.
 
-    `from_zero`: whether the y axis begins at 0.
+    `x` and `y` are the titles of the axes. A point whose y is `None` is a gap in the line. `from_zero`:
+    whether the y axis begins at 0.
     """
     objects = graph_objects()
     most = max(4, min(_LINE, _CHART // max(len(lines), 1)))
@@ -81,9 +82,9 @@ def curve_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[ReportedRun], clock: Clock) -> list[Chart]:
-    """Return charts of samples per second and of step times over time, with a line for each run.
+    """Return a chart of samples per second and one of step times, over time, a line for each run.
 
-    The values are those that the rank of the lowest number has measured.
+    The values are measured by the lowest rank that has recorded events.
     """
 
     def rate(pace: Event) -> float | None:
@@ -106,9 +107,9 @@ def speed_charts(runs: Sequence[ReportedRun], clock: Clock) -> list[Chart]:
 def _points(
     run: ReportedRun, clock: Clock, rank: int, kind: str, value: Callable[[Event], float | None]
 ) -> list[Point]:
-    """Return points (time, value) of a line, from a rank's events of a kind, with a gap at each restart.
+    """Return (time, value) points of one line of a chart, with a gap at each restart of the rank.
 
-    `value` computes the value of an event.
+    The points are the events of `rank` with the kind `kind`. `value` computes the value of an event.
     """
     points: list[Point] = []
     for generation in run.by_generation[rank]:
@@ -120,7 +121,10 @@ def _points(
 
 
 def _measured(generation: Generation, kind: str) -> list[Event]:
-    """Return the events of one kind in a generation; of step times (`pace`) without the warm-up."""
+    """Return the events with the kind `kind` in a generation.
+
+    Of the events with step times (`pace`), the first one is left out: it contains the warm-up.
+    """
     found = [event for event in generation.events if event["kind"] == kind]
     return found[1:] if kind == "pace" else found
 
@@ -178,7 +182,11 @@ def share_chart(run: ReportedRun, prefix: str) -> Chart | None:
 
 
 def _spent(found: Sequence[Generation]) -> dict[str, float]:
-    """Return the seconds that a rank's steps took: for computing, the exchange and waiting for data."""
+    """Return the seconds that a rank has spent on computing, the exchange and waiting for data.
+
+    `found` are the events of the rank by generation. If the exchange is not measured separately, its time
+    is in that of computing.
+    """
     paces = [pace for generation in found for pace in _measured(generation, "pace")]
     data = sum(pace["data"] for pace in paces)
     exchange = sum(pace.get("exchange") or 0.0 for pace in paces)

@@ -65,12 +65,12 @@ class ReportedRun:
 
     @cached_property
     def by_generation(self) -> dict[int, list[Generation]]:
-        """The events of each rank, divided at the rank's restarts."""
+        """For each rank, its events, divided into one `Generation` per start or restart."""
         return {rank: split_generations(events) for rank, events in self.ranks.items()}
 
     @cached_property
     def curves(self) -> dict[str, dict[int, float]]:
-        """By name, the numbers that the script logged: a dict from step to value."""
+        """The numbers that the script logged: for each name, a dict from step to value."""
         return curves(self.ranks)
 
 

@@ -62,9 +62,9 @@ def _of_rank(run: ReportedRun, rank: int) -> Iterator[TimelineEntry]:
 
 
 def chart(run: ReportedRun, clock: Clock, title: str) -> Chart:
-    """Return the timeline as a chart: a row for each rank, with a bar for each period in which it ran.
+    """Return a chart of the timeline: a row for each rank, with a bar for each period that it ran.
 
-    Events are marks in the rows; those of launchers have a row of their own.
+    Events are marks in the rows. Events of launchers are in a row of their own.
     """
     objects = graph_objects()
     rows = [f"rank {rank}" for rank in run.ranks][:_ROWS]
@@ -129,7 +129,10 @@ def _marks(
 
 
 def table(run: ReportedRun, caption: str) -> Table:
-    """Return the timeline as a table of times and events; checkpoints, which may be many, are left out."""
+    """Return the timeline as a table of times and events, without checkpoints.
+
+    Only the first events are listed if there are many; a last row has the number of the others.
+    """
     found = [one for one in timeline_entries(run) if one.kind != "checkpoint"]
     rows = [[f"{one.time - run.began:.1f}", one.text] for one in found[:_LINES]]
     if len(found) > _LINES:

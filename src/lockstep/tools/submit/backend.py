@@ -53,7 +53,7 @@ class Backend(ABC):
 
     @abstractmethod
     def options(self, options: argparse.Namespace) -> Any:
-        """Return the options of this backend in the parsed flags, for `JobRequest.options`.
+        """Return the options of this backend, taken from the parsed command-line flags `options`.
 
         Raises:
             UsageError: if an option conflicts with those that Lockstep sets.

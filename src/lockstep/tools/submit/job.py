@@ -163,7 +163,10 @@ class JobFollower:
             return self._detach("the output is not read any more: ")
 
     def _look(self) -> JobState | None:
-        """Query the job's state and print a change; return the state if the job has ended, else `None`."""
+        """Query the job's state, and print it if it has changed; return it if the job has ended.
+
+        Return `None` if the job has not ended, or if the job scheduler does not answer for now.
+        """
         try:
             now = self._backend.state(self._job)
         except UnknownJobError:

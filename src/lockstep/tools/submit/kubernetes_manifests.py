@@ -105,7 +105,11 @@ def _object(version: str, kind: str, request: JobRequest, options: PodOptions) -
 
 
 def _command(request: JobRequest, options: PodOptions, run_dir: str, kind: Kind) -> list[str]:
-    """Return the `lockstep run` command of each pod's container, as a list of words for no shell."""
+    """Return the `lockstep run` command of each pod's container, as a list of words, not quoted.
+
+    `kind` is the kind of the job. Each `$` in the user's words is doubled, since Kubernetes expands
+    `$(NAME)`.
+    """
     own = ["lockstep", "run"]
     if request.nodes > 1:
         own += ["--nnodes", f"{options.least}:{request.nodes}"]

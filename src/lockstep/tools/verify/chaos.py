@@ -41,7 +41,7 @@ _PACE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill of a random worker: the random moment of the kill, and a random number for the worker."""
+    """One kill of a random worker: a random moment, and a random number that chooses the worker."""
 
     step: int  # number of steps that the run must have done
     hasty: bool  # whether the kill does not wait for a step after the previous kill
@@ -73,7 +73,7 @@ class Chaos:
         self._last = steps - 1
 
     def work(self, kills: Sequence[Kill]) -> int:
-        """Carry out `kills` in order; return how many were done before the launch ended."""
+        """Carry out `kills` in order; return the number of kills done before the launch ended."""
         for done, kill in enumerate(kills):
             while not self._kill(kill):
                 # No worker has started yet, or all ended before the moment of the kill.
@@ -119,7 +119,7 @@ class _Workers:
         self._killed: set[psutil.Process] = set()
 
     def arrive(self) -> bool:
-        """Find the workers that started since the last kill; return whether there are any."""
+        """Find the workers that have started since the last kill; return whether there are any."""
         self._now = [one for one in self._all() if one not in self._killed]
         return bool(self._now)
 
@@ -153,7 +153,10 @@ class _Workers:
 
 
 def _is_caught(process: psutil.Process) -> bool:
-    """Return whether the standard output of a process is a pipe or a log file, as that of workers is."""
+    """Return whether the standard output of a process is a pipe or a log file.
+
+    This holds for workers, whose output the launcher reads.
+    """
     place = _read(lambda: str(Path(f"/proc/{process.pid}/fd/1").readlink()), "")
     return place.startswith("pipe:") or place.endswith(".log")
 
@@ -180,7 +183,7 @@ def _read(fact: Callable[[], Value], default: Value) -> Value:
 
 
 class _Progress:
-    """The progress of a run since its last (re)start, read from its growing trace files."""
+    """The progress of a run, read from its growing trace files: steps done and their speed."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -198,7 +201,7 @@ class _Progress:
         return statistics.median(self._times) if self._times else _PACE
 
     def forget(self) -> None:
-        """Forget after a kill that steps were done: only steps after the next restart count then."""
+        """Mark that no step was done since the last kill; the highest step is kept."""
         self.look()
         self.moved = False
         self._step = None

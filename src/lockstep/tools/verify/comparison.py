@@ -180,7 +180,7 @@ class VerifyResult:
 
     @property
     def same(self) -> bool:
-        """Whether all layouts end with the same weights and saw the same samples."""
+        """Whether all layouts end with the same weights and visited the same samples."""
         digests = {outcome.digest for outcome in self.outcomes}
         return self.difference is None and len(digests) == 1 and None not in digests
 

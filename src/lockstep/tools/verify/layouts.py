@@ -38,7 +38,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RandomKills:
-    """The number of random kills of workers, and the seed of their moments and choices."""
+    """The number of random kills of workers, and the seed from which they are drawn."""
 
     kills: int
     seed: int
@@ -148,11 +148,11 @@ def _parse_layout(text: str, faults: Sequence[str]) -> Layout:
 def _stages(
     begun: int, ends: Sequence[tuple[int, int]], kills: Sequence[int], name: str
 ) -> tuple[Stage, ...]:
-    """Divide a run into launches, of which each but the last one ends with a preemption.
+    """Divide a run into launches, each of which ends with a preemption except for the last one.
 
-    `begun` is the number of ranks of the first launch. `ends` has, for each preemption, the number of ranks
-    after it, and the step after which it happens. `kills` are the steps in which a rank is killed. `name`
-    names the layout in error messages.
+    `begun` is the number of ranks of the first launch. `ends` has a pair for each preemption: the number of
+    ranks of the next launch, and the step after which the preemption happens. `kills` are the steps in
+    which a rank is killed. `name` names the layout in error messages.
     """
     stages, ranks, before = [], begun, 0
     for following, step in ends:

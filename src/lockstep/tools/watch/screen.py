@@ -24,7 +24,7 @@ _FRAME = 9
 
 
 class Screen:
-    """Renderable of Rich that displays a run as it is in one `RunView`, cut to the terminal's height."""
+    """Renderable of Rich that displays the run in a `RunView`, cut to the terminal's height."""
 
     def __init__(self, view: RunView, keys: str = "") -> None:
         self._view, self._keys = view, keys

@@ -16,7 +16,10 @@ _STALE = 10.0
 
 @dataclass(slots=True)
 class RankView:
-    """The newest events and logged values of a rank, from those since its last (re)start."""
+    """The newest event of each kind, and the newest logged values, of one rank.
+
+    A restart of the rank clears its events. The logged values are cleared only if it starts at step 0.
+    """
 
     newest: dict[str, Event] = field(default_factory=dict)  # the last event of each kind
     values: dict[str, float] = field(default_factory=dict)  # the newest logged values
@@ -29,13 +32,13 @@ class RankView:
         return max(steps, default=None)
 
     def measured(self, kind: str, name: str) -> Any:
-        """Return the field `name` of the rank's newest event of a kind; `None` without such an event."""
+        """Return the field `name` of the rank's newest event of kind `kind`; `None` without one."""
         return self.newest.get(kind, {}).get(name)
 
     def share(self, name: str) -> float | None:
-        """Return the share, from 0 to 1, of `data` or `exchange` in the time of the newest steps.
+        """Return the share, from 0 to 1, of the time of the newest steps that `name` took.
 
-        Return `None` if it is not measured.
+        `name` is `data` (waiting for data) or `exchange`. Return `None` if it is not measured.
         """
         part, whole = self.measured("pace", name), self.measured("pace", "seconds")
         return part / whole if part is not None and whole else None
@@ -97,7 +100,7 @@ class RunView:
 
     @property
     def pace(self) -> Event:
-        """The newest event with measured step times, of the lowest rank that has one; else empty."""
+        """The newest event with step times, of the lowest rank that has one; else an empty dict."""
         return next((r.newest["pace"] for r in self.ranks.values() if "pace" in r.newest), {})
 
     @property

@@ -70,7 +70,7 @@ class Watcher:
         )
 
     def _new(self, file: Path) -> list[EventLine]:
-        """Read the new events in `file`, of a rank or a launcher; return the lines of text to show."""
+        """Read the new events of a rank or launcher in `file`; return the lines to show."""
         events = self._events.setdefault(file, LineReader(file, most=_MOST)).events()
         kind, _, number = file.stem.partition("-")
         if kind == "launcher":

@@ -1,4 +1,4 @@
-"""Backends for job schedulers: the module of each, such as `slurm`, defines one as `BACKEND`."""
+"""Job schedulers for `lockstep submit`: each module here defines a `Backend` named `BACKEND`."""
 
 from __future__ import annotations
 

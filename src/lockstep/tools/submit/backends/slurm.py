@@ -178,7 +178,7 @@ class Slurm(Backend):
         return JobFollower(self, job, Path(_field(done.stdout, "StdOut"))).follow()
 
     def cancel(self, job: str) -> str:
-        """Cancel a job with scancel; return its message."""
+        """Cancel a job with scancel; return the error output of scancel."""
         self.state(job)  # scancel says nothing of an unknown job
         return _words(_call(shutil.which("scancel") or "scancel", job).stderr)
 
@@ -341,7 +341,10 @@ def _pattern(run_dir: Path, directory: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote `text` as a word for an `#SBATCH` line: as in a shell, but `$` has no meaning there."""
+    """Quote `text` as one word of an `#SBATCH` line, in double quotes if it needs any.
+
+    Only `"` and backslash are escaped.
+    """
     if text and shlex.quote(text) == text:
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
