@@ -1,8 +1,9 @@
 """`Accelerator` of accelerate on a `lockstep.Run`: a script changes its import, and nothing else.
 
 One iteration over a prepared DataLoader is one microbatch, the batch of one replica. `num_processes` is the
-number of replicas, and a scheduler makes as many steps per update. While the models are in evaluation mode
-each rank iterates over all of the data, so that `gather_for_metrics` has nothing to gather.
+number of replicas. After each update a scheduler makes one step per replica, as accelerate makes one per
+process. While the models are in evaluation mode each rank iterates over all of the data, so that
+`gather_for_metrics` has nothing to gather.
 """
 
 from __future__ import annotations
@@ -58,21 +59,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Pass a model to the run (with `evaluation_mode`, only move it to the device); return it."""
+        """Return `model` wrapped by `run.model`.
+
+        With `evaluation_mode`, only move the model to the run's device and return it.
+        """
         if evaluation_mode:
             return model.to(self._run.device)
         self._models.append(self._run.model(model))
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Pass an optimizer to the run, which lets it step once per global batch; return the optimizer."""
+        """Pass `optimizer` to `run.optimizer`, so that it steps once per global batch; return it."""
         self._optimizers.append(self._run.optimizer(optimizer))
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Pass a scheduler to the run; return the scheduler.
+        """Pass `scheduler` to `run.scheduler` and return it.
 
-        By default, after each global batch it makes one step per replica, as in accelerate one per process.
+        By default the scheduler makes one step per replica after each global batch, as accelerate makes one
+        step per process.
         """
         if self.step_scheduler_with_optimizer and not self.split_batches:
             _count_for(scheduler, self.num_processes)
@@ -92,7 +97,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of the script's replicas, which take the place of accelerate's processes.
+        """Number of the script's replicas; accelerate itself has the number of processes here.
 
         If the script accumulates gradients over k batches, the run has k times as many replicas.
         """
@@ -131,7 +136,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self._run.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp each element of the global batch's gradients to `-clip_value` to `clip_value`."""
+        """Limit each element of the global batch's gradients to the range `-clip_value` to `clip_value`."""
         self._run.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -157,7 +162,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- ranks -----------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait for all ranks; do nothing in a loop over a loader, where ranks may differ in iterations."""
+        """Wait for all ranks; in a loop over a loader, do nothing.
+
+        Inside a loop ranks may have different numbers of iterations, so that they cannot wait for each
+        other.
+        """
         if not self._is_in_loop:
             self._run.barrier()
 
@@ -250,7 +259,11 @@ class _PreparedLoader:
         return int(self._global.batch_size)
 
     def __len__(self) -> int:
-        """Return the number of iterations per epoch, as in accelerate with one process per replica."""
+        """Return the number of iterations in one loop over the loader.
+
+        While a model trains this is the number of batches of one replica of the script. Otherwise it is the
+        number of batches of the DataLoader.
+        """
         if not self._trains:
             return len(self._data)
         return len(self._global) * int(self._accelerator.gradient_state.num_steps)
@@ -280,7 +293,10 @@ class _PreparedLoader:
 
 
 def _count_for(scheduler: Any, replicas: int) -> None:
-    """Make each call of `scheduler.step()` make `replicas` steps; accelerate makes one per process."""
+    """Change `scheduler` so that each call of `step()` makes `replicas` steps.
+
+    Accelerate makes one step per process in each call.
+    """
     own = type(scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or replicas == 1:
         return

@@ -1,6 +1,6 @@
-"""`FabricStrategy`: the class of a `LockstepStrategy` object once it has been passed to a `Fabric`.
+"""`FabricStrategy`: the class that a `LockstepStrategy` object gets when it is passed to a `Fabric`.
 
-The script has its own training loop. An iteration over a DataLoader from `fabric.setup_dataloaders` yields
+The script has its own training loop. One iteration over a DataLoader from `fabric.setup_dataloaders` yields
 one microbatch: a replica's share of a batch of the DataLoader. While the models are in evaluation mode,
 each rank iterates over all batches.
 """
@@ -46,7 +46,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         return self._model_of(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Pass an optimizer to the run, which lets it step once per global batch; return the optimizer."""
+        """Pass `optimizer` to `run.optimizer`, so that it steps once per global batch; return it."""
         refusals.check_optimizer(optimizer)
         return self.run.optimizer(optimizer)
 
@@ -55,7 +55,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         return _FabricLoader(self, dataloader)
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of `tensor`, the mean loss of this microbatch."""
+        """Compute the gradients of `tensor`, the mean loss of this microbatch; `module` is not used."""
         refusals.check_backward(args, kwargs)
         self.run.backward(tensor)
 
@@ -67,7 +67,11 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale the global batch's gradients to a total norm of at most `max_norm`; return the old norm."""
+        """Scale the global batch's gradients to a total norm of at most `max_norm`; return the old norm.
+
+        Raises:
+            NonFiniteLossError: if `error_if_nonfinite`, and the norm is infinite or NaN.
+        """
         parameters = list(self.precision.main_params(optimizer))
         norm = self.run.clip_grad_norm_(parameters, max_norm, norm_type)
         if error_if_nonfinite and self.run.sync_gradients and not math.isfinite(norm):
@@ -78,11 +82,15 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         return norm
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
-        """Clamp each element of the global batch's gradients to `-clip_val` to `clip_val`."""
+        """Limit each element of the global batch's gradients to the range `-clip_val` to `clip_val`."""
         self.run.clip_grad_value_(list(self.precision.main_params(optimizer)), clip_val)
 
     def barrier(self, *_: Any, **__: Any) -> None:
-        """Wait for all ranks; do nothing in a loop over a loader, where ranks may differ in iterations."""
+        """Wait for all ranks; in a loop over a loader, do nothing.
+
+        Inside a loop ranks may have different numbers of iterations, so that they cannot wait for each
+        other.
+        """
         if not self.is_in_loop:
             self.run.barrier()
 

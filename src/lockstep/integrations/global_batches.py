@@ -14,12 +14,12 @@ _UNLIMITED = 1 << 20
 
 
 class GlobalBatches:
-    """Yields global batches to Lightning's fit loop, starting at the loop's current epoch and batch.
+    """Iterator over global batches for Lightning's fit loop; starts at the loop's current epoch and batch.
 
-    So after a restart, or with a loaded checkpoint, batches that were trained on before are left out.
+    After a restart, or with a loaded checkpoint, it leaves out batches that were trained on before.
 
     Attributes:
-        restore: called before the first batch after a restart, to set the loops' counters again.
+        restore: called before the first batch after a restart, to set the fit loop's counters again.
     """
 
     def __init__(self, trainer: Any, run: Run, data: Any) -> None:
@@ -45,7 +45,7 @@ class GlobalBatches:
         return batch is self._current
 
     def begin(self) -> None:
-        """Begin the run's loop over epochs, `run.epochs`, with at most `max_epochs` epochs."""
+        """Call `run.epochs` with the Trainer's `max_epochs`, or with a very large number if it has none."""
         limit = self._trainer.max_epochs
         if limit in (None, -1):
             limit = _UNLIMITED
@@ -54,7 +54,7 @@ class GlobalBatches:
     def resume(self) -> None:
         """Iterate over epochs and batches up to where the run stopped, which restores the run's state.
 
-        The following batch is kept; `__next__` returns it first.
+        The next batch after that is kept, and `__next__` returns it first.
         """
         self._ahead = self._next()
 

@@ -69,7 +69,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
 
     @property
     def precision(self) -> Any:
-        """Precision plugin, as Fabric names it; setting it turns this object into a `FabricStrategy`."""
+        """Precision plugin of Fabric; `None` in a Trainer.
+
+        Only Fabric sets this property. Setting it changes the class of this object to `FabricStrategy`.
+        """
         return self._precision
 
     @precision.setter
@@ -93,7 +96,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     # --- what is trained -----------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Pass model, optimizers and schedulers to the run; replace Lightning's loops of one step."""
+        """Pass model and optimizers to the run; replace Lightning's optimization loops.
+
+        For evaluation and prediction, do only what Lightning's strategy for one device does.
+        """
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):  # every rank evaluates all of the data
                 module.distributed_available_fn = _no_ranks
@@ -149,13 +155,16 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Move a batch to the device; a global batch's microbatches are moved when they are computed."""
+        """Return `batch` on the device; a global batch is returned as it is.
+
+        The microbatches of a global batch are moved when they are computed.
+        """
         if getattr(self, "_batches", None) is not None and self._batches.is_current(batch):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_start(self) -> None:
-        """If the run resumes, restore its state, and continue behind the last batch before the stop."""
+        """Begin the loop over epochs; if the run resumes, restore its state and skip the batches done."""
         self._batches.begin()
         self._state.restore_if_resumed(self._batches)
 
@@ -168,7 +177,11 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     # --- a step --------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        """Train on this rank's part of a global batch; return the means of its loss and outputs."""
+        """Train on this rank's microbatches of a global batch; return the mean loss and other outputs.
+
+        The means are over the whole global batch. `rest`: further arguments of the module's
+        `training_step`.
+        """
         module, run = self.lightning_module, self.run
         if not module.automatic_optimization:
             with self._state.frozen():
@@ -183,7 +196,11 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         return outputs
 
     def _microbatches(self, batch: Any, rest: Any) -> Iterator[dict[str, Any]]:
-        """Compute this rank's microbatches; yield each one's logged and returned values, to be summed."""
+        """Compute the loss and gradients of each of this rank's microbatches of `batch`.
+
+        Yields for each one a dictionary of the values that it has logged and returned, for `run.sum`.
+        `rest`: further arguments of the module's `training_step`.
+        """
         parts = self.lightning_module.trainer.accumulate_grad_batches
         for data in batch:
             output = self.compute(data, rest, self._forward)
@@ -197,7 +214,11 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
             yield self._results.taken() | numbers_of(output, self.run)
 
     def compute(self, data: Any, rest: Any, call: Callable[..., Any]) -> Any:
-        """Move a microbatch to the device; return the result of `call`, the module's `training_step`."""
+        """Move the microbatch `data` to the device; return the result of `call(data, *rest)`.
+
+        `call`: the module's `training_step`. Values that it logs are collected in the strategy's
+        `GlobalResults`.
+        """
         data = super().batch_to_device(self.precision_plugin.convert_input(data))
         with (
             self._results.collecting(),
@@ -232,7 +253,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compute the gradients of this microbatch's mean loss; called by `manual_backward`."""
+        """Compute the gradients of `closure_loss`, this microbatch's mean loss; return `closure_loss`.
+
+        Lightning calls this method in `manual_backward`.
+        """
         refusals.check_backward(args, kwargs)
         self.run.backward(closure_loss)
         return closure_loss

@@ -1,4 +1,4 @@
-"""Lightning's loops for one optimizer step, if the strategy's `training_step` also runs backward passes."""
+"""Lightning's optimization loops, for a strategy whose `training_step` also computes the gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 
 
 class AutomaticOptimization(_AutomaticOptimization):
-    """Loop that zeroes gradients, then calls the strategy's `training_step`, which computes them all."""
+    """Lightning's loop for automatic optimization, without the backward pass.
+
+    The loop zeroes the gradients and calls the strategy's `training_step`, which computes all gradients.
+    """
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -27,13 +30,13 @@ class AutomaticOptimization(_AutomaticOptimization):
 
 
 class ManualOptimization(_ManualOptimization):
-    """Manual optimization: adds an optimizer's step to Lightning's `global_step` once per global batch.
+    """Manual optimization: Lightning's `global_step` grows by one per optimizer step on a global batch.
 
-    `step()` calls of single replicas, each of which runs in a thread, are not counted.
+    Each replica of this rank calls `step()` in its own thread; these calls are not counted.
     """
 
     def on_run_start(self) -> None:
-        """Do nothing: Lightning would make each call of `step()` count; here only `count` does so."""
+        """Do nothing; Lightning's method would count each replica's call of `step()` in `global_step`."""
 
     def count(self, optimizer: Any, step: Any) -> None:
         """Call `step`, which steps the optimizer, and add one to Lightning's `global_step`."""

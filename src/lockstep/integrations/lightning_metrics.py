@@ -21,10 +21,11 @@ _MORE = ("_update_count", "_forward_cache", "_computed")
 
 
 class StepMetrics:
-    """The torchmetrics metrics of a module; each microbatch's updates are summed over the replicas.
+    """Metrics of torchmetrics in a module; sums the updates of each microbatch over the replicas.
 
     Raises:
-        StepError: if a metric's states are not sums over samples, or it is computed for a microbatch.
+        StepError: if `training_step` updates a metric whose states are not sums over samples, or
+            computes the value of a metric.
     """
 
     def __init__(self, module: Any) -> None:
@@ -43,7 +44,7 @@ class StepMetrics:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Context manager: inside it, metrics are empty; at its end, they get their earlier states again.
+        """Context manager: inside it, metrics are reset; at its end, they get their earlier states again.
 
         The microbatch's updates are kept for `taken`. In manual optimization, where microbatches overlap,
         an update of a metric inside the context is an error.
@@ -73,9 +74,9 @@ class StepMetrics:
         self._own.updated = updated
 
     def taken(self, rows: int) -> dict[str, Any]:
-        """Return what the microbatch has added to the metrics' states, to be summed over replicas.
+        """Return the values that the last microbatch has added to the metrics' states, for `run.sum`.
 
-        `rows`: number of samples in the microbatch; without any, the values are zeros.
+        `rows`: number of samples in the microbatch; with 0 samples all values are zeros.
         """
         taken: dict[str, Any] = {}
         for name, (states, (_, cache, _)) in self._own.updated.items():
@@ -103,7 +104,10 @@ class StepMetrics:
             _set(metric, total, (count + 1, of_batch, None))
 
     def check_logged(self, name: str, metric: Metric) -> None:
-        """Raise `StepError` if a metric passed to `self.log` has no states that are sums over samples."""
+        """Raise `StepError` if `metric`, passed to `self.log`, has a state that is no sum, or has no state.
+
+        `name`: name of the metric in the message.
+        """
         _require_sums(name, metric)
         if not metric._defaults:
             raise _refusal(name, metric, "logged", "it has no sums of its own")
@@ -117,7 +121,7 @@ class StepMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the metrics in `state`, from `state_dict`, to their states; reset all other metrics."""
+        """Set each metric to its state in `state`, a result of `state_dict`; reset metrics without one."""
         for name, metric in self.named().items():
             _set(metric, *state.get(name, (_empty(metric), (0, None, None))))
 

@@ -37,10 +37,11 @@ _METHODS: dict[str, str] = {
 
 
 def check_processes(strategy: Any, world: World) -> None:
-    """Raise an error if numbers of devices or nodes contradict the processes that were started.
+    """Raise an error if the Trainer's `devices=` or `num_nodes=` contradicts the processes of the world.
 
     Raises:
-        UsageError: if `devices=` or `num_nodes=` asks for other processes.
+        UsageError: if `devices=` is not 1 or the number of ranks or accelerators of this node, or
+            `num_nodes=` is not 1 or the number of nodes.
     """
     devices = len(strategy.parallel_devices)
     if devices not in (1, world.local_size, torch.accelerator.device_count()):

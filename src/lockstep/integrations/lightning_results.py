@@ -34,7 +34,7 @@ class GlobalResults(_ResultCollection):
 
     @property
     def _entries(self) -> dict[str, _Entry] | None:
-        """Values that the current microbatch has logged; `None` outside of `training_step`."""
+        """Values that the current microbatch has logged, by key; `None` outside of `training_step`."""
         return getattr(self._own, "entries", None)
 
     @contextmanager
@@ -47,7 +47,14 @@ class GlobalResults(_ResultCollection):
         self._settings.update(entries)
 
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
-        """Log a value as Lightning does; while a microbatch is computed, collect it instead."""
+        """Log a value as Lightning does; while a microbatch is computed, collect it instead.
+
+        Args:
+            fx: name of the hook that logs, such as `training_step`.
+            name: name of the value.
+            value: tensor or torchmetrics metric.
+            settings: other arguments of `self.log`, as Lightning passes them.
+        """
         if self._entries is None:
             super().log(fx, name, value, **settings)
             return
@@ -59,7 +66,7 @@ class GlobalResults(_ResultCollection):
         self._entries[f"{fx}.{name}.{count}"] = (fx, name, value, settings)
 
     def taken(self) -> dict[str, Any]:
-        """Return the values that the microbatch has logged, to be summed over replicas; forget them."""
+        """Return the values that the last microbatch has logged, for `run.sum`, and forget them."""
         entries, self._own.entries = self._entries or {}, None
         rows = rows_of(self._run)
         taken = {"replicas": int(rows > 0), **self._metrics.taken(rows)}
@@ -80,7 +87,10 @@ class GlobalResults(_ResultCollection):
         return number * weight if reduction == "mean" else number
 
     def apply(self, sums: dict[str, Any], device: torch.device) -> None:
-        """Log the values of a global batch, given the sums of what `taken` returned."""
+        """Log the values of a global batch.
+
+        `sums`: sums over all replicas of the results of `taken`. `device`: device of the logged tensors.
+        """
         settings, self._settings = self._settings, {}
         self._metrics.apply(sums)
         for key in [name.removeprefix("count ") for name in sums if name.startswith("count ")]:
@@ -105,7 +115,10 @@ class GlobalResults(_ResultCollection):
             super().log(fx, name, logged, **{**own, "batch_size": weight})
 
     def outputs(self, sums: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the means over the global batch of the numbers that `training_step` returned."""
+        """Return the means over the global batch of the numbers that `training_step` returned, by name.
+
+        `sums`: sums over all replicas of the results of `numbers_of`.
+        """
         return {
             name.removeprefix("output "): torch.tensor(
                 value / sums["rows"], dtype=torch.get_default_dtype(), device=device
@@ -121,7 +134,9 @@ def rows_of(run: Run) -> int:
 
 
 def numbers_of(output: Any, run: Run) -> dict[str, Any]:
-    """Return the numbers in a result of `training_step`, weighted by samples, to be summed over replicas.
+    """Return the numbers in `output`, the result of `training_step`, for `run.sum` over the replicas.
+
+    Each number is multiplied by the microbatch's number of samples, which is returned, too.
 
     Raises:
         StepError: if `output` is not a tensor of one element, or a dictionary of such tensors and numbers.

@@ -1,4 +1,4 @@
-"""`OnRun`: base class of Lockstep's strategies for Lightning's `Trainer` and `Fabric`, with their run."""
+"""`OnRun`: base class of Lockstep's strategies for Lightning's `Trainer` and `Fabric`; opens the run."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ class FitState:
                 self._run.register(name, callback)
 
     def _fix_directories(self, name: str) -> None:
-        """Set the directory of each `ModelCheckpoint` to its directory before a restart of the run.
+        """Set the directory of each `ModelCheckpoint` to the directory from the run's first launch.
 
-        By default it is the logger's directory, which is a new version after each restart. `name`: name of
-        the file in the run's directory where these directories are kept.
+        By default the directory belongs to the logger, which makes a new one in each launch. `name`: name,
+        without `.json`, of the file in the run's directory that keeps the directories.
         """
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
         own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
@@ -95,9 +95,10 @@ class FitState:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Context manager: inside it, `state_dict` returns the state from the time when it was entered.
+        """Context manager: inside it, `state_dict` returns the state from the start of the `with` block.
 
-        It surrounds a batch, during which only some replicas have logged their values.
+        The block surrounds the training on one batch, during which only some replicas have logged their
+        values.
         """
         self._frozen = self.state_dict()
         yield
@@ -197,7 +198,7 @@ class FitState:
         _load(self._trainer.fit_loop, self._loops)
 
     def restore_if_resumed(self, batches: Any) -> None:
-        """If the run resumes, restore its state and continue behind the last batch before the stop.
+        """If the run resumes, restore its state and continue after the last batch before the stop.
 
         `batches`: the `GlobalBatches` object that yields the global batches of `fit`.
         """
@@ -222,8 +223,8 @@ def _is_of_script(callback: Any) -> bool:
 def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
     """Load the counters of a Lightning loop, and of the loops in its attributes, from `state`.
 
-    Lightning's `load_state_dict` would also mark the loops as restarting. `prefix`: beginning of the keys
-    of `loop` in `state`.
+    `prefix`: beginning of the keys of `loop` in `state`. Lightning's `load_state_dict` is not used, since
+    it would also mark the loops as restarting.
     """
     loop._load_from_state_dict(state, prefix)
     for name, part in vars(loop).items():

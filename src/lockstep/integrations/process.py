@@ -1,4 +1,4 @@
-"""Code that the adapters of frameworks share: open a run without a `with` block, refuse an option."""
+"""Functions that all adapters use: open a run without a `with` block, and refuse a framework's option."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class _Current:
         self.before_end: list[Callable[[], None]] = []
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the run, if one is open, as if its `with` block ended, with `error` if it is not `None`."""
+        """End the open run, if any, as the end of its `with` block would.
+
+        `error`: the exception that ended the script, or `None`.
+        """
         run, self.run = self.run, None
         before, self.before_end = self.before_end, []
         if run is not None:
@@ -60,7 +63,10 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def open_run(**settings: Any) -> Run:
-    """Return this process's open run if it has these `settings`; else end it and open a new run."""
+    """Return this process's open run if it has these `settings`; else end it and open a new run.
+
+    `settings`: arguments of `lockstep.Run`.
+    """
     if _current.run is not None and _current.settings == settings:
         return _current.run
     if _current.run is None and not _current.settings:
@@ -89,15 +95,15 @@ def before_end(act: Callable[[], None]) -> None:
 
 
 def when_opened(act: Callable[[Run], None]) -> None:
-    """Call `act` with each run that `open_run` opens from now on."""
+    """Call `act` with each run that `open_run` opens from now on; replaces the `act` of an earlier call."""
     _current.on_open = act
 
 
 def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
-    """Return the main rank's `value` from the first launch of the run, and whether this is a later one.
+    """Return the `value` that the main rank had in the first launch, and whether this is a later launch.
 
-    `value`: numbers, text, `None`, or lists of them. The first launch writes it to the file `name`.json in
-    the run's directory; later ones ignore their own `value`.
+    The first launch writes `value` (numbers, text, `None`, or lists of them) to the file `name`.json in the
+    run's directory; later launches read the file and ignore their own `value`.
     """
     path = run.directory / f"{name}.json"
     again = path.exists()
@@ -115,12 +121,13 @@ def end_run() -> None:
 
 
 def replicas_of(replicas: int | None, accumulation: int) -> int | None:
-    """Return the run's number of replicas, `replicas * accumulation`; `None` for one per rank.
+    """Return the number of replicas with which to open a run: `replicas * accumulation`.
 
-    Each of the `accumulation` batches whose gradients are added up is computed by a replica of its own.
+    If `replicas` is `None`, return `None`, so that each rank hosts one replica. `accumulation`: number of
+    batches whose gradients are added up before a step; each is computed by a replica of its own.
 
     Raises:
-        UsageError: if batches are accumulated, but `replicas` is `None`.
+        UsageError: if `accumulation` is above 1, but `replicas` is `None`.
     """
     if replicas is not None:
         return replicas * accumulation

@@ -1,4 +1,4 @@
-"""Refuse (raise an error for) options of transformers and accelerate that depend on the number of ranks."""
+"""Raise errors for options of transformers and accelerate with which results depend on the layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GENERATING = (
 
 
 def check_trainer(kind: type) -> None:
-    """Raise an error for trainers of TRL that generate samples while they train, and for subclasses.
+    """Raise an error if `kind` is a trainer of TRL, or a subclass, that generates samples in training.
 
     Raises:
         UsageError: if `kind` is such a class.

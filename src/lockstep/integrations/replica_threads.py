@@ -46,7 +46,7 @@ class _Thread:
             raise self._error
 
     def wait(self, asked: Any) -> None:
-        """Wait for the next call of `resume`; called by the function in its thread.
+        """Wait in the thread until `resume` is called again; the thread's function calls this method.
 
         `asked`: the optimizer that must step before the thread continues.
         """
@@ -57,7 +57,7 @@ class _Thread:
             raise _EndReplica
 
     def leave(self) -> None:
-        """End the thread, if it waits: `wait` raises an exception in it."""
+        """End the thread if the function has not returned: its call of `wait` raises `_EndReplica`."""
         if self._thread is not None and not self.is_done:
             self._left = True
             self._go.release()
@@ -102,7 +102,13 @@ class ReplicaThreads:
         self._running.wait(optimizer)
 
     def train(self, batch: Any, rest: Any, results: Any) -> Any:
-        """Train on a global batch; return the means over replicas of the results of `training_step`."""
+        """Train on a global batch; return the means over replicas of the results of `training_step`.
+
+        Args:
+            batch: the global batch; each iteration over it yields this rank's microbatches.
+            rest: further arguments of `training_step`.
+            results: the `GlobalResults` object that collects logged values.
+        """
         strategy = self._strategy
         try:
             while True:
@@ -124,7 +130,12 @@ class ReplicaThreads:
         return results.outputs(sums, strategy.root_device) or None
 
     def _turn(self, batch: Any, rest: Any, results: Any) -> Iterator[dict[str, Any]]:
-        """Run each replica's `training_step` to its next optimizer step or its end; yield values to sum."""
+        """Run each replica's `training_step` up to its next optimizer step, or to its end.
+
+        The arguments are those of `train`. Yields for each replica a dictionary for `run.sum`. The number
+        `open` in it is 1 if the replica waits for an optimizer step. At the end it is 0, and the dictionary
+        has the logged and returned values.
+        """
         run = self._strategy.run
         for data in batch:
             microbatch = run._loop.require_microbatch("training_step")
@@ -150,7 +161,7 @@ class ReplicaThreads:
         return call
 
     def _resume(self, thread: _Thread) -> None:
-        """Continue a thread inside a call of the model, so that forward hooks of `run.model` are called."""
+        """Continue `thread` inside a forward pass of the model, so that hooks of `run.model` are called."""
         module = self._strategy.lightning_module
         forward = module.forward
 

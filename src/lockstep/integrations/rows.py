@@ -54,10 +54,16 @@ def pack(floats: Sequence[float], tree: Any, rows: int) -> torch.Tensor:
 
 
 def unpack(rows: torch.Tensor, floats: int, like: Any) -> tuple[np.ndarray[Any, Any], Any]:
-    """Decode rows from `pack`: return the floats, of shape `(samples, floats)`, and the predictions.
+    """Return the floats and the predictions that are in rows of bytes from `pack`.
 
-    `like`: a tree of tensors, as given to `pack`. The predictions are the same tree, with an array over all
-    samples in place of each tensor.
+    Args:
+        rows: result of `pack`, one row per sample.
+        floats: number of floats in each row.
+        like: the tree of tensors of one microbatch, as it was given to `pack`.
+
+    Returns:
+        The floats, of shape `(samples, floats)`, and a tree like `like` with an array over all samples
+        in place of each tensor.
     """
     data = rows.numpy()
     numbers = np.frombuffer(data[:, : 8 * floats].tobytes(), np.float64).reshape(len(data), floats)
@@ -103,7 +109,7 @@ def _read(row: np.ndarray[Any, Any], start: int, count: int) -> list[np.ndarray[
 
 
 def _join(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Stack one array per sample into one array; pad smaller ones with -100 to the largest shape."""
+    """Stack the arrays of all samples into one array; pad smaller ones with -100 to the largest shape."""
     shape = tuple(np.max([array.shape for array in arrays], axis=0).astype(int))
     if all(array.shape == shape for array in arrays):
         return np.stack(arrays)

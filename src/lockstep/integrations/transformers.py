@@ -102,7 +102,11 @@ class LockstepTrainer:
         return self._me.model_wrapped
 
     def _prepare(self, max_steps: int, checkpoint: str | None) -> Any:
-        """Make optimizer and scheduler; pass them and the model to the run; return the wrapped model."""
+        """Make optimizer and scheduler; pass them and the model to the run; return the wrapped model.
+
+        `max_steps`: number of optimizer steps of the training, for the scheduler. `checkpoint`: directory
+        of a checkpoint from which optimizer and scheduler are loaded, or `None`.
+        """
         me, run = self._me, self._run
         me.create_optimizer()
         me.lr_scheduler = None if me._created_lr_scheduler else me.lr_scheduler
@@ -122,7 +126,10 @@ class LockstepTrainer:
         return int(args.per_device_train_batch_size * self._run.replicas)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return transformers' numbers of epochs, steps and samples, with one global batch per step."""
+        """Return the numbers of epochs, steps and samples that transformers computes for a training.
+
+        One batch of `dataloader`, a global batch, makes one step, also if gradients are accumulated.
+        """
         at_once = copy.copy(args)
         at_once.gradient_accumulation_steps = 1
         return super().set_initial_training_values(at_once, dataloader)  # type: ignore[misc]
@@ -134,9 +141,9 @@ class LockstepTrainer:
     # --- training ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> Any:
-        """Train as transformers does; after a restart, load the same checkpoint as the first launch did.
+        """Train as transformers does; a restarted run loads the same checkpoint as its first launch did.
 
-        Otherwise `resume_from_checkpoint=True` would load a newer one that the run itself has written.
+        So `resume_from_checkpoint=True` never loads a checkpoint that the run itself has written.
         """
         run = self._run
         self._share_log()
@@ -195,7 +202,10 @@ class LockstepTrainer:
         return me._finalize_training(trial, samples, started)
 
     def _register(self, per_epoch: int) -> None:
-        """Pass the trainer's state to `run.register`; note how many steps a loaded checkpoint has done."""
+        """Pass the trainer's state to `run.register`; record the number of steps in the loaded checkpoint.
+
+        `per_epoch`: number of global batches of an epoch. With `ignore_data_skip` only whole epochs count.
+        """
         me, run = self._me, self._run
         self._progress = TrainingProgress(self)
         done = me.state.global_step
@@ -209,10 +219,10 @@ class LockstepTrainer:
     def _run_global_batches(
         self, epoch: int, per_epoch: int, model: Any, loader: Any, report: Any
     ) -> None:
-        """Train on the global batches of an epoch, except those done before the loaded checkpoint.
+        """Train on an epoch's global batches, except those that came before the loaded checkpoint.
 
-        `per_epoch`: number of global batches of an epoch. `report`: called with the epoch after each update
-        and at the end; logs, evaluates and saves if due.
+        `per_epoch`: number of global batches of an epoch. `report`: called with `epoch` after each update
+        and at the end of the epoch; logs, evaluates and saves if due.
         """
         me, run, progress = self._me, self._run, self._progress
         # Whether the checkpoint that was loaded has all of this epoch.
@@ -250,7 +260,11 @@ class LockstepTrainer:
         ListedMetrics(me, "train").add(sums)
 
     def _train_microbatches(self, model: Any, batch: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """Train on this rank's microbatches; yield the loss and counts of each, to be summed over ranks."""
+        """Train on this rank's microbatches; yield a dictionary for each microbatch, for `run.sum`.
+
+        The dictionary has the loss, its weight, metrics, and numbers of tokens and floating-point
+        operations.
+        """
         me, run = self._me, self._run
         for inputs in batch:
             metrics, seen = ListedMetrics(me, "train"), me.state.num_input_tokens_seen

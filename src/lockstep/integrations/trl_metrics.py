@@ -6,10 +6,12 @@ from typing import Any
 
 
 class ListedMetrics:
-    """Takes the entries that one microbatch appends to the metric lists of a TRL trainer.
+    """Collects the metrics that one microbatch appends to the lists of a TRL trainer.
+
+    The object is made before the microbatch is computed.
 
     Args:
-        trainer: a trainer; without metric lists (not of TRL) there is nothing to take.
+        trainer: a trainer; one that is not of TRL has no metric lists, so that nothing is collected.
         mode: `train` or `eval`.
     """
 
@@ -20,7 +22,10 @@ class ListedMetrics:
         self._tokens = getattr(trainer, "_total_train_tokens", 0)
 
     def taken(self, weight: float) -> dict[str, float]:
-        """Remove the entries that were appended since this object was made; return them times `weight`."""
+        """Remove the entries that the microbatch has appended; return each one times `weight`, by name.
+
+        The number of tokens is not multiplied.
+        """
         tokens = getattr(self._trainer, "_total_train_tokens", 0) - self._tokens
         appended = {
             name: float(values.pop())

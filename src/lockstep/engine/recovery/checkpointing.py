@@ -193,9 +193,10 @@ class StateSaver(PointListener):
         self._save(*self._capture(captured, at))
 
     def _due(self, schedule: SnapshotSchedule, request: Request | None) -> int:
-        """Return the number of the snapshot to take now; 0 for none.
+        """Return the sequence number of the snapshot to take at this point, or 0 to take none.
 
-        `request`: `snapshot`, `save` or `stop`, if all ranks have agreed to do so at this step.
+        `request`: the request that all ranks carry out at this point (`snapshot`, `save` or `stop`), if
+        any.
         """
         due = schedule.due(self._loop.steps)
         if self._apart:
@@ -209,9 +210,10 @@ class StateSaver(PointListener):
         return due
 
     def _looks(self, schedule: SnapshotSchedule | None) -> bool:
-        """Return whether to allocate memory for snapshots now.
+        """Return whether to allocate the shared memory for snapshots at this point, after a batch or epoch.
 
-        The answer is the same on all ranks if they must gather the state together, as sharded models need.
+        `schedule`: `None` if this run takes no snapshots; then the answer is `False`. If a model's state is
+        gathered from all ranks, all ranks get the same answer.
         """
         if schedule is None:
             return False
@@ -222,7 +224,16 @@ class StateSaver(PointListener):
         return schedule.needs_memory
 
     def _compares(self, *, saves: bool, due: int, looks: bool) -> bool:
-        """Return whether all ranks compare their states now: after the first batch, and before saving."""
+        """Return whether all ranks compare checksums of their states now.
+
+        They do so after the first batch, and before all ranks save a checkpoint or take a snapshot
+        together.
+
+        Args:
+            saves: whether a checkpoint is written now.
+            due: sequence number of the snapshot to take now; 0 for none.
+            looks: whether memory for snapshots is allocated now.
+        """
         if self._is_alone or (self._state.is_gathered and not (saves or due or looks)):
             return False  # the gathering of the state would serve only the comparison
         kept = saves or (due > 0 and (self._aligned or self._apart))
@@ -272,7 +283,7 @@ class StateSaver(PointListener):
             )
 
     def finish(self) -> None:
-        """Write the checkpoint that the script has requested, if any; wait until all are written."""
+        """Write the checkpoint requested by `run.save`, if any; wait until all checkpoints are on disk."""
         if self._is_asked:
             self._save_now()
         self._wait("the end of the run")
@@ -282,7 +293,7 @@ class StateSaver(PointListener):
             self._checkpoints.wait()
 
     def close(self, patience: float) -> None:
-        """Stop writing checkpoints; wait at most `patience` seconds for one that is unfinished."""
+        """Stop writing checkpoints; wait at most `patience` seconds for one that is being written."""
         self._checkpoints.close(patience)
 
 
@@ -294,7 +305,11 @@ def make_saver(
     catalog: Catalog,
     variables: Callable[[], str],
 ) -> StateSaver:
-    """Return the `StateSaver` of a run; the newest saved state must have been loaded before."""
+    """Return the `StateSaver` of a run, with its snapshots, checkpoints and the agreement of ranks.
+
+    Call it after the newest saved state was loaded. `catalog`: the run's checkpoints on disk. `variables`:
+    returns fingerprints of the script's variables as text, which is saved with each state.
+    """
     settings, world = context.settings, context.world
     checkpoints = CheckpointManager(
         catalog,

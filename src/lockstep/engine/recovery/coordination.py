@@ -1,17 +1,17 @@
 """Agreement of all ranks on the step after which they save the state, take a snapshot or end the run.
 
-A point is the moment after a batch, an epoch or `run.save` at which the state is complete.
+A point is the moment after a batch, an epoch or `run.save`, when the state is complete. A rank makes a
+request (`snapshot`, `save` or `stop`). Rank 0 then chooses the number of a step that no rank can have
+finished. This is the next step; with staleness K, when ranks may be K steps ahead of rank 0, it is K steps
+later. At the first point after the chosen step all ranks carry out the request.
 
-Ranks of one launcher share its status page, a piece of memory. Rank 0 writes the number of the next step
-there, and every rank reads the number at every point. No rank has finished that step, since no step ends
-without rank 0. With staleness K (gradients of parameters that lack K updates) ranks may be K steps ahead of
-rank 0, which then chooses the first step that no rank can have finished.
+Ranks of one launcher share its status page, a piece of memory. They write requests to the page, rank 0
+writes the chosen step, and every rank reads the page at every point.
 
-Ranks of several launchers, or of none, have only the key-value store, and a read at each point is too slow.
-A rank with a request writes it to the store. The watchdog's thread of every rank polls the store. When the
-thread finds a request, the main thread begins to read the store at every point, and the rank writes that
-it is ready. When all ranks are ready, rank 0 chooses the next step. Without requests a rank only reads a
-flag of its own process at a point.
+Ranks of several launchers, or of none, use the key-value store. Reading the store at every point is too
+slow, so the watchdog's thread of each rank polls the store. When this thread finds a request, it writes to
+the store that its rank is ready, and the main thread reads the store at every point from then on. When all
+ranks are ready, rank 0 chooses the step.
 """
 
 from __future__ import annotations
@@ -31,19 +31,26 @@ _REQUESTS: tuple[Request | None, ...] = (None, "snapshot", "save", "stop")
 
 
 class Coordination(abc.ABC):
-    """Agreement of all ranks on a step after which each of them saves the state or ends the run."""
+    """Abstract class: one rank's part in the agreement on when all ranks save the state or end the run.
+
+    A rank makes a request by `ask`. At the agreed step, `at_point` returns the request on all ranks.
+    """
 
     def __init__(self) -> None:
         self._request: Request | None = None
 
     def ask(self, request: Request) -> None:
-        """Request that all ranks save or stop at the next possible step; signal handlers may call `ask`."""
+        """Request that all ranks save the state or stop after one of the next steps.
+
+        A signal handler may call this method. Of several requests the strongest counts: `stop`, `save`,
+        `snapshot`.
+        """
         self._request = _stronger(self._request, request)
 
     @property
     @abc.abstractmethod
     def stop_is_asked(self) -> bool:
-        """Whether this rank has read a request, its own or another rank's, to end the run."""
+        """Whether this rank has made or received a request to end the run that is not carried out yet."""
 
     @abc.abstractmethod
     def at_point(self, steps: int) -> Request | None:
@@ -58,23 +65,24 @@ def _stronger(one: Request | None, other: Request) -> Request:
 
 
 class Alone(Coordination):
-    """Coordination of a single rank, which carries out its own requests to save the state or stop."""
+    """`Coordination` in a world of one rank, whose own requests are carried out at its next point."""
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether this rank has a request to end the run."""
+        """Whether `ask("stop")` was called and `at_point` has not returned this request yet."""
         return self._request == "stop"
 
     def at_point(self, steps: int) -> Request | None:
-        """Return and clear this rank's request to save the state or to stop; `None` if there is none."""
+        """Return this rank's request, and clear it; `None` if there is none. `steps` is not used."""
         request, self._request = self._request, None
         return request
 
 
 class OnStatusPage(Coordination):
-    """Coordination of ranks of one launcher, through the status page, which is shared memory.
+    """`Coordination` of ranks that one launcher started, through its status page in shared memory.
 
-    `leads`: whether this is rank 0, which chooses steps. `ahead`: steps that a rank may be ahead of rank 0.
+    `leads`: whether this is rank 0, which chooses the step. `ahead`: number of steps by which another rank
+    may be ahead of rank 0.
     """
 
     def __init__(self, page: StatusPage, *, leads: bool, ahead: int = 0) -> None:
@@ -84,7 +92,7 @@ class OnStatusPage(Coordination):
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether any rank has requested to end the run; writes this rank's request to the page."""
+        """Write this rank's request to the status page; return whether any rank has asked to stop."""
         self._write_request()
         at, what = self._page.agreed
         agreed = what if at > self._done else 0
@@ -96,7 +104,10 @@ class OnStatusPage(Coordination):
             self._page.asked = max(self._page.asked, _REQUESTS.index(self._request))
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request to carry out now, after `steps` updates, or `None`, the same on all ranks."""
+        """Return the request that all ranks carry out now, after `steps` optimizer steps, or `None`.
+
+        A request is `snapshot`, `save` or `stop`.
+        """
         at, what = self._page.agreed
         if self._done < at <= steps:
             self._done = steps
@@ -114,9 +125,10 @@ class OnStatusPage(Coordination):
 
 
 class ThroughStore(Coordination):
-    """Coordination of ranks of several launchers, or of none, through the key-value store.
+    """`Coordination` of ranks of several launchers, or of none, through the key-value store.
 
-    `store`: a client that no other thread uses. `ahead`: steps that a rank may be ahead of rank 0.
+    `store`: a client of the store that only this object uses. `ahead`: number of steps by which another
+    rank may be ahead of rank 0.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, ahead: int = 0) -> None:
@@ -129,12 +141,15 @@ class ThroughStore(Coordination):
 
     @property
     def stop_is_asked(self) -> bool:
-        """Whether any rank has requested to end the run."""
+        """Whether `poll` has found a request, of any rank, to end the run."""
         turn = self._ready
         return turn is not None and self._store.check([f"{turn}/stop"])
 
     def at_point(self, steps: int) -> Request | None:
-        """Return the request to carry out now, after `steps` updates, or `None`, the same on all ranks."""
+        """Return the request that all ranks carry out now, after `steps` optimizer steps, or `None`.
+
+        A request is `snapshot`, `save` or `stop`.
+        """
         turn = self._ready
         if turn is None:
             return None
@@ -157,7 +172,10 @@ class ThroughStore(Coordination):
         return agreed
 
     def poll(self) -> None:
-        """Write this rank's request to the store and read other ranks'; the watchdog's thread calls it."""
+        """Write this rank's request to the store, and look for requests of all ranks there.
+
+        The watchdog's thread calls this method repeatedly.
+        """
         # Read `_ready` first: while it is None, the main thread does not change `_turn`.
         if self._ready is not None:
             return

@@ -1,9 +1,11 @@
 """`Evaluations`: ends a preempted run inside of a loop over a loader, if the loop computes no gradients.
 
-The run saves the state from before the loop, or before the metric around it; a resumed run evaluates again.
-This requires models that are unchanged since the last loop that trained (a script may replace their weights
-for a while), and objects of `run.register` that are unchanged since the loop began. Otherwise the run ends
-after the next trained batch or epoch.
+The run saves its state from before the loop, or from before the call of `run.mean`, `run.sum` or
+`run.gather` that contains the loop. The resumed run begins the loop or call again.
+
+This requires that the models have not changed since the last loop that trained (a script may replace their
+weights for a while), and that objects of `run.register` have not changed since the loop began. Otherwise
+the run ends after the next trained batch or epoch.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ _GO_ON = "go on"
 
 
 class Agreement:
-    """Agreement of all ranks, through the key-value store, on the batch of a loop after which the run ends.
+    """Agreement of all ranks, through the key-value store, to end the run within one loop over a loader.
 
-    Ranks may iterate at different speeds, or wait for each other in every batch. All ranks are asked to
-    end. Each writes to the store that it is in the loop, and continues. The first rank that finds all ranks
-    there chooses its own next batch; ranks that are past it end at once. If a rank ends the loop before a
-    batch is chosen, no rank ends in this loop.
+    Ranks may iterate at different speeds, or wait for each other in every batch. After a request to end the
+    run, each rank writes to the store that it is inside the loop, and continues. The first rank that finds
+    all ranks inside chooses the number of its own next batch. Each rank ends after this batch, or at once
+    if it is past it. If a rank finishes the loop before a number is chosen, no rank ends in this loop.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -38,13 +40,13 @@ class Agreement:
         self.is_here = False
 
     def begins(self, loop: str) -> None:
-        """Begin to agree on where to end the run in the loop named `loop`; forget the previous loop."""
+        """Prepare for a new loop over a loader; `loop` is the loop's name, the same on all ranks."""
         self._loop, self.is_here = loop, False
 
     def after(self, batch: int) -> bool:
-        """Return whether all ranks end the run now, after `batch` batches of the loop.
+        """Return whether this rank ends the run now, after `batch` batches of the loop.
 
-        A rank calls this method after each batch once it knows of a request to end the run.
+        Call this method after each batch once the rank knows of a request to end the run.
         """
         store, here = self._store, f"{self._loop}/here"
         if not self.is_here:
@@ -55,13 +57,17 @@ class Agreement:
         return False
 
     def ends(self) -> bool:
-        """Return, at the end of the loop on this rank, whether all ranks end the run in this loop."""
+        """Return, after the loop's last batch on this rank, whether the run ends in this loop.
+
+        If no rank has chosen the last batch yet, no rank ends in this loop.
+        """
         return self.is_here and self._decide(_GO_ON) < float("inf")
 
     def _decide(self, wanted: str) -> float:
-        """Propose the batch after which all ranks end; return the proposal that the first rank has made.
+        """Propose where the run ends; return the agreed number of the batch after which it ends.
 
-        The proposal "go on" means that the run does not end in this loop; it is returned as `inf`.
+        `wanted`: a batch's number as text, or "go on" for no end in this loop. The first proposal of any
+        rank counts for all ranks; if it is "go on", the result is `inf`.
         """
         text = self._store.compare_set(f"{self._loop}/end", "", wanted).decode()
         return float("inf") if text == _GO_ON else int(text)
@@ -72,9 +78,13 @@ _UNKNOWN: list[tuple[int, int]] = [(-1, -1)]
 
 
 class Evaluations:
-    """Ends a run that was asked to end while the script is in a loop that only evaluates.
+    """Ends a run inside of a loop that only evaluates, if a signal has requested the end of the run.
 
-    `leave`: saves the state and ends the run; called with the loop and the counters from its beginning.
+    Args:
+        state: the run's models and registered objects, which such a loop must leave unchanged.
+        coordination: knows whether the end of the run was requested.
+        agreement: chooses the batch after which all ranks end; `None` in a world of one rank.
+        leave: saves the state and ends the run; called with the loop and the counters from its beginning.
     """
 
     def __init__(
@@ -107,7 +117,10 @@ class Evaluations:
         self._next = ended + 100 * (ended - began)
 
     def begins(self, loop: LoopEvent, counters: Counters) -> None:
-        """Record that an outermost loop begins, which may only evaluate; hash objects of `run.register`."""
+        """Record that a loop begins, inside no other loop; hash the states of objects of `run.register`.
+
+        `counters`: the run's counts of steps and loops before the loop began.
+        """
         self._loop, self._counters = loop, counters
         if self._models is None:
             self._models = self._sums_of_models()
@@ -117,11 +130,11 @@ class Evaluations:
             self._agreement.begins("/".join(map(str, loop.key)))
 
     def learns(self) -> None:
-        """Record that the current loop computes gradients, and so does not only evaluate."""
+        """Record that the current loop computes gradients, so that the run does not end inside of it."""
         self._loop = None
 
     def batch_ends(self, batch: int) -> None:
-        """End the run after `batch` batches of a loop, if its end was requested and all ranks agree.
+        """End the run after `batch` batches of the loop, if its end was requested and all ranks agree.
 
         Raises:
             Preempted: if the run ends here; its state is on disk then.
@@ -136,7 +149,11 @@ class Evaluations:
             self._leave(loop, self._counters)
 
     def loop_ends(self, *, trained: bool) -> None:
-        """Record that a loop ends; raise `Preempted` if all ranks have agreed to end the run in it."""
+        """Record that a loop ends; `trained` says whether it has updated parameters.
+
+        Raises:
+            Preempted: if the loop only evaluated, and all ranks have agreed to end the run in it.
+        """
         if trained:
             self.trained()
         loop, self._loop = self._loop, None

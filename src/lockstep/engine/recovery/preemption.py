@@ -1,4 +1,4 @@
-"""Preemption: on a signal such as SIGTERM, all ranks save the state after one step and end the run."""
+"""Preemption: on a signal such as SIGTERM, all ranks save the state after the same step and end the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ VARIABLE = TABLE["preempt_signal"].variable
 
 
 class Preempted(SystemExit):
-    """Raised to end a run that a signal asked to end: the state after step number `step` is saved."""
+    """`SystemExit` with the status 75, by which a run ends on a signal, after its state was saved.
+
+    `step`: number of optimizer steps in the saved state.
+    """
 
     def __init__(self, step: int) -> None:
         super().__init__(PREEMPTED)
@@ -24,7 +27,10 @@ class Preempted(SystemExit):
 
 
 def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
-    """Return the signals that request the end of a run: SIGTERM and, if set, the `--preempt-signal`."""
+    """Return the signals that request the end of a run: SIGTERM, and the signal that the user has chosen.
+
+    The user chooses by `--preempt-signal` or by its environment variable, which is read from `environ`.
+    """
     name = TABLE["preempt_signal"].read(environ)
     chosen = signal.SIGTERM if name is None else signal_of(name, VARIABLE)
     return [signal.SIGTERM, *([chosen] if chosen != signal.SIGTERM else [])]
@@ -33,8 +39,9 @@ def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
 class Signals:
     """Signal handlers of an open run: the first signal calls `ask`, a second one ends the process.
 
-    A handler is installed only in the main thread, and only if the script has no handler for the signal. If
-    `patient`, further signals have no effect: the launcher, which forwards signals, ends the process.
+    A handler is installed only in the main thread, and only for a signal for which the script has no
+    handler. With `patient`, a second signal has no effect; the launcher, which forwards signals, ends the
+    process then.
     """
 
     def __init__(self, ask: Callable[[], None], *, patient: bool) -> None:
@@ -77,7 +84,10 @@ _masks: dict[int, set[signal.Signals | int]] = {}
 
 
 def _before_fork() -> None:
-    """Block the handled signals, which a child process may receive only after `_in_child` has run."""
+    """Block the signals that `Signals` handles, before the current thread forks.
+
+    The child process receives them only after `_in_child` has restored their default actions.
+    """
     handled = {signum for signals in _listening for signum in signals.handled}
     _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
@@ -87,7 +97,7 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    """Restore the default actions of signals in a forked child process, which has no run to save."""
+    """Restore the default actions of handled signals in a forked child; unblock the signals there."""
     while _listening:
         _listening[-1].close()
     _after_fork()

@@ -1,12 +1,12 @@
 """`Progress`: the position of a run in its script, and the replay of a resumed run up to that position.
 
-A script that is started again runs from its top. Replay: up to the saved position, its calls of the run
-return the results that they returned before the restart.
+A resumed run executes its script from the top. Until the script reaches the saved position, replay makes
+the methods of the run return the results that they returned before the restart:
 
-- Of a phase (a call of `run.epochs`) that is over, only the last epoch is entered again.
-- Of a loop over a loader that is over, only the last batch is computed again, so that the loop's body
-  assigns its variables. The saved state is loaded afterwards.
-- A metric (`run.mean`, `run.sum`, `run.gather`) returns its recorded value; `run.save` saves nothing.
+- A call of `run.epochs` whose epochs are all completed yields only its last epoch.
+- A completed loop over a loader computes only its last batch again, so that the loop's body assigns its
+  variables. The saved state is loaded afterwards.
+- `run.mean`, `run.sum` and `run.gather` (metrics) return their recorded values; `run.save` saves nothing.
 - A loop that only evaluates, outside of metrics, runs again.
 """
 
@@ -37,7 +37,7 @@ _AGAIN = 16
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """One level of nested events: events that a script runs inside one other event, or inside none.
+    """Events of a script that are directly inside the same other event, or inside none (the top level).
 
     An event is a call of `run.epochs`, a loop over a loader, a metric such as `run.mean`, or `run.save`.
     """
@@ -103,6 +103,8 @@ class Progress:
     def phase_begins(self, count: int) -> range:
         """Record that a call of `run.epochs` begins; return the numbers of the epochs to run or repeat.
 
+        `count`: the number of epochs that the script wants.
+
         Raises:
             StepError: if the call is made inside of a metric, such as `run.mean`, that is in no epoch.
         """
@@ -146,7 +148,11 @@ class Progress:
         phase.events = level.events = []
 
     def epoch_ends(self) -> None:
-        """Record that the epoch ends; raise `CheckpointError` if a resume has left out recorded loops."""
+        """Record that the current epoch ends.
+
+        Raises:
+            CheckpointError: if a resumed run has not repeated all loops that this epoch had before.
+        """
         phase = self._phase
         level = self._level_of(phase)
         if self._target is not None:
@@ -169,7 +175,7 @@ class Progress:
         phase.complete, phase.after = True, self.counters()
 
     def phase_left(self) -> None:
-        """Record that the script left a call of `run.epochs`, and its epoch, by `break` or an exception."""
+        """Record that the script left `run.epochs` within an epoch, by `break` or by an exception."""
         if self._target is None:
             self.epoch_ends()
         elif not self._phase.complete:
@@ -179,14 +185,15 @@ class Progress:
     # --- loops -----------------------------------------------------------------------------------
 
     def new_loader(self) -> int:
-        """Return the number of a new loader, from which its random seeds follow."""
+        """Count one more loader; return its number, from which the random seeds of the loader follow."""
         number, self._loaders = self._loaders, self._loaders + 1
         return number
 
     def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Record that a loop over loader number `loader` begins; return which batch it starts with.
+        """Record that a loop over loader number `loader` begins; return its epoch, round and first batch.
 
-        A loop that was interrupted before a resume need not start with batch 0.
+        The first batch is 0, except in a loop that a resumed run continues or repeats. `batching`: the
+        loader's batch size, number of samples and order.
 
         Raises:
             RunDirectoryError: if the run stopped in the middle of the loop, with another `batching`.
@@ -217,9 +224,9 @@ class Progress:
         return Start(epoch=epoch, round=round_, batch=batch, again=again, is_over=over, loop=done)
 
     def _is_among_many(self) -> bool:
-        """Return whether at least `_AGAIN` recorded loops precede the next loop, and as many follow it.
+        """Return whether at least `_AGAIN` recorded loops come before the next loop, and as many after it.
 
-        Replay does not compute the last batch of such a loop again.
+        If so, replay does not compute the last batch of the next loop again.
         """
         around = (self._around.events, self._around.ahead or ())
         return all(sum(isinstance(e, LoopEvent) for e in events) >= _AGAIN for events in around)
@@ -230,7 +237,10 @@ class Progress:
         return any(isinstance(level.of, PhaseEvent) for level in self._levels)
 
     def _check_batching(self, loop: LoopEvent, batching: Batching) -> None:
-        """Raise an error if a loop that continues in its middle makes other batches than before."""
+        """Raise `RunDirectoryError` if the loader's `batching` differs from the one recorded in `loop`.
+
+        Call it for a loop that continues in its middle.
+        """
         differences = loop.batching.differences(batching)
         if differences:
             where = f" of epoch {self._phase.epoch}" if self.is_in_epoch else ""
@@ -249,13 +259,17 @@ class Progress:
             events.append(loop)
 
     def repeated(self, loop: LoopEvent) -> None:
-        """Record that a resumed run has computed again the last batch of a loop that had already ended."""
+        """Record that replay has computed the last batch of `loop` again, after which the loop is over."""
         level = self._level_of(loop)
         level.waits, level.ahead = False, []
         self.steps = loop.steps
 
     def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
-        """Record that `loop` ends, perhaps not the innermost loop, since a script may `zip` two loaders."""
+        """Record that `loop` ends; it need not be the innermost loop, since a script may `zip` loaders.
+
+        `early`: whether the script left the loop before its last batch, or replay repeated only a part of
+        it.
+        """
         level = self._level_of(loop)
         if self._target is not None and level.ahead is None and not early:
             self.evaluated_again.append(loop.loader)
@@ -264,9 +278,10 @@ class Progress:
     # --- metrics and saves -----------------------------------------------------------------------
 
     def metric_begins(self, call: str) -> MetricEvent:
-        """Record that a metric, such as `run.mean`, begins; return the event that records its value.
+        """Record that a metric begins; return the event that records the value of the call.
 
-        If a resumed run repeats the call, the event has the value from before the restart.
+        `call`: name of the metric, such as `mean`. If a resumed run repeats the call, the event has the
+        value from before the restart.
         """
         event = self._expect(MetricEvent, call)
         if event is None:
@@ -283,9 +298,10 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """Record the `value` of a metric, such as `run.mean`, that ends; forget the loops inside of it.
+        """Record the `value` that a metric, such as `run.mean`, returns; forget the loops inside of it.
 
-        `key`: seed of the random generators after the call; `None` if the call has not changed it.
+        `event`: the result of `metric_begins`. `key`: the seed that the random generators have after the
+        call, or `None` if the call has not changed it.
         """
         self._levels.remove(self._level_of(event))
         event.done, event.value, event.key, event.after = True, value, key, self.counters()
@@ -346,10 +362,10 @@ class Progress:
 
     @property
     def _around(self) -> _Level:
-        """Level of the innermost `run.epochs` or metric that the script is in, or the top level.
+        """Level of the innermost `run.epochs` or metric that the script is in, else the top level.
 
-        New loops are recorded in this level. Loops that the script left by an exception may still be open
-        inside of it; they are skipped.
+        New loops are recorded in this level. Levels of loops are skipped: a loop that the script left by an
+        exception may still be among them.
         """
         levels = reversed(self._levels)
         return next(level for level in levels if not isinstance(level.of, LoopEvent))

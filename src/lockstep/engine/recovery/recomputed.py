@@ -36,7 +36,7 @@ class RecomputedLosses:
         self._pending: deque[tuple[torch.Event, torch.Tensor, int, Microbatch]] = deque()
 
     def saw(self, loss: torch.Tensor, points: int, microbatch: Microbatch) -> None:
-        """Record the loss of a backward pass; `points`: batches and epochs completed in the run so far."""
+        """Record the loss of a backward pass; `points`: number of batches and epochs completed before."""
         first = LossRing.key(points, microbatch.replica, 0)
         self._nth = self._nth + 1 if first == self._last else 0
         self._last, key = first, LossRing.key(points, microbatch.replica, self._nth)

@@ -61,12 +61,16 @@ def launch_of(world: World, environ: Mapping[str, str]) -> str | None:
 def recall(
     rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> ResumeInfo:
-    """Return facts about earlier starts of the run, which rank 0 reads from its directory and broadcasts.
+    """Return facts about earlier starts of the run; rank 0 reads and broadcasts them.
 
-    Without `run_dir` the run continues in the directory of an unfinished run, or begins in a new one.
+    Args:
+        rendezvous: connection of this rank to all others.
+        run_dir: the run's directory; `None` continues an unfinished run or begins one in a new directory.
+        launch: name that `lockstep run` gave this launch, or `None`.
+        settings: the run's settings, such as `resume` and `fresh`.
 
     Raises:
-        RunDirectoryError: if the directory's record of the run is damaged.
+        RunDirectoryError: if the directory's `run.json` is damaged.
         UsageError: if the user wants to continue an unfinished run, and none exists.
         PeerError: if another rank has failed.
     """
@@ -99,7 +103,10 @@ def _parent_of(recorded: Mapping[str, Any]) -> str | None:
 def _choose(
     rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> tuple[Path | None, str | None]:
-    """Return the run's directory (`None`: a new one), and a line for the user about an unfinished run."""
+    """Return the run's directory (`None`: a new one), and a message about an unfinished run or `None`.
+
+    `launch`: name that `lockstep run` gave this launch, or `None`.
+    """
     world, is_first = rendezvous.world, rendezvous.number == 0
     if world.environment == "lockstep" or not (settings.resume or (run_dir is None and is_first)):
         return run_dir, None  # the launcher has chosen the directory
@@ -139,7 +146,7 @@ class SavedState:
 
     @property
     def variables(self) -> str:
-        """Fingerprints of the script's variables; empty if an earlier version saved the state."""
+        """Fingerprints of the script's variables; empty if an old version of Lockstep saved the state."""
         text = json.loads(self.text).get("variables", "")
         return text if isinstance(text, str) else ""
 
@@ -224,11 +231,15 @@ class StateSearch:
         return None if found is None or _points_of(found.manifest.text) <= beyond else found
 
     def _newest(self, answers: list[str]) -> str:
-        """Return as JSON which of the saved states is the newest, among those in ranks' memory and on disk.
+        """Return as JSON which saved state is the newest, in the memory of a rank or on disk.
 
-        The JSON has the number of batches and epochs before the newest state in memory, and the path of a
-        newer checkpoint, or an empty text. `answers`: for each rank, JSON of this number for the state in
-        its memory, and of whether that is only a part of a state.
+        Args:
+            answers: for each rank, JSON of the number of batches and epochs before the state in its memory
+                (-1 without one), and of whether the state lacks other ranks' shards.
+
+        Returns:
+            JSON of this number for the newest complete state in memory, and of the path of a newer
+            checkpoint, or an empty text.
         """
         newest = _newest_whole([json.loads(answer) for answer in answers])
         self._found = self._on_disk(beyond=newest)
@@ -238,9 +249,9 @@ class StateSearch:
         return self._rendezvous.conclude(f"resume/{question}", own, of, "find their state")
 
     def _spread(self, own: SavedState | None) -> SavedState | None:
-        """Return the newest saved state: `own`, or if that is `None`, what another rank broadcasts.
+        """Return `own`, the newest saved state, or if it is `None` the state that another rank broadcasts.
 
-        `None` if no rank has a state.
+        If no rank has a state, return `None`.
         """
 
         def first_with_state(have: list[str]) -> str:
@@ -277,7 +288,8 @@ class StateSearch:
 def _newest_whole(states: list[Any]) -> int:
     """Return the number of batches and epochs before the newest complete state in memory; -1 without one.
 
-    `states`: for each rank, this number for the state in its memory, and whether it has only a part of it.
+    `states`: for each rank, this number for the state in its memory, and whether that lacks other ranks'
+    shards.
     """
     # Parts make a complete state only if every rank has its part of the same state.
     has_all = all(state == states[0] for state in states)
@@ -298,7 +310,11 @@ def _points_of(text: str) -> int:
 
 
 def _content(text: str, part: str) -> Any:
-    """Return the value of the key `part` in the JSON `text`; raise `CheckpointError` if it is missing."""
+    """Return the value of the key `part` in the JSON `text` of a saved state.
+
+    Raises:
+        CheckpointError: if the JSON is damaged or lacks the key.
+    """
     try:
         return json.loads(text)[part]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

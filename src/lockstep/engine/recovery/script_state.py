@@ -15,8 +15,10 @@ from lockstep.errors import UsageError, VariableError
 class ScriptState:
     """Namespace that `run.state` returns; its attributes are variables that are saved with the run.
 
-    The names of the attributes are those in `values`. Their values are numbers, text, None, tensors,
-    arrays, and containers of them. After a resume tensors are on `device`.
+    Args:
+        name: name of the namespace in error messages.
+        values: first value of each variable: a number, text, `None`, tensor, array, or container of these.
+        device: device of the variables' tensors after a resume.
     """
 
     __slots__ = ("__device", "__name", "__values")
@@ -67,7 +69,7 @@ class ScriptState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dictionary of the namespace's variables."""
+        """Return the values of the namespace's variables by their names."""
         return dict(self.__values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ class State:
         self.initial.append(branch_settings.settings_of(optimizer))
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """Return the state of each model and each object of `run.register`, under names for the user.
+        """Return the state of each model and of each object of `run.register`, by a name for messages.
 
         All ranks call this method together, since they gather tensors that are sharded over ranks.
         """
@@ -164,9 +164,10 @@ class State:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _load_optimizer(self, optimizer: Optimizer, groups: _Names | None, state: Any) -> None:
-        """Load the state of an optimizer.
+        """Load a saved `state` into an optimizer.
 
-        `groups`: names of the parameters in each saved group, if the script had changed the groups.
+        `groups`: for each saved parameter group, the model number and name of each parameter; `None` if the
+        script had not changed the groups.
         """
         if groups is not None:
             pairs = zip(optimizer.param_groups, _names_of(optimizer, self.models), strict=True)
@@ -205,8 +206,8 @@ class State:
     def needed_whole(self, names: Iterable[str]) -> set[str]:
         """Return those of the saved tensors `names` that this rank must read completely.
 
-        Of a sharded model's tensors a rank reads only its shards; of a model that the script has not made
-        yet, nothing.
+        Left out are tensors of sharded models, of which a rank reads only its shards, and tensors of models
+        that the script has not made yet.
         """
         holders = [self._holder(optimizer) for optimizer in self.optimizers]
         models = [str(n) for n, model in enumerate(self.models) if not model.is_cut]
@@ -226,9 +227,9 @@ class State:
         return optimizer.state_dict() if holder is None else holder.optimizer_state(optimizer)
 
     def _extras(self) -> dict[str, Any]:
-        """Return, by an optimizer's number, attributes of the optimizer that its `state_dict` leaves out.
+        """Return the attributes that an optimizer's `state_dict` leaves out, by the optimizer's number.
 
-        Optimizers of models that are split over ranks are left out.
+        Optimizers of models that are split over ranks are not included.
         """
         known = {id(own) for own in self.optimizers}
         return {
@@ -238,9 +239,9 @@ class State:
         }
 
     def forgotten_attributes(self) -> str | None:
-        """Return, as text, the class of an optimizer and those of its attributes that are not saved.
+        """Return the class of an optimizer and its attributes that are not saved, as one line of text.
 
-        `None` if there is no such attribute.
+        If there is no such optimizer, return `None`.
         """
         for optimizer in self.optimizers:
             if self._holder(optimizer) is not None:
@@ -264,7 +265,10 @@ class State:
 
 
 def check_savable(name: str, state: Mapping[str, Any]) -> None:
-    """Raise `ModelError`, naming the value and its type, if `state` cannot be saved and hashed."""
+    """Raise `ModelError` if `state`, a `state_dict`, has a value that cannot be saved and hashed.
+
+    The error names the value and its type. `name`: name of the object whose state it is.
+    """
     try:
         state_codec.flatten({name: state})
     except CheckpointError as error:
@@ -372,7 +376,7 @@ def _names_of(optimizer: Optimizer, models: Sequence[WrappedModel]) -> _Names:
 
 
 def _masks(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pruning masks in a saved `state` of those parameters that `module` has not pruned yet.
+    """Return the pruning masks in a saved `state` whose parameters `module` has not pruned yet.
 
     The keys are names of parameters; the masks are those of `torch.nn.utils.prune`.
     """
