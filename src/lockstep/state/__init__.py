@@ -1,1 +1,1 @@
-"""The saved state of a run: checkpoints and snapshots, records, and the files of its directory."""
+"""Saved data of a run: checkpoints, snapshots, logs and traces, and the files of the run directory."""

@@ -193,12 +193,13 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def keep_freed_memory(device: torch.device, environ: Mapping[str, str] | None = None) -> bool:
-    """Let this process keep the host memory that it frees; return whether the allocator accepted it.
+    """Let glibc keep the host memory that this process frees; return whether glibc accepted the setting.
 
-    By default glibc gives the gradients and activations of a step back to the system, and the system
-    must clear each page again in the next step. After this call, only memory of a tensor above 32 MiB may
-    still be given back, since glibc maps such blocks separately. Nothing is changed if the user has set
-    variables of glibc's allocator, or for a GPU, whose memory PyTorch's own allocator keeps.
+    By default glibc gives the memory of a step's gradients and activations back to the system, and the
+    system must clear each page again in the next step. After this call, only memory of a tensor above 32
+    MiB may still be given back, since glibc maps such blocks separately. Nothing is changed, and the result
+    is `False`, if the user has set variables of glibc's allocator, or if `device` is a GPU, whose memory
+    PyTorch's own allocator keeps.
     """
     environ = os.environ if environ is None else environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none

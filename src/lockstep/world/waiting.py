@@ -19,7 +19,7 @@ _PAUSES = (0.002, 0.05)
 
 
 def go_on() -> None:
-    """Do nothing: a `Check` that never ends a wait."""
+    """Do nothing; used as the `check` argument of `await_any`, it never ends a wait."""
 
 
 def await_any(

@@ -1,1 +1,1 @@
-"""The state of a run: snapshots in host memory, checkpoints on disk, and how to restore a run from one."""
+"""Save and restore the state of a run: snapshots in memory, and checkpoints on disk."""

@@ -1,7 +1,7 @@
-"""`Catalog`: checkpoints of a directory, with their manifests: listing, verification, deletion of old ones.
+"""`Catalog`: list, verify and delete the checkpoints in a directory; read and write their manifests.
 
-`manifest.json` of a checkpoint has its run and step, dtypes and shapes of tensors, checksums of files. This
-module does not import torch.
+A manifest, `manifest.json`, contains the run's identity and step, dtype and shape of each tensor, and size
+and checksum of each file. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """Recorded size and SHA-256 of a checkpoint's file."""
+    """Size and SHA-256 of one file of a checkpoint, as the checkpoint's manifest states them."""
 
     bytes: int
     sha256: str
@@ -95,17 +95,17 @@ class Manifest:
     lockstep: str = __version__  # the version that wrote the checkpoint
 
     def dumps(self) -> str:
-        """Return the text of `manifest.json`, which includes its own checksum."""
+        """Return the manifest as the text of a `manifest.json` file, which ends with a checksum."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n"
 
     @staticmethod
     def loads(text: str) -> Manifest:
-        """Return the manifest of a `text` that `dumps` has returned.
+        """Parse `text`, the contents of a `manifest.json` file, and return the manifest.
 
         Raises:
             NewerFormatError: if the manifest has a later format.
-            DamagedError: if the text has changed.
+            DamagedError: if `text` is not a manifest, or does not match the checksum in it.
         """
         try:
             content = json.loads(text)
@@ -131,7 +131,7 @@ class Manifest:
             raise DamagedError(f"{MANIFEST} is no manifest: {error}") from error
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return a line for each field, such as seed, in which the checkpoint's run is not `identity`."""
+        """Return one line of text per field that differs between this manifest's run and `identity`."""
         now = json.loads(json.dumps(identity))
         names = [*now, *(name for name in self.identity if name not in now)]
         return [
@@ -189,7 +189,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def note_best(directory: Path, best: float) -> None:
-    """Write the rating `best` into the manifest of the checkpoint in `directory`.
+    """Set `best`, the rating of a checkpoint, in the manifest of the checkpoint in `directory`.
 
     Raises:
         CheckpointError: if the manifest cannot be read.
@@ -245,19 +245,19 @@ class ValidCheckpoint:
 
 
 def place(directory: Path, key: Key) -> Path:
-    """Return the path in `directory` of the checkpoint with a `key`, its step and number."""
+    """Return the path in `directory` of the checkpoint with a `key`: its step, and its number in the step."""
     step, number = key
     return directory / (f"step-{step:08d}.{number}" if number else f"step-{step:08d}")
 
 
 def key_of(path: Path) -> Key | None:
-    """Return step and number from a checkpoint's path; `None` if the name is not that of a checkpoint."""
+    """Return the step and the number in a checkpoint's file name; `None` for any other file name."""
     match = _PATTERN.fullmatch(path.name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def paths(directory: Path) -> dict[Key, Path]:
-    """Return the paths of all checkpoints in a directory by key, damaged ones too, the newest first.
+    """Return the paths of all checkpoints by step and number, the newest first, damaged ones too.
 
     Raises:
         CheckpointError: if the directory cannot be read.
@@ -298,7 +298,7 @@ def look(path: Path, identity: Mapping[str, Any] | None = None) -> ValidCheckpoi
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; first rename it, so that a kill leaves no incomplete one under its name."""
+    """Rename and remove the checkpoint `path`, so that a kill leaves no part of it under its name."""
     aside = path.with_name(f"{REMOVED}{path.name}")
     with contextlib.suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
@@ -307,14 +307,14 @@ def remove(path: Path) -> None:
 
 
 class Catalog:
-    """The checkpoints of one run in a directory, which is made with the first checkpoint.
+    """Lists, verifies and removes the checkpoints of one run in a directory.
 
     Args:
         directory: contains one directory per checkpoint.
         identity: script, arguments, seed and so on of the run, as JSON values; a checkpoint of another run
             is an error. With `None`, checkpoints of any run are accepted.
         warn: called with a message for each checkpoint that is skipped.
-        parent: name of a checkpoint of another run, with whose state this run begins.
+        parent: name of a checkpoint in `directory` that another run has saved, and that is accepted.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class Catalog:
         Damaged, half removed and newer-format checkpoints are skipped, with a warning.
 
         Raises:
-            RunDirectoryError: if the checkpoint is of another run.
+            RunDirectoryError: if a checkpoint was saved by another run.
             CheckpointError: if the directory cannot be read.
         """
         there = paths(self.directory)
@@ -357,7 +357,7 @@ class Catalog:
         return None
 
     def newest_text(self) -> str | None:
-        """Return the newest readable manifest's `text`, the state without tensors; files are not verified.
+        """Return the text (the state without tensors) of the newest manifest; other files are not read.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -368,7 +368,7 @@ class Catalog:
         return None
 
     def set_aside(self, step: int) -> list[Path]:
-        """Rename the checkpoints of steps after `step`, so that no run resumes them; return the new paths.
+        """Rename the checkpoints of steps after `step`, so that no run resumes from them; return the paths.
 
         Raises:
             CheckpointError: if a checkpoint cannot be renamed.
@@ -386,9 +386,9 @@ class Catalog:
     def remove_old(self, keep: int, newest: Key, anchors: int = 0, limit: float = 0.0) -> None:
         """Remove checkpoints of this run, except the `keep` latest, the best, anchors, and `newest`.
 
-        Anchors are the first checkpoints of each `anchors` steps, or of twice as many steps, four times as
-        many and so on, until they have at most `limit` bytes. Checkpoints of newer formats stay, and the
-        last one that an audit confirms. Damaged ones do not count; those before `newest` are removed.
+        The anchors are the first checkpoint of every `anchors` steps; this spacing is doubled until all
+        anchors together have at most `limit` bytes. The last checkpoint that an audit confirms stays, and
+        so do checkpoints of newer formats. A damaged checkpoint is removed if it is older than `newest`.
 
         Raises:
             CheckpointError: if the directory cannot be read.
@@ -410,7 +410,7 @@ class Catalog:
             remove(place(self.directory, key))
 
     def _own(self) -> tuple[dict[Key, Manifest], set[Key]]:
-        """Return the manifests of this run's checkpoints, and the keys of damaged ones."""
+        """Return this run's manifests by key, and the keys of checkpoints with missing or cut files."""
         good: dict[Key, Manifest] = {}
         damaged: set[Key] = set()
         for key, path in paths(self.directory).items():
@@ -435,9 +435,9 @@ class Catalog:
 
 
 def _anchors(good: Mapping[Key, Manifest], every: int, limit: float) -> set[Key]:
-    """Return the keys of the checkpoints to keep as anchors: the first one in each `every` steps.
+    """Return the keys of the checkpoints in `good` to keep as anchors: the first per `every` steps.
 
-    If these checkpoints have more than `limit` bytes together, `every` is doubled until they fit.
+    If these have more than `limit` bytes together, `every` is doubled until they fit or one is left.
     """
     while True:
         first: dict[int, Key] = {}

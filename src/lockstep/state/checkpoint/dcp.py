@@ -100,11 +100,11 @@ def bytes_of(spec: TensorSpec) -> int:
 def share_out(
     specs: Mapping[str, TensorSpec], writers: int, cuts: Mapping[str, Sharding] | None = None
 ) -> list[dict[str, Box]]:
-    """Divide the tensors of a checkpoint among its writers; return the share of each writer.
+    """Return, for each writer of a checkpoint, the boxes of the tensors that it writes, by tensor name.
 
-    The shares are the same on every rank. Each rank writes its own part of the tensors in `cuts`, which are
-    sharded over ranks (then writer `k` is rank `k`). Other tensors are assigned one by one, the largest
-    first, to the writer with the fewest bytes so far. Names are in the order of `specs`.
+    `specs` has all tensors of the checkpoint. `cuts` has those that are sharded over ranks: writer `k`,
+    which is rank `k` in this case, writes its own part of each. All other tensors are assigned one by one,
+    the largest first, to the writer with the fewest bytes so far. The result is the same on every rank.
     """
     cuts = cuts or {}
     loads = [(0, writer) for writer in range(writers)]
@@ -133,7 +133,9 @@ def write_part(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
 ) -> list[dict[str, Any]]:
-    """Write the file of writer number `part`: its share of the tensors, which are on the CPU.
+    """Write the file of writer number `part`, with the boxes of tensors that are in `shares[part]`.
+
+    `tensors` has the elements of these boxes, on the CPU, by tensor name.
 
     Returns:
         DCP's write results, as JSON values, for `finish`.
@@ -157,7 +159,9 @@ def finish(
     specs: Mapping[str, TensorSpec],
     results: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write DCP's file `.metadata` after all writers have written; `results` are those of `write_part`.
+    """Write DCP's file `.metadata`, after all writers have written their files.
+
+    `results` has the return values of `write_part`, one for each writer.
 
     Raises:
         OSError: if the file cannot be written.
@@ -170,7 +174,9 @@ def finish(
 
 
 def stored(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint whose files have been verified; each is read from disk on demand.
+    """Return the tensors of a checkpoint by name; each one is read from disk when it is used.
+
+    The caller has verified the files of the checkpoint in `directory`.
 
     Raises:
         DamagedError: if files and manifest name different tensors, here or when a tensor is read.
@@ -192,7 +198,10 @@ def stored(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
 
 @contextlib.contextmanager
 def _readable(directory: Path) -> Iterator[None]:
-    """Context manager: turn any error inside it into one that names the checkpoint in `directory`."""
+    """Turn each error in the `with` block into a `CheckpointError` that names `directory`.
+
+    A `MemoryError` is raised unchanged.
+    """
     try:
         yield
     except MemoryError:
@@ -219,7 +228,12 @@ class _Contents:
         self._there = {name: metadata.state_dict_metadata[name] for name in manifest.tensors}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the part `box` of a tensor, read from all files that contain elements of it."""
+        """Return the elements in `box` of the tensor `name`, as a new tensor on the CPU.
+
+        Raises:
+            DamagedError: if the files do not contain exactly these elements.
+            CheckpointError: if the files cannot be read.
+        """
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -249,7 +263,11 @@ def load_dcp() -> None:
 
 
 def _plans(shares: Shares, specs: Mapping[str, TensorSpec]) -> tuple[list[SavePlan], Metadata]:
-    """Return DCP's `SavePlan` of each writer and the checkpoint's `Metadata`, both equal on all ranks."""
+    """Return DCP's `SavePlan` for each writer, and the `Metadata` of the whole checkpoint.
+
+    `shares` has the boxes of tensors that each writer writes, `specs` the dtypes and shapes of the tensors.
+    The results are the same on every rank.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -295,19 +313,19 @@ def _writer(directory: Path) -> FileSystemWriter:
 
 @cache
 def _writing() -> tuple[Any, Any]:
-    """Import DCP and return the classes of its writer and its save planner that Lockstep uses."""
+    """Import DCP, and return subclasses of its `FileSystemWriter` and `DefaultSavePlanner`."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
     class Writer(FileSystemWriter):
-        """Writes the same bytes for the same state: DCP's own writer adds a path and a random number."""
+        """DCP file writer that writes equal files for equal states: it stores no path and no random ID."""
 
         def storage_meta(self) -> StorageMeta | None:
             return StorageMeta()
 
     class Planner(DefaultSavePlanner):
-        """DCP save planner that looks up tensors and parts to write in a mapping by name."""
+        """DCP save planner that takes the values to write from a mapping, by tensor name."""
 
         def __init__(self, parts: Mapping[str, Tensor]) -> None:
             super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -321,13 +339,16 @@ def _writing() -> tuple[Any, Any]:
 
 @cache
 def _reading() -> tuple[Any, Any]:
-    """Import DCP and return the classes of its reader and its load planner that Lockstep uses."""
+    """Import DCP, and return subclasses of its `FileSystemReader` and `DefaultLoadPlanner`."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     class Reader(FileSystemReader):
-        """Reads a checkpoint from its own files only, since it may come from an untrusted source."""
+        """DCP file reader that raises `DamagedError` if `.metadata` names a file that is not in `files`.
+
+        An untrusted checkpoint could otherwise name files outside of its directory.
+        """
 
         def __init__(self, path: Path, files: frozenset[str]) -> None:
             super().__init__(path)
@@ -359,7 +380,10 @@ def _reading() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles DCP's `.metadata`; a class or function that this file does not need is an error."""
+    """Unpickles DCP's file `.metadata`; only the classes and functions that it needs are allowed.
+
+    Any other class or function raises `DamagedError`, since a checkpoint may be untrusted.
+    """
 
     def find_class(self, module: str, name: str, /) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

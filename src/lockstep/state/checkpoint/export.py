@@ -1,4 +1,4 @@
-"""Export a model of a checkpoint to a plain `state_dict` file, without the training script."""
+"""Write a model of a checkpoint to a plain `state_dict` file, without the training script."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def export(
     model: int | None = None,
     force: bool = False,
 ) -> tuple[Path, ValidCheckpoint]:
-    """Write the weights of one of a run's models to a file; return the file and the checkpoint used.
+    """Write the weights of a model in a checkpoint to a file; return the file's path and the checkpoint.
 
-    The checkpoint is that of `step`, the `best` one, or by default the newest. `model` is the model's
-    number in the run; `force` overwrites an existing file.
+    The checkpoint is the newest of `step`, the best one if `best`, or else the newest of the run. `output`
+    is by default `model.pt` in the run directory. `model` is the number of the model, which may be `None`
+    if the run has one model. `force` overwrites an existing file.
 
     Raises:
         UsageError: if the requested checkpoint or model does not exist, or the file exists.
@@ -47,11 +48,11 @@ def export(
 
 
 def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> ValidCheckpoint:
-    """Return a verified checkpoint of a run: that of `step`, the best one, or the newest one.
+    """Verify and return a checkpoint of a run: the newest of `step`, the best, or the newest of all.
 
     Raises:
         UsageError: if the run or the checkpoint does not exist.
-        CheckpointError: if the requested checkpoint is damaged, or all are.
+        CheckpointError: if the requested checkpoint is damaged, or every checkpoint is.
     """
     directory = run_dir / catalog.DIRECTORY
     there = catalog.paths(directory)
@@ -83,7 +84,10 @@ def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> Val
 
 
 def _best(there: dict[Key, Path]) -> Path | None:
-    """Return the path of the checkpoint with the best rating; `None` if no checkpoint has a rating."""
+    """Return the path in `there` of the checkpoint with the highest rating; `None` if none is rated.
+
+    Checkpoints that cannot be read are skipped.
+    """
     rated: list[tuple[float, Key]] = []
     for key, path in there.items():
         # A checkpoint that cannot be read is not the best.
@@ -108,7 +112,13 @@ def _chosen(there: dict[Key, Path], path: Path) -> ValidCheckpoint:
 
 
 def _names(chosen: ValidCheckpoint, model: int | None) -> dict[str, str]:
-    """Return a dictionary from the names of a model's tensors in the checkpoint to `state_dict` names."""
+    """Map each tensor name of a model in the checkpoint `chosen` to its name in the `state_dict`.
+
+    `model` is the number of the model; `None` stands for the only model of the checkpoint.
+
+    Raises:
+        UsageError: if there is no such model, or `model` is `None` and there are several.
+    """
     models: dict[int, dict[str, str]] = {}
     for name in chosen.manifest.tensors:
         if match := _MODEL.fullmatch(name):

@@ -56,9 +56,11 @@ class CheckpointManager:
         size: number of ranks.
         store: a store that only the managers of all ranks use (a `PrefixStore`); `None` for one rank.
         keep: number of the latest checkpoints that stay, besides the best one.
-        anchors: steps between two anchors, which stay, too, and the most bytes of all anchors.
+        anchors: steps between two anchors (checkpoints that stay, too; 0 for none), and the greatest
+            number of bytes of all anchors together.
         patience: seconds without a message after which a rank counts as missing.
-        written: called on the main rank, in a background thread, for each checkpoint.
+        written: called on the main rank, in a background thread, after each checkpoint, with the step,
+            the name, the seconds that it took, and the rating.
     """
 
     def __init__(
@@ -90,7 +92,10 @@ class CheckpointManager:
         self._path: Path | None = None  # on the main rank, where it is
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate memory for copies of `tensors` and import DCP, in the background, on all ranks."""
+        """Allocate host memory for copies of `tensors` and import DCP, in a background thread.
+
+        All ranks call this method.
+        """
         specs, cuts = _described(tensors)
         pinned = {name for name, tensor in tensors.items() if accelerator.holds(tensor)}
 
@@ -159,7 +164,10 @@ class CheckpointManager:
             raise
 
     def close(self, patience: float = 0.0) -> None:
-        """Wait at most `patience` seconds for unfinished checkpoints, drop the rest, stop the thread."""
+        """Wait at most `patience` seconds for unfinished checkpoints, then end the background thread.
+
+        Checkpoints that are still unfinished are abandoned, and their files are removed.
+        """
         self._background.settle(patience)
         self._channel.stop()
         self._background.close(_CLOSE_SECONDS)
@@ -169,9 +177,10 @@ class CheckpointManager:
     def _own_share(
         self, specs: dict[str, TensorSpec], cuts: dict[str, Sharding]
     ) -> Mapping[str, Box]:
-        """Return the boxes of tensors that this rank writes; the first call makes the draft directory.
+        """Return the boxes of tensors that this rank writes, by tensor name.
 
-        `cuts` says how tensors are sharded over ranks.
+        `specs` has all tensors of the checkpoint, `cuts` those that are sharded over ranks. At the first
+        call, all ranks together make the directory for unfinished checkpoints.
         """
         if self._drafts is None:
             self._attempts += 1
@@ -191,14 +200,20 @@ class CheckpointManager:
 
     @property
     def _writes_parts(self) -> bool:
-        """Whether each rank writes its parts of sharded tensors: all ranks see the checkpoint directory."""
+        """Whether every rank writes its own parts of sharded tensors, not whole tensors.
+
+        This is so if every rank can open the checkpoint directory of the main rank.
+        """
         assert self._drafts is not None
         return len(self._drafts.writers) == self._channel.size
 
     def _copy_own(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, TensorSpec], dict[str, Tensor]]:
-        """Copy this rank's share to host memory; return the specs of all tensors, and the copies."""
+        """Copy to host memory the values that this rank will save; return all specs, and the copies.
+
+        Both are by tensor name. `tensors` is the whole state.
+        """
         specs, cuts = _described(tensors)
         own = self._own_share(specs, cuts)
         pinned = {name for name in own if accelerator.holds(tensors[name])}
@@ -208,10 +223,10 @@ class CheckpointManager:
     def _parts(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Box]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and values of each tensor, or part of a tensor, that this rank writes.
+        """Yield the name and the values of each tensor, or part of a tensor, that this rank writes.
 
-        If a rank cannot open the checkpoint directory, all ranks gather the tensors that are sharded over
-        ranks, one by one.
+        `own` has the boxes that this rank writes, by tensor name. If a rank cannot open the checkpoint
+        directory, all ranks gather each sharded tensor, one after the other (collective).
         """
         for name, tensor in tensors.items():
             is_gathered = not self._writes_parts and cut_of(tensor) is not None
@@ -310,7 +325,11 @@ class Buffers:
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self, specs: Mapping[str, TensorSpec], pinned: Collection[str] = ()) -> None:
-        """Allocate a buffer for each tensor in `specs` and touch its pages; pin the buffers in `pinned`."""
+        """Allocate a buffer in host memory for each tensor in `specs`, and free all other buffers.
+
+        Buffers of the same dtype and shape are kept. `pinned` has the names of the tensors whose buffers
+        are page-locked.
+        """
         for name in [name for name in self._kept if name not in specs]:
             del self._kept[name]
         for name, spec in specs.items():
@@ -323,7 +342,10 @@ class Buffers:
                 self._kept[name] = memory.view(dcp.dtype_of(spec)).view(spec.shape)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy tensors into the memory that `prepare` allocated; the next `copy` overwrites the copies."""
+        """Copy named `tensors` into the buffers that `prepare` allocated; return the buffers by name.
+
+        The next call overwrites the copies.
+        """
         devices = set()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -337,7 +359,7 @@ class Buffers:
 
 
 def _described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorSpec], dict[str, Sharding]]:
-    """Return the specs (dtypes, shapes) of all tensors, and the cuts of those sharded over ranks."""
+    """Return the spec of each tensor, and the `Sharding` of each that is sharded over ranks, by name."""
     specs = {name: dcp.spec_of(tensor) for name, tensor in tensors.items()}
     cuts = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
     return specs, {name: cut for name, cut in cuts.items() if prod(specs[name].shape)}

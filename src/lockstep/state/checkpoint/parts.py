@@ -1,4 +1,4 @@
-"""Parts of tensors: boxes of elements, how a DTensor is sharded over ranks, and reads of saved tensors."""
+"""Boxes (rectangular parts) of tensors, the sharding of DTensors, and tensors that are read on demand."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor, given by an offset and a size for each dimension."""
+    """A rectangular part of a tensor, given by one offset and one size per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """Return the box that contains all elements of a tensor of this shape."""
+        """Return the box that contains all elements of a tensor of the given shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,7 +40,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor is sharded along a dimension into `count` parts, one per rank, as by `torch.chunk`."""
+    """Division of a tensor along one dimension into `count` parts, one per rank, as by `torch.chunk`."""
 
     dimension: int
     count: int  # number of parts; rank `k` of the run holds part `k`
@@ -57,7 +57,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a checkpoint or snapshot, read on demand: whole, or only the part in a box."""
+    """A tensor in a checkpoint or snapshot, which is read when needed, as a whole or one box of it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -90,7 +90,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def cut_of(value: torch.Tensor) -> Sharding | None:
-    """Return how a DTensor is sharded over ranks; `None` for a tensor that is whole on each rank."""
+    """Return the sharding of a DTensor over ranks; `None` for a tensor that each rank has as a whole."""
     if not is_dtensor(value):
         return None
     from torch.distributed.tensor import Shard
@@ -102,7 +102,10 @@ def cut_of(value: torch.Tensor) -> Sharding | None:
 
 
 def whole(value: Any) -> Any:
-    """Return a DTensor's whole tensor, gathered from all ranks (collective); other values unchanged."""
+    """Return the whole tensor of a DTensor, gathered from all ranks (collective).
+
+    Any other tensor is detached and returned; other values are returned unchanged.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()

@@ -1,9 +1,9 @@
-"""Position of a run in its epochs, loops and steps, in numbers from which any layout can resume.
+"""The position of a run in epochs, loops and steps, in numbers that are the same on every layout.
 
 A position is a list of events, in the order in which the script reaches them: loops over loaders, metrics,
-epochs and saves. (The lines of `events/` are something else.) For an event that is over, little is stored:
-for a phase (a call of `run.epochs`) its last epoch, for a loop its last batch, for a metric its value. The
-last event may be open: the run is inside it.
+phases (calls of `run.epochs`) and saves. These are not the events in the files `events/`. Little is stored
+of an event that is over: the last epoch of a phase, the last batch of a loop, the value of a metric. The
+last event may still be open, if the run is inside a loop, call or epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counts of a run that only grow: optimizer steps, loaders, and loops over each loader."""
+    """Counts of a run that only grow: optimizer steps, loaders, loops over each loader, and stretches."""
 
     steps: int = 0  # optimizer steps
     stretch: int = 0  # grows with every epoch and every phase; part of all keys of random streams
@@ -33,7 +33,7 @@ class Counters:
 
     @staticmethod
     def parse(content: Mapping[str, Any]) -> Counters:
-        """Return the counters that `dataclasses.asdict` has turned into `content`."""
+        """Return the counters that are in `content`, a result of `dataclasses.asdict`."""
         rounds = tuple((_count(loader), _count(count)) for loader, count in content["rounds"])
         steps, stretch, loaders = (
             _count(content[name]) for name in ("steps", "stretch", "loaders")
@@ -43,7 +43,7 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class LoopEvent:
-    """Progress of one training loop over a loader: batches and optimizer steps that are done, and so on."""
+    """Progress of one training loop over a loader: how many batches and optimizer steps are done."""
 
     loader: int  # number of the loader in the script
     stretch: int
@@ -60,7 +60,7 @@ class LoopEvent:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Numbers that identify the loop: loader, stretch (of each epoch or time between), loop in it."""
+        """Loader, stretch and round: three numbers that together identify the loop."""
         return (self.loader, self.stretch, self.round)
 
 
@@ -78,7 +78,7 @@ class MetricEvent:
 
 @dataclass(slots=True, kw_only=True)
 class PhaseEvent:
-    """Progress of one call of `run.epochs` (a phase): the last epoch that began, and whether it is over."""
+    """Progress of one call of `run.epochs` (a phase): its last epoch, and whether that has ended."""
 
     epoch: int | None = None  # the last epoch that began; `None` before the first
     begin: Counters = Counters()  # when that epoch began
@@ -133,7 +133,7 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPosition:
-    """A run's place in its script, where its state is complete: between batches or epochs, or at a save."""
+    """A place in the script at which a run's state is complete: between batches or epochs, or at a save."""
 
     points: int = 0  # number of such points before this one
     counters: Counters = Counters()
@@ -141,11 +141,11 @@ class SavedPosition:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps that the run has done."""
+        """Number of optimizer steps that the run has done at this position."""
         return self.counters.steps
 
     def as_json(self) -> tuple[dict[str, Any], Tensors]:
-        """Return the position as JSON, and the tensors to which the JSON refers by name."""
+        """Return the position as JSON values, and the tensors that the JSON names, by name."""
         tensors: Tensors = {}
         events = [_as_json(event, tensors) for event in self.events]
         return {"points": self.points, "counters": asdict(self.counters), "events": events}, tensors
@@ -154,12 +154,12 @@ class SavedPosition:
     def parse(
         content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
     ) -> SavedPosition:
-        """Return the position that `as_json` turned into `content`.
+        """Return the position in `content`, JSON values that `as_json` has returned.
 
-        Without `tensors`, each tensor in the value of a metric is `None`.
+        `tensors` are the tensors that `as_json` has returned. Each tensor that is missing becomes `None`.
 
         Raises:
-            CheckpointError: if the JSON is not a position of this version's format.
+            CheckpointError: if `content` is not a position of this version's format.
         """
         try:
             events = [_parse(event, tensors or {}) for event in content["events"]]

@@ -1,8 +1,8 @@
-"""Shared memory that outlives the workers: the ranks' status page, their losses, and two snapshot buffers.
+"""Shared memory that outlives the workers: a status page, recent losses, and two snapshot buffers.
 
-The launcher makes the memory before it forks the fork server; workers inherit file descriptors. The memory
-is anonymous (memfd): no other user sees it, limits on /dev/shm do not apply, and it is freed with the last
-process that has it open. This module does not import torch, since the launcher uses it, too.
+The launcher makes the memory before it forks the fork server; workers inherit its file descriptors. The
+memory is anonymous (memfd): no other user sees it, limits on /dev/shm do not apply, and it is freed with
+the last process that has it open. This module does not import torch, since the launcher uses it, too.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Descriptors:
 
     @staticmethod
     def find(environ: Mapping[str, str]) -> Descriptors | None:
-        """Return the file descriptors that `environ` names.
+        """Return the file descriptors in the variable `LOCKSTEP_MEMORY` of `environ`.
 
-        Returns `None` if it names none, or if the named descriptors are not those of the shared memory.
+        Return `None` if there is no such variable, or if the descriptors are not those of the memory.
         """
         try:
             page, losses, first, second = map(int, environ[VARIABLE].split(","))
@@ -137,7 +137,7 @@ class ProgressSlot:
 
 
 class StatusPage:
-    """Shared memory of one launcher: each rank's progress, and decisions that all ranks follow."""
+    """Shared memory of a launcher with each rank's progress, planned snapshots, and requests."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _PAGE_BYTES)
@@ -166,9 +166,9 @@ class StatusPage:
 
     @property
     def asked(self) -> int:
-        """Number of a request of any rank to all ranks, such as to save and exit; 0 if there is none.
+        """Code of a request that a rank has made to all ranks, such as to save and exit; 0 for none.
 
-        `engine/training` defines the numbers.
+        The codes are defined in `lockstep.engine.recovery.coordination`.
         """
         return self._words[1]
 
@@ -178,7 +178,10 @@ class StatusPage:
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """The step after which all ranks act on a request, as the first rank chose, and its number."""
+        """The step after which all ranks carry out a request, and the code of the request.
+
+        Rank 0 sets both. The codes are those of `asked`.
+        """
         return self._words[2], self._words[3]
 
     @agreed.setter
@@ -188,7 +191,7 @@ class StatusPage:
         self._words[2] = step
 
     def begin_run(self) -> None:
-        """Clear the requests and planned snapshots that an earlier run of these processes has left."""
+        """Clear requests and planned snapshots, which an earlier run of these processes may have set."""
         for word in range(_SLOT_WORDS):
             self._words[word] = 0
 
@@ -198,11 +201,11 @@ class StatusPage:
 
 
 class LossRing:
-    """The losses of a rank's last microbatches, as bits of float64 numbers; new ones overwrite the oldest.
+    """Ring buffer with the losses of a rank's latest microbatches, as bits of float64 numbers.
 
     Args:
-        words: the memory of all ranks' losses.
-        index: number of the rank among those of its launcher.
+        words: the shared memory with the losses of all ranks of this launcher, from `memory`.
+        index: number of the rank among those of its launcher, from 0.
     """
 
     def __init__(self, words: memoryview, index: int) -> None:
@@ -215,7 +218,7 @@ class LossRing:
 
     @staticmethod
     def key(points: int, replica: int, nth: int) -> int:
-        """Return the key, above 0, of a replica's `nth` loss in a batch.
+        """Return a number above 0 that identifies the `nth` loss of a replica in a batch.
 
         `points` is the number of batches and epochs that were completed before the batch.
         """
@@ -237,7 +240,7 @@ class LossRing:
             self._words[place] = 0
 
     def read(self) -> dict[int, int]:
-        """Return the bits of this rank's losses by their keys."""
+        """Return this rank's losses, as bits of float64 numbers, by their keys (see `key`)."""
         words = self._words[self._first + 1 : self._first + _LOSS_WORDS].tolist()
         return {key: bits for key, bits in zip(words[::2], words[1::2], strict=True) if key}
 
@@ -245,7 +248,8 @@ class LossRing:
     def read_all(words: memoryview, ranks: int) -> dict[int, int]:
         """Return the losses of a launcher's `ranks` ranks, except losses that differ between two ranks.
 
-        Keys are those of the method `key`; values are the bits of float64 numbers.
+        The shared memory `words` contains the losses. Keys are those of the method `key`; values are the
+        bits of float64 numbers.
         """
         found: dict[int, int] = {}
         unclear = set()
@@ -268,11 +272,11 @@ DATA = -(-_WORD * (_MARKS + SLOTS) // _ALIGNMENT) * _ALIGNMENT
 
 
 class Buffer:
-    """One of the two memories for snapshots: while one is written, the other has the previous snapshot.
+    """One of the two buffers for snapshots in shared memory, which are written in turn.
 
-    Each rank of a launcher writes a part of the elements and then its mark, which is the snapshot's number.
-    The snapshot is complete if all marks are equal. Numbers grow from snapshot to snapshot; even numbers go
-    to the first buffer, odd numbers to the second.
+    Each rank of a launcher writes its part of the elements, and then a mark: the number of the snapshot.
+    The snapshot is complete if the marks of all ranks are equal. Numbers grow from snapshot to snapshot;
+    even numbers go to the first buffer, odd numbers to the second.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -326,7 +330,7 @@ class Buffer:
 
     @property
     def text(self) -> bytes:
-        """The text of the snapshot: its state besides the tensors, as JSON."""
+        """The JSON text of the snapshot: state without tensors, and offsets and dtypes of the tensors."""
         words = memoryview(self.memory).cast("Q")
         start = DATA + words[_DATA_WORD]
         return bytes(self.memory[start : start + words[_TEXT_WORD]])
@@ -338,14 +342,15 @@ class Buffer:
         return memoryview(self.memory)[DATA : DATA + size]
 
     def begin(self, part: int) -> None:
-        """Mark the part of rank `part` of this launcher as incomplete, before the rank writes it."""
+        """Mark the data of this launcher's rank number `part` as incomplete, before the rank writes."""
         assert self._words is not None
         self._words[_MARKS + part] = 0
 
     def describe(self, tag: bytes, text: bytes, data: int, parts: int) -> None:
         """Write the header and the text of a snapshot; only the first rank of the launcher does so.
 
-        `data` is the number of bytes of all tensors, `parts` the number of ranks that write them.
+        `tag` identifies the run, see `tag_of`. `data` is the number of bytes of all tensors, `parts` the
+        number of ranks that write them.
         """
         assert self._words is not None
         self._words[_MAGIC_WORD] = 0
@@ -362,18 +367,18 @@ class Buffer:
         self._words[_MAGIC_WORD] = 0
 
     def commit(self, part: int, number: int) -> None:
-        """Mark the part of rank `part` of this launcher as written completely, for snapshot `number`."""
+        """Mark the data of this launcher's rank number `part` as complete, for snapshot `number`."""
         assert self._words is not None
         self._words[_MARKS + part] = number
 
 
 def tag_of(identity: bytes, run: int) -> bytes:
-    """Return a tag of 32 bytes: a run's number among the runs of its script, and a hash of `identity`."""
+    """Return 32 bytes that identify a run: its number `run` in the script, and a hash of `identity`."""
     return run.to_bytes(4, "big") + hashlib.sha256(identity).digest()[:28]
 
 
 def run_of(tag: bytes) -> int:
-    """Return a run's number among the runs of its script, from 0, read from the run's tag."""
+    """Return the number of a run in its script, from 0, which is the first part of the run's `tag`."""
     return int.from_bytes(tag[:4], "big")
 
 
@@ -386,13 +391,16 @@ def newest(buffers: Sequence[Buffer]) -> Buffer | None:
 
 
 def next_number(buffers: Sequence[Buffer]) -> int:
-    """Return the next unused snapshot number whose buffer does not hold the newest complete snapshot."""
+    """Return the next higher number for a snapshot that does not overwrite the newest complete one.
+
+    The number determines the buffer: even numbers belong to the first, odd numbers to the second.
+    """
     keep = newest(buffers)
     number = max(buffer.highest for buffer in buffers) + 1
     return number + (keep is not None and buffers[number % 2] is keep)
 
 
 def progress(descriptors: Descriptors) -> tuple[bytes, int]:
-    """Return run tag and number of the newest complete snapshot, or `b""` and 0 if there is none."""
+    """Return the run tag and the number of the newest complete snapshot, or `b""` and 0 without one."""
     buffer = newest([Buffer(descriptor) for descriptor in descriptors.buffers])
     return (b"", 0) if buffer is None else (buffer.tag, buffer.number)

@@ -1,8 +1,8 @@
 """Snapshots: copies of the run's state in shared memory that outlives the workers.
 
-Each rank of a launcher copies a share of the whole tensors, and its own part of tensors that are sharded
-over ranks. The memory has two buffers, which are written in turn: if a rank is killed while it writes one,
-the other buffer still has the previous snapshot.
+Each rank of a launcher copies its own parts of sharded tensors, and a share of all other tensors. The
+memory has two buffers, which are written in turn: if a rank is killed while it writes one, the other buffer
+still has the previous snapshot.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class _Extent:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets of all tensors in the data of a snapshot buffer; `size` is the data's number of bytes."""
+    """Offset, dtype and shape of each tensor in a snapshot buffer, and number of bytes of all data."""
 
     extents: dict[str, _Extent]
     size: int
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the offsets at which `tensors` are stored one after the other, aligned to 64 bytes."""
+        """Return the memory layout that stores `tensors` one after the other, aligned to 64 bytes."""
         extents, offset = {}, 0
         for name, tensor in tensors.items():
             extents[name] = _Extent(offset, tensor.dtype, tensor.shape)
@@ -64,7 +64,7 @@ class Layout:
         return Layout(extents, offset)
 
     def as_json(self) -> list[list[object]]:
-        """Return the layout as JSON."""
+        """Return the memory layout as JSON: name, offset, dtype and shape of each tensor."""
         return [
             [name, extent.offset, str(extent.dtype).removeprefix("torch."), list(extent.shape)]
             for name, extent in self.extents.items()
@@ -72,7 +72,7 @@ class Layout:
 
     @staticmethod
     def parse(content: list[list[object]], size: int) -> Layout:
-        """Return the layout that `as_json` has turned into `content`; `size` is the data's, in bytes."""
+        """Return the memory layout in `content`, a result of `as_json`, for `size` bytes of data."""
         extents = {}
         for name, offset, dtype, shape in content:
             assert isinstance(offset, int)
@@ -81,7 +81,7 @@ class Layout:
         return Layout(extents, size)
 
     def view(self, memory: memoryview, name: str) -> torch.Tensor:
-        """Return the tensor `name` as a view of `memory`."""
+        """Return the tensor `name` as a view of `memory`, the data of a snapshot buffer."""
         extent = self.extents[name]
         if extent.size == 0:
             return torch.empty(extent.shape, dtype=extent.dtype)
@@ -92,7 +92,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot read from shared memory: the state's text and its tensors."""
+    """A snapshot in shared memory: the state without its tensors, as text, and the tensors."""
 
     text: str  # the state besides tensors
     tensors: dict[str, torch.Tensor]  # views of memory that later snapshots overwrite
@@ -102,11 +102,11 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the snapshot has all parts of all tensors, and none is in another launcher's memory."""
+        """Whether all elements of the snapshot's tensors are in the memory of this launcher."""
         return not self.cuts
 
     def stored(self) -> dict[str, StoredTensor]:
-        """Return the snapshot's tensors by name, as `StoredTensor`: a part is copied when it is read."""
+        """Return the snapshot's tensors by name; elements are copied when they are read."""
         return {
             name: StoredTensor(tensor.shape, tensor.dtype, partial(self._fetch, name))
             for name, tensor in self.tensors.items()
@@ -128,13 +128,13 @@ class Snapshot:
 class Snapshots:
     """Reads and writes the snapshots in shared memory, for one rank.
 
-    Make this object before the rendezvous of the ranks: it finds the snapshot from before the restart.
+    The constructor looks for a snapshot from before a restart: call it before the rendezvous of the ranks.
 
     Args:
         tag: 32 bytes that identify the run, from `tag_of`.
-        part: number of this rank among the `parts` of its launcher.
+        part: number of this rank among the ranks of its launcher, from 0.
         parts: number of the launcher's ranks.
-        first: the first rank of the launcher.
+        first: rank number of the launcher's first rank.
         size: number of ranks of all launchers; `None` if there is one launcher.
     """
 
@@ -185,14 +185,14 @@ class Snapshots:
         self.found = self.newest()
 
     def is_ready(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether the memory has been allocated for a snapshot of `tensors`."""
+        """Return whether the snapshot buffers are large enough for `tensors`."""
         size = Layout.of(tensors).size
         return all(os.fstat(descriptor).st_size > size for descriptor in self._descriptors.buffers)
 
     def missing(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
         """Return how many more bytes snapshots of `tensors` need, and how many bytes are free.
 
-        Returns `None` if at most half of the free memory is needed.
+        Return `None` if snapshots need at most half of the free memory.
         """
         has = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.buffers)
         layout = Layout.of(tensors)
@@ -205,7 +205,10 @@ class Snapshots:
         return None if wanted <= free // 2 else (wanted, free)
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> threading.Thread | None:
-        """Allocate memory for snapshots of `tensors`, in a thread; return it, or `None` if it is done."""
+        """Allocate memory for snapshots of `text` and `tensors`; return the thread that does so.
+
+        If the amount is small, it is allocated at once without a thread, and the result is `None`.
+        """
         layout = Layout.of(tensors)
         # Twice the text: it becomes longer as the numbers in it grow.
         sizes = (2 * len(self._head(text, layout, tensors)), layout.size)
@@ -233,13 +236,17 @@ class Snapshots:
         return json.dumps(head).encode()
 
     def _cuts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Sharding]:
-        """Return how tensors are cut, if they are sharded over ranks of several launchers."""
+        """Return the `Sharding` of tensors that are sharded over several launchers' ranks, by name."""
         if len(self._ranks) == self._size:
             return {}
         return {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor))}
 
     def write(self, number: int, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of `tensors` to shared memory; all ranks call this after the same step."""
+        """Write this rank's part of snapshot `number` to shared memory.
+
+        All ranks call this method after the same step. `text` is the state without `tensors`. Nothing is
+        written if the snapshot would overwrite the only complete one.
+        """
         which = number % 2
         buffer, other = self._buffers[which], self._buffers[1 - which]
         other.refresh()
@@ -273,10 +280,10 @@ class Snapshots:
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, slice | None]]:
-        """Return the copies that this rank makes, each as a tensor's name, a target tensor and a slice.
+        """List the copies that this rank makes: triples of a tensor's name, a target tensor and a slice.
 
         The target is a view of the shared memory `data`. The slice selects elements of the flattened
-        tensor; `None` means all elements that this rank holds.
+        tensor; `None` means all elements that this rank has.
         """
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts

@@ -1,4 +1,4 @@
-"""Choose how often snapshots are taken: so often that they cost at most 1 % of the training time."""
+"""Decide after which steps snapshots are taken, so that they cost at most 1 % of the training time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _WARM = 2
 class SnapshotSchedule:
     """Decides after which steps snapshots are taken, and takes them.
 
-    The first rank of a launcher measures the cost of a snapshot, and writes the next snapshot's step to
-    memory that all ranks share. After a step all ranks read the same value, since no rank completes a step
-    without the first rank. At the end of an epoch, where no step precedes, another rank might read an old
-    value. So there is at most one snapshot for each step.
+    The first rank of a launcher measures the cost of a snapshot, and writes the step of the next one to the
+    shared `page`. The other ranks read that step when they have completed a step. The first rank has then
+    completed the step, too, so that all ranks read the same value. At most one snapshot is taken per step.
 
     Args:
         leads: whether this is the first rank of its launcher.
@@ -46,8 +45,7 @@ class SnapshotSchedule:
     def go_on(self, steps: int) -> None:
         """Start the schedule after a resume from step `steps`: a snapshot is due after the next step.
 
-        Memory for snapshots is already allocated. If workers are killed after one step, there is a snapshot
-        of that step.
+        The memory for snapshots must be allocated already.
         """
         self._steps = steps
         self._last = (steps, time.monotonic())
@@ -58,26 +56,31 @@ class SnapshotSchedule:
     def due(self, steps: int) -> int:
         """Return the number of the snapshot due after step `steps`; 0 for none.
 
-        Call it once at each point where the state is complete: after each step, and at the end of each
-        epoch.
+        The caller calls this once at each point where the state is complete: after each step, and at the
+        end of each epoch.
         """
         before, self._steps = self._steps, steps
         return max(number if before < step <= steps else 0 for step, number in self._page.snapshots)
 
     def postpone(self) -> None:
-        """Move the snapshot that is due now to after the next step."""
+        """Postpone the snapshot that is due now to after the next step, or `ahead` steps later."""
         if self._leads:
             self._page.plan_snapshot(self._steps + self._least, self.number)
 
     @property
     def needs_memory(self) -> bool:
-        """Whether this rank has to call `prepare`, since no memory for snapshots is allocated yet."""
+        """Whether to call `prepare`: on a launcher's first rank, until the first snapshot is planned.
+
+        `False` while a thread allocates the memory.
+        """
         if not self._leads or self._last is not None:
             return False
         return self._preparing is None or not self._preparing.is_alive()
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Allocate memory for snapshots of `tensors`; then a snapshot is due after the next step.
+        """Allocate memory for snapshots of `tensors`, or plan the first snapshot if there is memory.
+
+        The memory may be allocated by a thread; then this method is called again when the thread ends.
 
         Returns:
             The reason why there will be no snapshots, for a message; `None` if there will be snapshots.
@@ -99,7 +102,8 @@ class SnapshotSchedule:
     ) -> None:
         """Take snapshot `number`, which is due; all the launcher's ranks call this after the same step.
 
-        `began` is the `time.monotonic` at which the state began to be gathered, which counts as cost.
+        `text` is the state without `tensors`. `began` is the `time.monotonic()` at which the caller began
+        to gather the state; the time since then counts as cost of the snapshot.
         """
         self._snapshots.write(number, text, tensors)
         now = time.monotonic()

@@ -79,7 +79,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def rebuild(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state that `flatten` turned into `text`; `tensor(name)` returns the tensor of a name."""
+    """Return the state in `text`, a result of `flatten`; `tensor` is a function from name to tensor."""
     return {name: decode(value, tensor) for name, value in json.loads(text).items()}
 
 
@@ -181,7 +181,7 @@ def _refused(path: str, what: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the object that `encode` turned into `value`; `tensor(name)` returns the tensor of a name."""
+    """Return the object in `value`, a result of `encode`; `tensor` is a function from name to tensor."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

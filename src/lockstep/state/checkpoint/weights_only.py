@@ -1,4 +1,4 @@
-"""Read and write a model's `state_dict` as a plain file of torch or safetensors."""
+"""Read and write a model's `state_dict` as a file of `torch.save` or of safetensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _LISTED = 5
 
 
 def check_suffix(path: Path) -> None:
-    """Raise an error if `path` has no suffix of weights files, or needs safetensors, which is missing.
+    """Raise an error unless `path` has a suffix of weights files, such as `.pt` or `.safetensors`.
+
+    It is also an error if `path` ends in `.safetensors`, and that package is not installed.
 
     Raises:
         UsageError: naming the allowed suffixes, or the missing package.
@@ -89,7 +91,9 @@ def write_weights(path: Path, state: Mapping[str, Any], *, here: bool = True) ->
 
 
 def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Raise an error unless `weights` have exactly the names and shapes of a model's `state_dict`.
+    """Raise an error unless `weights` have exactly the tensor names and shapes of `state`.
+
+    `state` is the `state_dict` of a model, and `model` the model's name in the message.
 
     Raises:
         ModelError: naming missing and unexpected names, and names with a different shape.

@@ -60,17 +60,19 @@ class StoreChannel:
         self._stopped.set()
 
     def send(self, work: str, topic: str, value: Any = None) -> None:
-        """Send the JSON value `value` to the other ranks, as a message about `topic` in `work`."""
+        """Send a JSON `value` to the other ranks, as message `topic` of the piece of work `work`."""
         if self._store is not None:
             self._store.set(f"{work}/{topic}/{self.rank}", json.dumps(value))
 
     def receive(
         self, work: str, topic: str, ranks: Iterable[int], seconds: float = float("inf")
     ) -> list[Any]:
-        """Wait for the messages of `ranks` about `topic` in `work`, and return their values in that order.
+        """Wait for one message from each rank in `ranks`, and return the values in the order of `ranks`.
+
+        `work` and `topic` name the message, as in `send`.
 
         Raises:
-            CheckpointError: if a rank failed, or is missing after `seconds`.
+            CheckpointError: if a rank reports that `work` failed, or is missing after `seconds`.
             StoppedError: after `stop`.
         """
         keys, store = {f"{work}/{topic}/{rank}": rank for rank in ranks}, self._store
@@ -87,14 +89,14 @@ class StoreChannel:
         return [json.loads(store.get(key)) for key in keys]
 
     def fail(self, work: str, error: CheckpointError) -> None:
-        """Report to all ranks that `work` failed on this rank; only the first report about it counts."""
+        """Report to all ranks that `work` failed on this rank with `error`; later reports are ignored."""
         if self._store is not None and not self._store.check([f"{work}/failed"]):
             numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
             report = [self.rank, error.message, error.hint, *numbers[:1]]
             self._store.set(f"{work}/failed", json.dumps(report))
 
     def failure(self, work: str) -> CheckpointError | None:
-        """Return the error of the first rank at which `work` failed, or `None` if no rank has failed."""
+        """Return the error that a rank reported for `work`, or `None` if no rank has reported one."""
         if self._store is None or not self._store.check([f"{work}/failed"]):
             return None
         rank, reason, hint, *numbers = json.loads(self._store.get(f"{work}/failed"))
@@ -120,7 +122,7 @@ class StoreChannel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDirectory:
-    """The directory in which a launch writes drafts: checkpoints, which move out when complete."""
+    """The directory for unfinished checkpoints of one launch, from which complete ones are moved out."""
 
     directory: Path  # of the checkpoints
     path: Path  # below `directory`, with another name in each launch
@@ -188,15 +190,16 @@ class CheckpointWriter:
         self.path = catalog.place(drafts.directory, (contents.step, 0))
 
     def _of_step(self) -> dict[Key, Path]:
-        """Return the paths of checkpoints on disk that have the same step as this one, the newest first.
+        """Return the paths of the checkpoints on disk that have this checkpoint's step, newest first.
 
-        There are several if the state has changed between two saves at one step.
+        There are several if the state has changed between two saves at one step. The keys are step and
+        number.
         """
         there = catalog.paths(self._drafts.directory)
         return {key: path for key, path in there.items() if key[0] == self._contents.step}
 
     def run(self) -> bool:
-        """Write the checkpoint; return whether it is on disk: `False` if `StoreChannel.stop` was called.
+        """Write the checkpoint; return `True` when it is on disk, `False` after `StoreChannel.stop`.
 
         Raises:
             CheckpointError: if any rank cannot write the checkpoint.
@@ -242,7 +245,7 @@ class CheckpointWriter:
         atomic_write(self._reports[part], report, catalog.FILE_MODE, sync=False)
 
     def _await_parts(self) -> list[dict[str, Any]]:
-        """Wait until all writers have written their parts, and return their reports.
+        """Wait until all writers are done, and return the contents of their files `part-K.json`.
 
         Raises:
             CheckpointError: naming the ranks that have stopped writing.
@@ -264,9 +267,9 @@ class CheckpointWriter:
         return [json.loads(report.read_text(encoding="utf-8")) for report in self._reports]
 
     def _commit(self, parts: list[dict[str, Any]]) -> None:
-        """Write the metadata and the manifest, then rename the draft to the checkpoint's name.
+        """Write `.metadata` and the manifest, then rename the draft to the checkpoint's name.
 
-        `parts` are the reports of all writers.
+        `parts` are the contents of the files `part-K.json`, one per writer.
         """
         draft, specs = self._draft, self._contents.tensors
         dcp.finish(draft, self._shares, specs, [part["results"] for part in parts])
@@ -285,7 +288,7 @@ class CheckpointWriter:
         sync_directory(self._drafts.directory)
 
     def _rename(self) -> None:
-        """Rename the draft directory to a checkpoint's name, as the newest checkpoint of its step.
+        """Rename the draft directory to a name that makes it the newest checkpoint of its step.
 
         If a checkpoint of the same state exists, that one is renamed instead, and the draft is not used.
         """
@@ -301,10 +304,10 @@ class CheckpointWriter:
             catalog.note_best(self.path, self._contents.best)
 
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
-        """Return step and number for this checkpoint's name, such that it is the newest of its step.
+        """Return the step and number with which this checkpoint is the newest of its step.
 
-        `there` are the step's checkpoints on disk, and `texts` their states without tensors. There may be
-        several with different states, since weights may change without an update.
+        `there` are the step's checkpoints on disk, and `texts` their states without tensors. If the newest
+        of them is damaged, it is removed.
         """
         if not there:
             return self._contents.step, 0
@@ -318,7 +321,10 @@ class CheckpointWriter:
         return last[0], last[1] + 1
 
     def _text_at(self, path: Path) -> str | None:
-        """Return a checkpoint's state without tensors, as text; `None` if damaged or of another run."""
+        """Return the text of the checkpoint at `path`: its state without tensors.
+
+        Return `None` if the checkpoint is damaged, or is of another run.
+        """
         try:
             there = catalog.look(path).manifest
         except CheckpointError:
@@ -326,7 +332,10 @@ class CheckpointWriter:
         return None if there.differences(self._contents.identity) else there.text
 
     def _announce(self) -> None:
-        """Report to the other ranks that the checkpoint is on disk, and wait until they confirm it."""
+        """Tell the other ranks that the checkpoint is on disk, and wait a few seconds for their answers.
+
+        Files that other ranks have left in the directory for unfinished checkpoints are removed first.
+        """
         # A rank may have written its part of a failed checkpoint after this rank had removed that draft. By
         # now no rank writes: none begins the next checkpoint before it gets this message.
         for left in self._drafts.path.glob("*"):
@@ -352,10 +361,10 @@ def _machine() -> str:
 
 
 def _is_abandoned(drafts: Path, since: float) -> bool:
-    """Return whether the launch that has made the directory `drafts` no longer writes to it.
+    """Return whether the launch that made the directory `drafts` has ended.
 
-    A launch on this host has ended, since otherwise it would hold the lock of the run directory. A launch
-    on another host counts as ended if nothing was written to `drafts` since the time `since`.
+    This is `True` for each launch on this host: one that still ran would hold the lock of the run
+    directory. A launch on another host counts as ended if `drafts` has not changed since the time `since`.
     """
     if drafts.name.startswith((f"{catalog.DRAFT}{_machine()}-", catalog.REMOVED)):
         return True
@@ -382,7 +391,7 @@ def explained(error: BaseException) -> CheckpointError:
 
 
 def not_written(path: Path, reason: CheckpointError) -> CheckpointError:
-    """Return the error for the checkpoint at `path`, which could not be written for the given reason."""
+    """Return the error that the checkpoint at `path` cannot be written, with the message of `reason`."""
     return CheckpointError(
         f"the checkpoint {path} cannot be written: {reason.message}", hint=reason.hint
     )

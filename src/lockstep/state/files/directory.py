@@ -1,4 +1,4 @@
-"""Choose, make and check a launch's run directory and its directory for logs."""
+"""Choose and make the run directory of a launch and its directory for logs, and check both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _HINT = "--run-dir DIR names another place"
 def create(
     run_dir: Path | None, name: str, base: Path = Path("runs"), *, stamp: str | None = None
 ) -> Path:
-    """Make and return the run directory of a launch, with `logs/` in it, and check that it can be written.
+    """Make and return a launch's run directory with `logs/` in it, and check that it can be written.
 
-    `run_dir` may exist already. Without `run_dir` the directory is `base/NAME/TIME`, with the present time.
-    On further nodes of a launch it is `base/NAME/STAMP`; `stamp` is the name that node 0 has chosen.
+    `run_dir` may exist already. Without `run_dir` the directory is `base/NAME/TIME`: NAME is the `name` of
+    the run, TIME the present time. On further nodes of a launch, `stamp` is the TIME that node 0 has
+    chosen.
 
     Raises:
         UsageError: if a file has the directory's path.
@@ -49,9 +50,9 @@ def create(
 
 
 def name_new(name: str, base: Path = Path("runs"), *, stamp: str | None = None) -> Path:
-    """Return a path `base/NAME/STAMP` for a new run directory, without making it.
+    """Return a path `base/NAME/STAMP` for a new run directory, without making the directory.
 
-    `stamp` is by default the present time with the process id.
+    NAME is the `name` of the run. `stamp` is by default the present time with the process id.
     """
     stamp = stamp or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return (base / name / Path(stamp).name).absolute()
@@ -94,7 +95,7 @@ def owner_only(path: str, flags: int) -> int:
 
 
 def _make_new(parent: Path) -> Path:
-    """Make and return a directory in `parent`, named by the present time, plus a number if it exists."""
+    """Make and return a directory in `parent`, named by the present time, with a number if needed."""
     parent = parent.absolute()
     make_directory(parent)
     stamp = time.strftime("%Y%m%d-%H%M%S")

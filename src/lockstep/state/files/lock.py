@@ -48,7 +48,7 @@ class LockOwner:
 
     @staticmethod
     def of(environment: str, environ: Mapping[str, str], launch: str | None) -> LockOwner:
-        """Return the owner of a lock that this rank takes: its launcher if that restarts it, else itself.
+        """Return the owner of a lock that this rank takes: a launcher that restarts ranks, or the rank.
 
         `environment` is the name of the launcher, such as `torchrun`; `launch` is the name of the launch.
         """
@@ -72,10 +72,10 @@ class LockOwner:
 
 
 class DirectoryLock:
-    """The lock of a run directory, taken when this object is made.
+    """The lock of a run directory; the constructor takes it, and waits a little for it.
 
     Raises:
-        RunDirectoryError: if another launch uses the directory, or the file cannot be made.
+        RunDirectoryError: if another launch uses the directory, or the lock file cannot be made.
     """
 
     def __init__(self, directory: Path, owner: LockOwner) -> None:
@@ -95,7 +95,7 @@ class DirectoryLock:
             raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
-        """Take the lock if it is free; return a text that names the owner if another launch has it."""
+        """Try to take the lock; return `None` on success, or else a text that names the lock's owner."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             is_free = _lock(file)
@@ -120,7 +120,10 @@ class DirectoryLock:
                 os.close(file)
 
     def release(self, *, ends: bool) -> None:
-        """Release the lock; unless the run `ends`, its launcher stays the owner and may restart ranks."""
+        """Close the lock file, and remove it if the run `ends`.
+
+        Otherwise the file stays and names the launcher, which may restart the ranks.
+        """
         if self._file is None:
             return
         if ends or self._owner.pid == os.getpid():
@@ -139,8 +142,8 @@ class DirectoryLock:
 def nodes_apart(store: dist.Store, directory: Path, world: World) -> str:
     """Return a warning that names the nodes which do not share the main rank's `directory`, or `""`.
 
-    The first rank of each node compares its lock file with the main rank's; other directories have other
-    contents. Only the main rank gets the warning: the result is `""` on all other ranks.
+    The first rank of each node compares the lock file in its `directory` with that of the main rank. Only
+    the main rank returns the warning; the result is `""` on all other ranks.
     """
     if world.is_main:
         store.set("lock", _text(directory))
@@ -180,10 +183,10 @@ def leave(directory: Path) -> None:
 
 
 def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
-    """Return whether a launch different from that of `own` uses `directory`; `None` if unknown.
+    """Return whether a launch uses `directory`, apart from the launch of `own`; `None` if unknown.
 
-    `None` is for an owner on another host, or an unreadable lock file. The check takes the lock for a
-    moment; a launch that fails to take the lock at that moment tries again.
+    It is unknown if the owner is on another host, or the lock file cannot be read. The check takes the lock
+    for a moment; a launch that fails to take the lock at that moment tries again.
     """
     try:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -206,7 +209,7 @@ def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
 
 
 def status(recorded: str, used: bool | None) -> str:
-    """Return the present status of a run, from the one in `run.json` (`recorded`).
+    """Return the present status of a run whose `run.json` states the status `recorded`.
 
     `used` is the result of `in_use` for the run's directory. A run recorded as `running` is `dead` if no
     launch uses the directory; a run recorded as `failed` is `running` if a launch does.
@@ -220,7 +223,7 @@ _locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close inherited lock files in a forked process, so that it does not keep its parent's locks."""
+    """Close inherited lock files in a forked process, so that it holds no lock of its parent."""
     for lock in list(_locks):
         lock.close()
 
@@ -240,7 +243,7 @@ def _lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def _read(file: int) -> LockOwner | None:
-    """Return the owner that a lock file names; `None` where the file is empty or damaged."""
+    """Return the owner that is named in an open lock file; `None` if the file is empty or damaged."""
     try:
         fields = json.loads(os.pread(file, 4096, 0))
         names = str(fields["host"]), str(fields["machine"])

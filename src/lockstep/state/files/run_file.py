@@ -1,4 +1,4 @@
-"""Read, write and check `run.json`: a run's identity, the layout of each of its starts, and its end."""
+"""Read, write and check `run.json`: the run's identity, layout of each start, status and result."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def versions(torch_version: str, lockstep_version: str) -> dict[str, str]:
 
 
 def script_and_arguments() -> tuple[str, list[str]]:
-    """Return the running script's file name and the user's arguments, without torchrun's local rank.
+    """Return the file name of the running script, and its arguments without torchrun's `--local-rank`.
 
     In a worker of Ray, which has no script of the user, return `"ray"` and no arguments.
     """
@@ -98,10 +98,10 @@ def script_and_arguments() -> tuple[str, list[str]]:
 
 
 def read(directory: Path) -> dict[str, Any] | None:
-    """Return the contents of `run.json` in `directory`, or `None` where the file does not exist.
+    """Return the contents of `run.json` in `directory`, or `None` if the file does not exist.
 
     Raises:
-        RunDirectoryError: if the record is damaged, or of a newer format.
+        RunDirectoryError: if the file is damaged, or of a newer format.
     """
     path = directory / NAME
     try:
@@ -173,7 +173,7 @@ def link(directory: Path, later: Path) -> None:
     """Write `later`, the directory of the script's next run, into the `run.json` in `directory`.
 
     Raises:
-        RunDirectoryError: if the record is damaged, or cannot be written.
+        RunDirectoryError: if the file is damaged, or cannot be written.
     """
     recorded = read(directory)
     if recorded is not None and later != directory:
@@ -181,7 +181,10 @@ def link(directory: Path, later: Path) -> None:
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """Return the fields of `run.json` to keep when it is overwritten: links to the next and parent run."""
+    """Return the fields of `run.json` that name the script's next run and the parent run.
+
+    These fields stay when the file is overwritten.
+    """
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced
         recorded = read(directory) or {}
@@ -201,9 +204,10 @@ def forget(directory: Path) -> None:
 
 
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:
-    """Return whether the script of this run has begun a later run that has not finished.
+    """Return whether a later run of the same script, after the run in `directory`, has not finished.
 
-    `recorded` is the contents of `run.json` in `directory`; its field `next` names the next directory.
+    `recorded` is the contents of `run.json` in `directory`; its field `next` names the directory of the
+    next run, if there is one.
     """
     seen: set[Path] = set()
     while later := recorded.get("next"):
@@ -218,14 +222,15 @@ def continues(directory: Path, recorded: dict[str, Any]) -> bool:
 
 
 def check(directory: Path, identity: Identity, *, fresh: bool, restarted: bool = False) -> None:
-    """Raise an error if this run cannot use `directory`, since its `run.json` is that of another run.
+    """Raise an error unless the run with this `identity` may use `directory`.
 
-    It is also an error if the run in `directory` is finished, unless its script has an unfinished later
-    run, or this launch recorded the run before a restart (`restarted`). Checkpoints without a `run.json`
-    are an error, too. With `fresh` any run may be overwritten.
+    It may not if `run.json` is that of a run with another identity, or if there are checkpoints without
+    `run.json`. It may not if the recorded run is finished, unless the script has an unfinished later run,
+    or `restarted` says that this launch recorded the run before a restart. With `fresh` none of this is an
+    error.
 
     Raises:
-        RunDirectoryError: naming each difference.
+        RunDirectoryError: naming each difference, or if `run.json` cannot be read.
     """
     recorded = read(directory)
     if fresh:

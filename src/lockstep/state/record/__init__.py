@@ -1,1 +1,1 @@
-"""Records of a run: events, the trace of every step, logged values, progress, error reports."""
+"""Files that a run writes about itself: events, trace, step records, logs, error reports, progress."""

@@ -1,4 +1,4 @@
-"""`Audits`: what a run's audits have found so far, as `run.json` records it."""
+"""`Audits`: results of a run's audits, which are kept in `run.json`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _SECONDS = 1.0
 
 @dataclass(slots=True)
 class Audits:
-    """What a run's audits, which compute a microbatch twice, have found so far; equal on all ranks.
+    """Results of a run's audits, in which a rank computes a microbatch twice; equal on all ranks.
 
     Attributes:
         count: number of audits that found no difference.
-        confirmed: last step whose state counts as right: the last audit without a difference, or the state
-            from which the run has resumed, if it is earlier; `None` before the run begins.
-        unconfirmed: whether an audit has found a difference, so that later states must not be resumed.
+        confirmed: last step whose state counts as right: that of the last audit without a difference, or
+            the step from which the run has resumed, if it is earlier; `None` before the run begins.
+        unconfirmed: whether an audit has found a difference since the (re)start; no run resumes from
+            states after `confirmed` then.
         found: the audits that found a difference, with the rank that computed wrongly, if it is known.
     """
 
@@ -31,7 +32,7 @@ class Audits:
 
     @staticmethod
     def of(recorded: Mapping[str, Any]) -> Audits:
-        """Return the `Audits` that `as_json` turned into `recorded`; new `Audits` if it is empty."""
+        """Return the `Audits` in `recorded`, a result of `as_json`; missing fields get their defaults."""
         names = ("count", "confirmed", "unconfirmed", "found")
         return Audits(**{name: recorded[name] for name in names if name in recorded})
 
@@ -42,12 +43,18 @@ class Audits:
         return content
 
     def begin(self, step: int) -> None:
-        """Set `confirmed` when the run begins, or resumes, with the state after step number `step`."""
+        """Record that the run begins, or resumes, with the state after step `step`.
+
+        `confirmed` becomes the smaller of its value and `step`, and `unconfirmed` becomes `False`.
+        """
         self.confirmed = step if self.confirmed is None else min(self.confirmed, step)
         self.unconfirmed = False
 
     def agrees(self, step: int) -> bool:
-        """Record an audit of step `step` without a difference; return whether to write `run.json` now."""
+        """Count an audit of step `step` without a difference; return whether to write `run.json` now.
+
+        The result is `True` about once a second.
+        """
         self.count, self.confirmed = self.count + 1, step
         now = time.monotonic()
         if now - self._written < _SECONDS:
@@ -56,7 +63,7 @@ class Audits:
         return True
 
     def differs(self, step: int, **who: Any) -> dict[str, Any]:
-        """Record an audit of step `step` that found a difference; return its entry in `found`.
+        """Add an audit of step `step`, which found a difference, to `found`; return the new element.
 
         `who`: number, host and device of the rank that computed wrongly; nothing if it is not known.
         """

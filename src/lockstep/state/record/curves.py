@@ -1,4 +1,4 @@
-"""Turn logged values into curves, one value per step: the later one if a step was computed twice."""
+"""Turn logged values into curves, one value per step; a step computed twice has its later value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Generation:
 
 
 def split_generations(events: Iterable[Event]) -> list[Generation]:
-    """Divide the events of one rank at its (re)starts; return one `Generation` per (re)start."""
+    """Divide the events of one rank into generations: one for each start and restart of the rank."""
     found: list[Generation] = []
     for event in events:
         if event["kind"] == "start" or not found:
@@ -32,8 +32,9 @@ def split_generations(events: Iterable[Event]) -> list[Generation]:
 def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[Event]]:
     """Return the events of each rank, without events of steps that were computed again after a restart.
 
-    If a run restarts after step k, events of steps above k from before the restart are left out, also of
-    ranks that no longer exist. So the restarts of the lowest rank decide for all ranks.
+    `ranks` are the events by rank. If the run restarts after step k, events from before the restart are
+    left out if their step is above k. Restarts are read from the events of the lowest rank, since other
+    ranks may not exist after a restart with fewer ranks.
     """
     of_rank = {rank: split_generations(events) for rank, events in ranks.items()}
     generations = of_rank[min(of_rank)] if of_rank else []
@@ -54,10 +55,10 @@ def without_superseded(ranks: Mapping[int, Sequence[Event]]) -> dict[int, list[E
 
 
 def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
-    """Return the index of the (re)start in `generations` that is most likely the same as `own`.
+    """Return the index in `generations` of the generation that is most likely the same as `own`.
 
-    `generations` are the lowest rank's (re)starts, `own` is one of another rank. Chosen is the (re)start at
-    the same step with the nearest time: clocks of machines differ a little.
+    `generations` are those of the lowest rank, and `own` is one of another rank. It is the generation that
+    begins at the same step and the nearest time, since clocks of machines differ a little.
     """
 
     def distance(k: int) -> tuple[bool, float]:
@@ -69,8 +70,8 @@ def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
 def curves(ranks: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, float]]:
     """Return, by the name of a logged number, its value at each step: the weighted mean over replicas.
 
-    `ranks` are the events of each rank. If a step was computed again, its last values count. Values logged
-    outside of a loop over a loader are those of the lowest rank.
+    `ranks` are the events of each rank. Of a step that was computed again, only the last values are used.
+    Values logged outside of a loop over a loader are those of the lowest rank.
     """
     means: defaultdict[str, defaultdict[int, Mean]] = defaultdict(lambda: defaultdict(Mean))
     main = min(ranks, default=0)

@@ -1,4 +1,4 @@
-"""Error report of a worker to its launcher: one JSON file, written atomically."""
+"""Write and read the error report of a worker: a JSON file for the worker's launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FROM_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The exception that ended a worker, with the line of the user's code that raised it."""
+    """The exception that ended a worker: type, text, and the line of the user's code that raised it."""
 
     rank: int
     exception: str  # name of the type
@@ -57,9 +57,9 @@ class Report:
 
 
 def describe(error: BaseException, rank: int, home: str | None) -> Report:
-    """Return the report of `error`, with the last line of the user's code in its traceback.
+    """Return the report of `error`, with the innermost line of the user's code in its traceback.
 
-    Code below `home`, the directory of the user's script, is preferred.
+    Lines of files below `home`, the directory of the user's script, are preferred to other files.
     """
     file, line, function = _frame(error, home)
     hint = error.hint if isinstance(error, LockstepError) else None
@@ -81,7 +81,7 @@ def describe(error: BaseException, rank: int, home: str | None) -> Report:
 
 
 def errnos(error: BaseException) -> list[int]:
-    """Return the error numbers of all OSErrors among an exception and its causes."""
+    """Return the error numbers (`errno`) of all `OSError`s among `error` and its causes."""
     found: list[int] = []
     for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -93,7 +93,7 @@ def errnos(error: BaseException) -> list[int]:
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an exception, and its notes on indented lines below."""
+    """Return the text of an exception, with its notes on indented lines below the text."""
     text = error.message if isinstance(error, LockstepError) else str(error)
     message = [text]
     if (worker := _FROM_WORKER.match(text)) is not None:
@@ -107,7 +107,7 @@ def _message(error: BaseException) -> str:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether the failure of another rank has caused `error`, such as a closed connection."""
+    """Return whether `error` follows from the failure of another rank, such as a closed connection."""
     if isinstance(error, PeerError):
         return True
     from_torch = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
@@ -135,7 +135,10 @@ def read(path: Path) -> Report | None:
 
 
 def trim(trace: TracebackType | None, own: str) -> TracebackType | None:
-    """Return `trace` without its outermost frames whose files are in the directory `own`."""
+    """Return `trace` without its outermost frames in files below the directory `own`.
+
+    Outermost frames of Python's frozen modules, such as `importlib`, are left out, too.
+    """
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((own, "<frozen ")):
         trace = trace.tb_next
     return trace

@@ -19,7 +19,10 @@ _OWN = frozenset({"kind", "time", "step", "replica", "weight"})
 
 
 class Events:
-    """Collects a rank's events and writes them once a second, so that no step waits for GPU values."""
+    """Collects the events of a rank, and writes them to a file about once a second.
+
+    Values of tensors are read only when they are written, so that no step waits for a GPU.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory = directory / "events"
@@ -47,7 +50,7 @@ class Events:
             self.flush()
 
     def put(self, **fields: Any) -> None:
-        """Record an event from any thread; the main thread writes it to the file later."""
+        """Record an event from any thread; a later `add` or `flush` of the main thread writes it."""
         self._pending.append((time.time(), fields))
 
     def flush(self) -> None:
@@ -83,7 +86,7 @@ class Events:
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logged values with copies of their tensors, since a tensor may change before it is written.
+    """Return the logged `values` with copies of tensors, since a tensor may change before it is written.
 
     Raises:
         UsageError: for a name that is a field of every event, and for tensors in a list or a mapping.
@@ -110,7 +113,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether a file ends in the middle of a line, since its writer was killed."""
+    """Return whether a file does not end with a line break, as after a kill of its writer."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 1))
@@ -118,7 +121,9 @@ def _is_torn(path: Path) -> bool:
 
 
 def append(directory: Path, name: str, /, **fields: Any) -> None:
-    """Append one event to `events/NAME.jsonl` in the run directory, without a buffer; launchers use this.
+    """Append one event with `fields` to `events/NAME.jsonl` in the run directory, and close the file.
+
+    NAME is `name`. Launchers use this function.
 
     Raises:
         RunDirectoryError: if the event cannot be written.

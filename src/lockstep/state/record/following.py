@@ -1,7 +1,7 @@
-"""Follow the events of all ranks while they are written: one value per step, averaged over all replicas.
+"""Follow the events of all ranks while they are written: one value per step, averaged over replicas.
 
-Ranks log without waiting for each other: each rank writes its events to `events/`, and the main rank reads
-them there. So no step waits for a logger, and a logged value is the mean over all replicas.
+Each rank writes its events to a file in `events/`, and the main rank reads all files. So ranks log without
+waiting for each other, and a logged value is the mean over all replicas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.state.record.reading import Event, LineReader, Mean, values_of
 
 @dataclass(slots=True)
 class _File:
-    """One rank's event file, and its logged values of steps that other ranks have not completed."""
+    """One rank's event file, with logged values of steps that are not complete on all ranks."""
 
     rank: int
     reader: LineReader
@@ -26,7 +26,7 @@ class _File:
     pending: list[tuple[int, int, Event]] = field(default_factory=list)
 
     def read(self) -> None:
-        """Read the lines written since the last call."""
+        """Read the lines added to the file since the last call, and update `done` and `pending`."""
         for event in self.reader.events():
             self._take(event)
 
@@ -48,16 +48,21 @@ class _File:
 
     @property
     def kept(self) -> int:
-        """Offset in the file at which reading begins after a restart: at the first event in `pending`."""
+        """Offset in the file at which to begin after a restart: that of the first event in `pending`."""
         return min((offset for _, offset, _ in self.pending), default=self.reader.offset)
 
 
 class Follower:
-    """Follows the event files of all ranks; `read` returns the values of `run.log` in each completed step.
+    """Reads the event files of all ranks while they are written, and averages the values of `run.log`.
 
-    A step is complete when all ranks have recorded it. Steps that are computed again after a restart are
-    returned again. `resumed` is the step after which this (re)start continues; the argument `state` is what
-    the method `state` returned before the restart.
+    A step is complete when all ranks have recorded it; `read` returns each complete step once, and again if
+    the step is computed again after a restart.
+
+    Args:
+        directory: the run directory.
+        ranks: number of ranks.
+        resumed: the step after which this (re)start continues.
+        state: result of the method `state` before the restart, or empty.
     """
 
     def __init__(self, directory: Path, ranks: int, resumed: int, state: dict[str, Any]) -> None:
@@ -82,7 +87,10 @@ class Follower:
                 self._files[rank] = _File(rank, LineReader(path, self._offsets.get(rank, 0)))
 
     def read(self, *, ended: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the values of the steps completed since the last call, in order; all steps if `ended`."""
+        """Return the steps completed since the last call, in order, each with its values by name.
+
+        If the run has `ended`, steps that are not complete are returned, too.
+        """
         if len(self._files) < self._ranks:
             self._open()
         for file in self._files.values():
@@ -104,5 +112,5 @@ class Follower:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON values, the offset in each file at which reading continues after a restart."""
+        """Return the offset in each file at which to read on after a restart, as JSON values."""
         return {"offsets": {str(file.rank): file.kept for file in self._files.values()}}

@@ -1,10 +1,10 @@
 """Forward logged values to loggers such as TensorBoard, on the main rank, in a background thread.
 
-About once a second loggers get the values of the steps that all ranks have completed, and are flushed. Then
-`progress.json` records the last step, and the offsets in `events/` at which the next one begins; after a
-restart forwarding continues there. After a kill between the flush and the writing of `progress.json`, the
-values of about a second are forwarded twice. A logger that does not write when it is flushed loses values
-at a kill.
+About once a second, loggers get the values of the steps that all ranks have completed, and are flushed.
+Then `progress.json` records the last step, and the offset in each file of `events/` at which the next step
+begins. After a restart, forwarding continues at these offsets. If the process is killed after the flush and
+before `progress.json` is written, the values of about a second are forwarded twice. A logger that does not
+write when it is flushed loses values if the process is killed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ _NAME = "lockstep-loggers"
 
 
 class Forwarding:
-    """The loggers of a run, and the thread that passes logged values to them.
+    """Passes the logged values of a run to its loggers, in a thread that the constructor starts.
 
     Args:
         loggers: names, or objects with `log`.
         directory: the run directory.
+        identity: script, arguments, seed and so on of the run.
+        ranks: number of ranks.
         resumed: the step after which this (re)start continues.
         say: shows a message, from any thread.
 
@@ -110,7 +112,10 @@ class Forwarding:
             self._close_all(*self._end)
 
     def _forward(self, *, ended: bool) -> None:
-        """Pass new values to the loggers; if values or `progress.json` cause an error, drop all loggers."""
+        """Pass new values to the loggers; without an `ended` run, only those of completed steps.
+
+        A logger that raises an error is dropped. An error in the events or in `progress.json` drops all.
+        """
         try:
             found = self._follower.read(ended=ended)
             self._warn_of_unseen(bool(found))
@@ -130,7 +135,7 @@ class Forwarding:
                 self._leave_out(logger, error)
 
     def _new(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the values of a step, without those forwarded before a restart repeated the step."""
+        """Return those `values` of a step that have not been forwarded, for instance before a restart."""
         if step < self._step:
             return {}
         if step > self._step:
@@ -140,7 +145,7 @@ class Forwarding:
         return new
 
     def _each(self, call: Callable[[Backend], None]) -> None:
-        """Call `call` with each logger; drop a logger that raises an error."""
+        """Run `call` on each logger; a logger that raises an error gets no more values."""
         for logger in tuple(self._open):
             try:
                 call(logger[1])
@@ -165,7 +170,7 @@ class Forwarding:
             )
 
     def close(self, *, ended: bool, failed: bool) -> None:
-        """Forward the remaining values and close the loggers; a logger that takes too long is abandoned.
+        """Forward the remaining values and close the loggers, and wait for that with a time limit.
 
         Args:
             ended: whether all ranks have reached the end of the run and have written their logged values.
@@ -191,7 +196,7 @@ class Forwarding:
         return ", ".join(name for name, _ in self._open)
 
     def _close_all(self, ended: bool, failed: bool) -> None:
-        """Forward the remaining values, then close each logger in a thread, so that none delays another."""
+        """Forward the remaining values, then close all loggers at the same time, each in a thread."""
         self._forward(ended=ended)
 
         def close(logger: tuple[str, Backend]) -> None:
@@ -212,5 +217,5 @@ class Forwarding:
 
 
 def are_closing() -> bool:
-    """Return whether a logger is still closing, since `Forwarding.close` has stopped waiting for it."""
+    """Return whether a thread of `Forwarding` still runs, since a logger has not closed yet."""
     return any(thread.name == _NAME for thread in threading.enumerate())

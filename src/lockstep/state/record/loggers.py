@@ -26,14 +26,14 @@ Say = Callable[[str], None]
 
 @runtime_checkable
 class Logger(Protocol):
-    """An object of the script that a run forwards its logged values to."""
+    """Protocol of an object of the user's script that gets the logged values of a run."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log the values of a step; steps come in order."""
 
 
 class Backend(abc.ABC):
-    """Base class of loggers; one is made at each (re)start of a run, and closed when the ranks end."""
+    """Base class of loggers; a logger is made at each (re)start of a run, and closed at the run's end."""
 
     @abc.abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -47,10 +47,10 @@ class Backend(abc.ABC):
 
 
 def check(loggers: Sequence[Any], _: str = "") -> None:
-    """Raise an error if an entry of `loggers` is not a logger, or if its package is not installed.
+    """Raise an error unless each element of `loggers` is the name of a logger or an object with `log`.
 
     Raises:
-        UsageError: naming the object, or the package that is not installed.
+        UsageError: naming a wrong element, or a package that a logger needs and that is not installed.
     """
     for logger in loggers:
         if isinstance(logger, str) and logger not in NAMES:
@@ -71,11 +71,11 @@ def check(loggers: Sequence[Any], _: str = "") -> None:
 def make(
     logger: Any, directory: Path, identity: Mapping[str, Any], first: int, say: Say
 ) -> Backend:
-    """Return the logger named `logger`, or one that passes values to the `log` of an object `logger`.
+    """Return a `Backend` for `logger`: `"tensorboard"`, `"wandb"`, `"mlflow"`, or an object with `log`.
 
     Args:
-        logger: its name, or an object with `log`.
-        directory: the directory for its files.
+        logger: a name, or an object of the script.
+        directory: the directory for files of loggers.
         identity: script, arguments, seed and so on of the run.
         first: the first step of which no value has been forwarded.
         say: shows a message about where values are logged.
@@ -91,7 +91,10 @@ def make(
 
 
 class TensorBoard(Backend):
-    """Writes TensorBoard event files; hides values of steps from `first` on that an earlier start wrote."""
+    """Writes TensorBoard event files.
+
+    Values of step `first` and later steps that an earlier start wrote are hidden by `purge_step`.
+    """
 
     def __init__(self, directory: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -113,7 +116,7 @@ class TensorBoard(Backend):
 
 
 class WandB(Backend):
-    """Logs to Weights & Biases; offline, into the run directory, if no API key is configured.
+    """Logs to Weights & Biases, or to files in the run directory if no API key is configured.
 
     All (re)starts continue one W&B run, which ignores steps that it already has.
     """
@@ -152,7 +155,7 @@ class WandB(Backend):
 
 
 class MLflow(Backend):
-    """Logs to the tracking server in `MLFLOW_TRACKING_URI`, or to SQLite in the run directory."""
+    """Logs to the MLflow server in `MLFLOW_TRACKING_URI`, or to an SQLite file in the run directory."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -175,7 +178,7 @@ class MLflow(Backend):
         return run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Collect the values, which `flush` sends: a request per step could take longer than a step."""
+        """Collect the values, for `flush` to send; one request per step could take longer than a step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -188,12 +191,12 @@ class MLflow(Backend):
             del self._metrics[:_MLFLOW_BATCH]
 
     def close(self, *, failed: bool) -> None:
-        """Set the status of the MLflow run."""
+        """Set the status of the MLflow run to `FAILED` or `FINISHED`."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 class _UserLogger(Backend):
-    """Passes values to a logger object of the script."""
+    """Passes logged values to the `log` method of an object of the user's script."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
@@ -204,7 +207,7 @@ class _UserLogger(Backend):
 
 
 def _once(place: Path, make: Callable[[], str]) -> str:
-    """Return the text of the file `place`; if it does not exist, first write the result of `make` to it."""
+    """Return the text of the file `place`; if it does not exist, write it with the result of `make()`."""
     with contextlib.suppress(FileNotFoundError):
         return place.read_text(encoding="utf-8")
     text = make()

@@ -1,4 +1,4 @@
-"""Sample a rank's CPU use, memory and GPU about once a second."""
+"""Sample CPU use, memory and GPU use of a rank about once a second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Take = Callable[[dict[str, Any]], None]
 
 
 class Monitor:
-    """Samples CPU, memory and GPU use once a second, in a thread, and passes each sample to `take`."""
+    """Samples CPU, memory and GPU use of a process once a second, in a thread that calls `take`.
+
+    `take` is called with the fields of each sample.
+    """
 
     def __init__(self, device: torch.device, take: Take) -> None:
         self._device, self._take = device, take
@@ -50,13 +53,13 @@ class Monitor:
         }
 
     def close(self) -> None:
-        """End the thread that samples the use of processor, memory and GPU."""
+        """Stop taking samples, and wait a little for the thread to end."""
         self._ends.set()
         self._thread.join(_END_SECONDS)
 
 
 def _utilisation(device: torch.device) -> Callable[[], float | None]:
-    """Return a function that returns the GPU's utilisation from NVML, 0 to 1, or `None` if unknown."""
+    """Return a function that returns a GPU's utilization as 0 to 1, from NVML, or `None` if unknown."""
     nvml = cuda.nvml() if cuda.holds(device) else None
     if nvml is None:
         return lambda: None

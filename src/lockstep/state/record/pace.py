@@ -1,4 +1,4 @@
-"""Measure the times of steps, and their parts spent in the loader and in the exchange of gradients."""
+"""Measure how long steps take, and how much of that is spent in the loader and the gradient exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WINDOW = 1.0
 
 
 class Stopwatch:
-    """Context manager that adds up the seconds spent inside it."""
+    """Context manager that adds the time spent in its `with` blocks to `seconds`."""
 
     __slots__ = ("_began", "is_used", "seconds")
 
@@ -37,7 +37,7 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._began
 
     def over(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator, and add the time spent waiting for each to `seconds`."""
+        """Yield the elements of `items`, and add the time spent waiting for them to `seconds`."""
         began = time.perf_counter()
         for item in items:
             self.seconds += time.perf_counter() - began
@@ -47,11 +47,11 @@ class Stopwatch:
 
 
 class Pace:
-    """Measures the times of steps, summed up in windows: series of steps that take about a second in all.
+    """Measures the times of steps, in windows: groups of consecutive steps that take about a second.
 
     The first step of a process is a window by itself, since warm-up makes it slow. The stopwatch `data`
-    runs while the script waits for a loader; `exchange` runs while a backward pass on the CPU waits for
-    sums of gradients.
+    runs while the script waits for a loader. The stopwatch `exchange` runs while a backward pass on the CPU
+    waits for sums of gradients. `alone` means that there is one rank, whose exchange takes 0 seconds.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -61,19 +61,22 @@ class Pace:
         self.begin()
 
     def exchanging(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager that times the exchange of gradients; on a GPU it does nothing."""
+        """Return the stopwatch `exchange` as a context manager; on a GPU, one that does nothing."""
         # On a GPU the host continues: how long it waits is no measure of the exchange.
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 
     def begin(self) -> None:
-        """Begin a window (about a second of steps) now; the time since the last step counts for no step."""
+        """Begin a new window of steps now; the time since the last step is not counted."""
         self._times: list[float] = []
         self._samples = 0
         self._last = self._since = time.perf_counter()
         self._waited = self.data.seconds, self.exchange.seconds
 
     def step(self, samples: int) -> bool:
-        """Record a step that took `samples` samples on all ranks; return whether the window is over."""
+        """Record the end of a step; return whether the window is over.
+
+        `samples` is the number of samples of the step, on all ranks.
+        """
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
@@ -84,7 +87,11 @@ class Pace:
         return True
 
     def window(self) -> dict[str, Any] | None:
-        """Return number and times of this window's steps, `None` without steps; begin a new window."""
+        """Return counts and seconds of the steps in this window, and begin a new window.
+
+        The fields are `steps`, `samples`, `seconds`, `data`, `exchange`, `median` and `slowest`. The result
+        is `None` if the window has no steps.
+        """
         times, data, before = self._times, *self._waited
         if not times:
             return None

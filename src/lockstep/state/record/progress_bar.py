@@ -1,4 +1,4 @@
-"""Show progress: a bar on a terminal, a line per epoch elsewhere."""
+"""Show the progress of training: a bar if standard error is a terminal, else a line per epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFRESH_SECONDS = 0.1
 
 
 class ProgressBar:
-    """Shows epochs, samples per second and the newest logged values, if `shown`."""
+    """Progress bar with samples per second and the newest logged values; silent unless `shown`."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown

@@ -47,7 +47,7 @@ _LOADERS = 64
 
 
 class TrainingProgress(Protocol):
-    """Protocol: the attributes of the training loop's state that the recorder reads."""
+    """Protocol with those attributes of the training loop's state that `Recorder` reads."""
 
     epoch: int
     epochs: int

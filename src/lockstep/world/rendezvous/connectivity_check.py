@@ -67,7 +67,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class MemberInterface:
-    """Network interface of a member, with the address at which others connect to the member."""
+    """A network interface of a member of the connectivity check, and an address on that interface."""
 
     interface: str
     address: str
