@@ -245,7 +245,7 @@ class ValidCheckpoint:
 
 
 def place(directory: Path, key: Key) -> Path:
-    """Return the path in `directory` of the checkpoint with a `key`: its step, and its number in the step."""
+    """Return the path in `directory` of the checkpoint with a `key`: step, and number in the step."""
     step, number = key
     return directory / (f"step-{step:08d}.{number}" if number else f"step-{step:08d}")
 
