@@ -1,6 +1,6 @@
 """Fetching of a microbatch's samples, with the random generators set to a key for each sample.
 
-This code also runs in DataLoader workers, so that it does not depend on the rank.
+This code also runs in DataLoader workers. It does not use the rank.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ Fetch = FetchTensors | FetchBatch | FetchSamples
 
 
 def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
-    """Return the fastest object that fetches microbatches equal to collated samples of `dataset`."""
+    """Return an object that fetches microbatches of `dataset`, in the fastest way that fits.
+
+    `collate`: makes a batch of samples; torch's by default. `seed`: the run's seed, from which random
+    numbers drawn in the dataset follow.
+    """
     if collate is None or collate is torch_default_collate:
         tensors = _tensors_behind(dataset)
         if tensors is not None:

@@ -137,7 +137,11 @@ class Observer(Protocol):
         """Called after all iterations over a global batch; return whether the loop ends with this batch."""
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        """Called when a loop has ended in global batch `step`, `early` by `break` or after the last one."""
+        """Called when a loop ends; `early`: whether before its last batch, such as by `break`.
+
+        `step`: number of the global batch in which the script left the loop, or, if the script computed
+        that batch to its end, of the next one.
+        """
 
     def fails(self, error: BaseException) -> None:
         """Called when a loop over a loader has raised `error`; the script may still catch it."""

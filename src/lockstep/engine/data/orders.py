@@ -85,7 +85,10 @@ OrderSource = DatasetOrder | SamplerOrder
 
 
 def _seed(sampler: Any, key: int) -> None:
-    """Seed global random generators, and those of a sampler and of the one inside a batch sampler."""
+    """Seed the global random generators, the generator of `sampler`, and that of its inner sampler.
+
+    A batch sampler has an inner sampler as its attribute `sampler`.
+    """
     set_key(key)
     for part in (sampler, getattr(sampler, "sampler", None)):
         generator = getattr(part, "generator", None)

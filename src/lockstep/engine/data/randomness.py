@@ -113,7 +113,7 @@ class Generators:
 
 
 def set_generators(states: States) -> None:
-    """Set the global generators to `states` from another process; `None` leaves one unchanged."""
+    """Set the global generators to `states`; `None` in it leaves a generator unchanged."""
     cpu, numpy, python, device = states
     if cpu is not None:
         torch.set_rng_state(_bytes(cpu))

@@ -69,7 +69,10 @@ class _WorkerInit:
 
 
 def _with_workers(dataset: Any, workers: Workers, **more: Any) -> DataLoader[Any]:
-    """Return a DataLoader whose worker processes fetch the items of `dataset` without collating them."""
+    """Return a DataLoader whose workers fetch the items of `dataset` without collating them.
+
+    `more`: further keyword arguments of the DataLoader.
+    """
     init = _WorkerInit(workers.settings.get("worker_init_fn"), workers.threads)
     settings = {**workers.settings, "worker_init_fn": init, **more}
     return DataLoader(
@@ -82,7 +85,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class _KeyedStream(IterableDataset[Any]):
-    """Wraps an iterable dataset; each iteration first seeds the reading process's generators by `key`."""
+    """Wraps an iterable dataset: seeds the global generators with `key` before the first item."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset

@@ -74,14 +74,14 @@ def taken_by(
 ) -> dict[str, Any]:
     """Return the keywords of `run.model` that are to be passed to the strategy's function `check`.
 
-    Keywords of other strategies are left out, so that one script runs with all strategies. With `pipeline`
-    and `tensor` the strategy's own keywords are left out, too, since their `check` is the one for DDP.
-    Keywords that no strategy has, and DDP keywords with a forbidden value, remain: `check` refuses them.
+    Keywords of other strategies are left out, so that one script runs with all strategies. For `pipeline`
+    and `tensor`, whose `check` is that of DDP, their own keywords are left out, too. Keywords that no
+    strategy has, and DDP keywords with a forbidden value, remain: `check` raises an error for them.
 
     `settings`: the keywords given to `run.model`. `is_trained`: whether the model has trainable parameters.
 
     Raises:
-        ExactnessError: with `exact`, for `mp_policy`, which changes results of the strategy `fsdp` alone.
+        ExactnessError: with `exact`, for `mp_policy`, unless the strategy is `fsdp`.
         ModelError: for buffers that are not synchronized, where ranks hold parts of a model.
     """
     own_buffers = named_buffers_of_own(settings)

@@ -151,7 +151,10 @@ class ReplicatedModel(WrappedModel):
         torch.autograd.backward(rest, [missing_like(p) for p in rest])
 
     def _reduce(self, bucket: dist.GradBucket) -> Sum:
-        """DDP's communication hook: start to sum a bucket, or store it until after the backward pass."""
+        """DDP's communication hook: return a future of the bucket's sum over all ranks.
+
+        If the loss uses several models, store the bucket, to sum it after the backward pass.
+        """
         parameters, buffer, last = bucket.parameters(), bucket.buffer(), bucket.is_last()
         if self._late is None:
             return self._sum(parameters, buffer, last=last)
@@ -161,8 +164,8 @@ class ReplicatedModel(WrappedModel):
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
         """Begin to sum the `gradients` of one bucket over all ranks; return a future of the total.
 
-        With the `last` bucket, `_notes` more elements are sent: the batch's number, and which parameters
-        are used.
+        `parameters`: those of the bucket. With the `last` bucket, `_notes` further elements are sent: the
+        batch's number, and for each parameter whether the loss used it.
         """
         size = gradients.numel()
         if self._stateful is not None:
@@ -217,9 +220,10 @@ class ReplicatedModel(WrappedModel):
     def _fill(
         self, slots: list[torch.Tensor], parameters: list[torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        """Write this rank's sums of gradients to `slots`, each a sum over neighbouring replicas.
+        """Write this rank's partial sums of a bucket's gradients to `slots`, one flat tensor each.
 
-        `parameters`: those of one bucket. `buffer`: the gradients of the last replica.
+        Each sum is over neighbouring replicas. `parameters`: those of the bucket. `buffer`: the flat
+        gradients of this rank's last replica, which no partial sum contains yet.
         """
         nodes = self.accumulation.nodes
         kept = len(nodes) - self.accumulation.pending_merges

@@ -135,7 +135,7 @@ class TransparentDataParallel(DataParallel[nn.Module]):
             super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the wrapped module alone, which torch's `AveragedModel` needs."""
+        """Return a deep copy of the module without `nn.DataParallel`, as `AveragedModel` needs."""
         copied: nn.Module = copy.deepcopy(self.module, memo)
         return copied
 

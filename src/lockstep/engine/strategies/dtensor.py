@@ -104,7 +104,7 @@ _ACROSS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 def check_updates(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Raise an `ExactnessError` if the optimizer's updates depend on how parameters are sharded.
 
-    Updates depend on it if they use whole tensors, or round an element by its position in memory.
+    Such an optimizer uses whole tensors, or rounds an element by its position in memory.
     """
     name = type(optimizer).__name__
     where = "with strategy=fsdp it sees shards, so the result would depend on the layout"

@@ -69,7 +69,7 @@ class GradientAccumulation:
 
     @property
     def pending_merges(self) -> int:
-        """Number of latest partial sums that the next call of `push` merges with its argument."""
+        """How many of the latest partial sums the next `push` adds to its argument."""
         return self._merges[self._collected]
 
     @property
@@ -78,10 +78,10 @@ class GradientAccumulation:
         return len(self._merges) - self._collected
 
     def check(self, module: nn.Module, *expected: int) -> None:
-        """Raise a `StepError` if some of this rank's replicas had a backward pass and others had none.
+        """Raise a `StepError` if only some of this rank's replicas had a backward pass.
 
-        Each replica could be on its own rank, and ranks that sum gradients would wait for the missing one.
-        `expected`: allowed values of `missing`, the number of this rank's replicas without gradients.
+        With each replica on a rank of its own, the others would wait for the missing gradients. `expected`:
+        allowed values of `missing`, this rank's number of replicas without gradients.
         """
         if self.missing not in expected:
             raise StepError(

@@ -36,7 +36,10 @@ class SpreadModel(WrappedModel):
         self._reducer, self._warn = reducer, context.warn
 
     def _accumulate(self, gradients: Gradients, microbatch: Microbatch) -> Gradients | None:
-        """Add one replica's gradients; after this rank's last, return the total over ranks, else `None`."""
+        """Add one replica's gradients to this rank's partial sums.
+
+        After the rank's last replica, return the total over all ranks; before, return `None`.
+        """
         self.accumulation.push(gradients)
         if not microbatch.last:
             return None

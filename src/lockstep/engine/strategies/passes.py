@@ -74,9 +74,9 @@ def watch_forward(
     *,
     always: bool = False,
 ) -> Callable[[], None]:
-    """Call `before` and `after` around each forward pass of `module`; return a function that stops this.
+    """Call `before` and `after` around each forward pass; return a function to remove both.
 
-    `always`: call `after` also if the forward pass raises an exception.
+    `always`: call `after` also if the forward pass of `module` raises an exception.
     """
     handles = [module.register_forward_pre_hook(_Hook(before))]
     if after is not None:

@@ -51,9 +51,10 @@ class Ranks:
     def fold(
         self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """All-gather `own`, and merge the tensors of all ranks into one, with equal bits on all ranks.
+        """All-gather `own`, and merge the tensors of all ranks; all ranks get the same bits.
 
-        `merge`: as in the function `fold`.
+        `merge`: merges row i of one matrix with row i of another, for all i at once; each row is a flat
+        `own` or a result.
         """
         gathered = own.new_empty(self.size * own.numel())
         self._wire.gather(own, gathered).wait()

@@ -72,9 +72,9 @@ class TensorModel(CutState, SpreadModel):
         return total_norm(norms, norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale gradients, whose total norm is `norm`, one by one, so that the norm is at most `max_norm`.
+        """Scale gradients of `parameters` from total norm `norm` to at most `max_norm`, one by one.
 
-        torch cannot scale them together, since only some are `DTensor`s.
+        torch cannot scale `DTensor`s and other tensors in one call.
         """
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
 
@@ -153,7 +153,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _placed(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with its parameter's placements, since autograd may return partial sums."""
+    """Return `gradient` redistributed to the placements of `parameter`, if both are `DTensor`s.
+
+    Autograd may return gradients that are partial sums. Other gradients are returned unchanged.
+    """
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         placed: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return placed

@@ -33,10 +33,10 @@ class Listener(Protocol):
         return
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Called when a loop over loader number `loader` ends in global batch number `step`.
+        """Called when a loop over loader number `loader` ends.
 
         `epoch` and `round_` are those of `loop_begins`. `early`: whether the loop was left before its end,
-        for instance by `break`.
+        for instance by `break`; then `step` is the number of the batch, else the number of batches.
         """
         return
 

@@ -404,7 +404,7 @@ class Loop:
             call(progress.steps, microbatch)
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        """Record that a loop over a loader ends after global batch `step`; `early`: whether by `break`."""
+        """Record that a loop ends: after all `step` batches, or early in batch `step`, as by `break`."""
         if self.closed:
             return
         ended: LoopEvent = start.loop

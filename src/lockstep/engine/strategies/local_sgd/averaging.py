@@ -35,7 +35,7 @@ class Averaging:
     def of(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
         """Return the mean of each of `tensors` over the ranks; shapes are equal on all ranks.
 
-        `shares`: weight of this rank's tensor in each mean; the weights of all ranks add up to 1.
+        `shares`: for each tensor, this rank's weight in its mean; weights of all ranks add up to 1.
         """
         kinds: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
@@ -58,9 +58,9 @@ class Averaging:
         return self._exchange.start([slot], last=True).wait()
 
     def gather(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
-        """All-gather `numbers` and `value` (JSON data), which is sent only if it differs between ranks.
+        """All-gather `numbers` and `value` (JSON data); return both for each rank.
 
-        Returns the numbers and the value of each rank.
+        To save communication, `value` itself is sent only if its checksum differs between ranks.
         """
         text = json.dumps(value).encode()
         digest = torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)

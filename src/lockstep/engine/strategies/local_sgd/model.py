@@ -94,7 +94,10 @@ class LocalModel(WrappedModel):
         self._optimizer = optimizer
 
     def update(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, the optimizer's step; after every `sync_every` steps average over ranks."""
+        """Call `act`, which steps the optimizer, and return its result.
+
+        After every `sync_every` such calls, average parameters and optimizer state over ranks.
+        """
         if not self._steps:
             self._outer.begin()
         result = act()

@@ -36,7 +36,10 @@ class Mean(_Change):
     """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Set parameters to their values of the last averaging minus `means`, the mean of (old - new)."""
+        """Set each parameter to its value after the last averaging minus its mean change.
+
+        `means`: the mean over all ranks of each parameter's change, old minus new value.
+        """
         torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
 
     def state(self) -> dict[str, Any]:

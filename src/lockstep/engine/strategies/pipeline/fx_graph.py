@@ -138,7 +138,7 @@ def _refuse(name: str, tracer: _Tracer, changed: Sequence[str], *, has_drawn: bo
     """Raise a `ModelError` if `forward` had side effects, which its graph would not repeat.
 
     Side effects are: random numbers that were drawn (`has_drawn`), changes of grad or autocast modes, and
-    assignments to attributes, whose names are `changed`.
+    assignments to attributes, whose names are `changed`. `name`: class name of the model.
     """
     seen = ""
     if has_drawn:
@@ -171,7 +171,10 @@ class _Attributes:
         return name in now and name not in before
 
     def names(self, constants: dict[str, Any]) -> list[str]:
-        """Return the names of changed attributes, except `constants` and any `cached_property`."""
+        """Return the names of changed attributes; leave out `constants` and any `cached_property`.
+
+        `constants`: tensors that torch.fx itself has stored as attributes of the model, by name.
+        """
         return [
             name
             for kind, now, before in self._spaces

@@ -79,14 +79,14 @@ class _Call(torch.autograd.Function):
 
 
 class Schedule:
-    """The `forward` of a pipelined model: runs this rank's stage, and communicates with the other stages.
+    """The `forward` of a pipelined model: runs this rank's stage, exchanges data with other stages.
 
     Args:
-        chunks: number of chunks of a batch, and names of the arguments that are cut into chunks.
+        chunks: number of chunks of a batch, and names of the arguments cut into chunks (or `None`).
 
     Attributes:
         leaf: leaf tensor at which the graph of a loss ends, in place of the parameters.
-        drawn: called if a chunk has drawn random numbers, on any rank.
+        drawn: called without arguments if a chunk has drawn random numbers, on any rank.
     """
 
     def __init__(
@@ -117,10 +117,9 @@ class Schedule:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the current backward pass accumulates gradients of parameters, unlike `autograd.grad`.
+        """Whether the current backward pass accumulates gradients, unlike one of `autograd.grad`.
 
-        A private function of torch returns this, as in `torch.autograd.graph.register_multi_grad_hook`
-        (torch 2.13).
+        A private function of torch (2.13) tells this; `register_multi_grad_hook` uses it, too.
         """
         return torch._C._will_engine_execute_node(self._end)
 
@@ -204,7 +203,10 @@ class _ModelCall:
         return self._share(merged, None)
 
     def _share(self, output: Any, states: States | None) -> Message:
-        """Broadcast `output` and `states` (of random generators) from the last rank; return the output."""
+        """Broadcast `output` and `states` from the last rank; return the output on each rank.
+
+        `states`: states of the random generators after the last stage, for all ranks to load, or `None`.
+        """
         row = self._schedule.row
         row.flush()
         message = row.share([output, states, self._has_drawn], row.size - 1)
@@ -218,10 +220,11 @@ class _ModelCall:
     def _forward_chunk(
         self, chunk: int, begin: Generators | None = None
     ) -> tuple[Any, States | None]:
-        """Receive one chunk, run the stage on it, and send the result; the last stage returns the result.
+        """Receive one chunk, run the stage on it, and send the result; return `(output, states)`.
 
-        `begin`: state of the random generators at the call, if stages continue one random stream. Then
-        their state after the stage is returned, too; `None` if the stage drew no random numbers.
+        `output`: the model's output on the last stage, else `None`. `begin`: state of the random generators
+        at the model's call, if stages continue one random stream. `states`: of those generators that have
+        drawn numbers since `begin`; `None` if none has, or without `begin`.
         """
         schedule = self._schedule
         rank = schedule.row.rank

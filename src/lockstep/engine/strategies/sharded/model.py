@@ -292,9 +292,10 @@ class ShardedModel(CutState, WrappedModel):
         return total_norm(norms, norm_type)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """In an exact run, raise an `ExactnessError` if the optimizer's updates depend on the sharding.
+        """In an exact run, raise an `ExactnessError` if updates depend on the sharding.
 
-        Updates depend on it if they use whole tensors, or round an element by its position in memory.
+        That is so for an `optimizer` that uses whole tensors, or rounds an element by its position in
+        memory.
         """
         if self._context.exact:
             updated = [
