@@ -100,8 +100,20 @@ def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> 
 
 
 def stored(*nodes: ast.AST) -> set[str]:
-    """Return the dotted names of variables and attributes that nodes assign or delete."""
-    return {dotted(one) for one in variables(*nodes, context=ast.Store | ast.Del)} - {""}
+    """Return the dotted names of variables and attributes that nodes assign or delete.
+
+    The variables of comprehensions are not among them: they exist inside the comprehension only.
+    """
+    parts = [part for node in nodes for part in ast.walk(node)]
+    inner = {
+        one
+        for part in parts
+        if isinstance(part, ast.comprehension)
+        for one in variables(part.target)
+    }
+    return {
+        dotted(one) for one in variables(*nodes, context=ast.Store | ast.Del) if one not in inner
+    } - {""}
 
 
 def root(node: ast.expr) -> ast.expr | None:

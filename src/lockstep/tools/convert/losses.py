@@ -10,7 +10,7 @@ import re
 
 from lockstep.tools.check.rules.microbatches import counts_otherwise
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import method
+from lockstep.tools.check.syntax import dotted, method, root
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import Draft, origins, sent_backward
 
@@ -25,6 +25,7 @@ def convert(draft: Draft) -> None:
     Scripts of DDP are skipped: the run averages gradients over replicas, as DDP does over ranks.
     """
     script, module = draft.script, draft.module
+    _note_shown_means(draft)
     if "ddp" in script.flavours:
         return
     trained = {script.callee(call) for call in module.calls if script.step_loop(call) is not None}
@@ -39,6 +40,22 @@ def convert(draft: Draft) -> None:
             draft.ask(*asked)
 
 
+def _note_shown_means(draft: Draft) -> None:
+    """Add a note for each division, by a length, of what a training loop has added up with `+=`."""
+    script, module = draft.script, draft.module
+    for loop in script.step_loops:
+        added = [one for one in ast.walk(loop) if isinstance(one, ast.AugAssign)]
+        names = {dotted(one.target) for one in added if isinstance(one.op, ast.Add)} - {""}
+        for node in ast.walk(module.scope(loop)):
+            match node:
+                case ast.BinOp(left=left, op=ast.Div(), right=right) if "len(" in ast.unparse(
+                    right
+                ):
+                    if dotted(root(left) or loop) in names:
+                        note = questions.SHOWN.format(ast.unparse(node), node.lineno)
+                        draft.notes.append(note)
+
+
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
     """Return (part, question) for the first part of the loss `node` that is no mean over samples.
 
@@ -50,7 +67,9 @@ def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str]
             return node, questions.WEIGHT
         case ast.Call() if _adds_up(draft.script, node):
             return node, questions.SUMS
-        case ast.BinOp(left=left, op=ast.Div(), right=right) if _asked(draft, left, depth):
+        case ast.BinOp(left=left, op=ast.Div(), right=right) if asked := _asked(draft, left, depth):
+            if asked[1] != questions.SUMS:  # a weighted mean stays one
+                return asked
             text = ast.unparse(right)
             if _OF_OTHERS.search(text):
                 return node, questions.WEIGHT

@@ -54,6 +54,7 @@ class Mean:
     def state_dict(self): ...
 mean = Mean()"""
 SCALER = "scaler = torch.amp.GradScaler()"
+WEIGHTED = "nn.functional.cross_entropy(model(x), x, weight=w)"
 
 #: The head of a DDP script.
 DDP = "import torch.distributed as dist\ndist.init_process_group('gloo')"
@@ -193,6 +194,8 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
         ("pass", "y = next(others)", questions.LOADER.format("next(others)")),
         ("model(x).mean()", "(model(x) * step).mean()", questions.CARRIED.format("step")),
         ("pass", "h = loss + h", None),
+        ("loss = m", "x = {k: v for k, v in x.items()}\n        loss = m", None),
+        ("model(x).mean()", f"{WEIGHTED} / 2", questions.WEIGHT),
         (".mean()", ".sum()", questions.SUMS),
         (".mean()", ".sum() / 4", questions.SUMS),
         (".mean()", ".sum() / len(x)", None),
@@ -225,6 +228,18 @@ def test_other_forms(tmp_path: Path, old: str, new: str, line: str) -> None:
     path.write_text(path.read_text().replace(old, new))
     text = convert(path).text
     assert line in text, text
+
+
+def test_a_mean_of_losses_over_batches_is_noted(tmp_path: Path) -> None:
+    shown = (
+        "print(total / len(loader), (total / len(loader.dataset)), total / 8, other / len(loader))"
+    )
+    path = script(tmp_path, "total = other = 0.0", "total += loss.item()", shown)
+    notes = convert(path).notes
+    assert [note.partition(" adds up ")[0] for note in notes] == [
+        "total / len(loader) in line 15",
+        "total / len(loader.dataset) in line 15",
+    ]
 
 
 def test_what_nothing_needs_any_more_goes(tmp_path: Path) -> None:
