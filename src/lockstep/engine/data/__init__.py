@@ -1,1 +1,1 @@
-"""Loaders: they split the global batches of a dataset into this rank's microbatches."""
+"""Loaders: division of the global batches of a dataset into microbatches, and fetching of samples."""

@@ -1,4 +1,4 @@
-"""Check the arguments of `Run.loader`, and make the source of this rank's microbatches from them."""
+"""Check of the arguments of `Run.loader`; construction of the source of this rank's microbatches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a loader, as in `Run.loader`; creating it with invalid ones raises `LoaderError`."""
+    """Settings of a loader, as in `Run.loader`.
+
+    `LoaderError` is raised when an object with invalid settings is created.
+    """
 
     batch_size: int | None = None
     shuffle: bool = False
@@ -86,7 +89,10 @@ _WORKER_SETTINGS = {
 
 
 def check_nothing_beside(asked: dict[str, Any]) -> None:
-    """Raise `LoaderError` if `run.loader` got a DataLoader together with other arguments, `asked`."""
+    """Raise `LoaderError` if `run.loader` was given a DataLoader together with other arguments.
+
+    `asked`: values of the other arguments by name; a false value counts as not given.
+    """
     given = [name for name, value in asked.items() if value]
     if given:
         raise LoaderError(
@@ -96,7 +102,10 @@ def check_nothing_beside(asked: dict[str, Any]) -> None:
 
 
 def build(dataset: Any, settings: LoaderSettings, replicas: int, block: range, seed: int) -> Source:
-    """Return a source of this rank's microbatches from a dataset and the settings of its loader.
+    """Return a source of this rank's microbatches of a dataset.
+
+    `replicas`: number of replicas of the run. `block`: the replicas that this rank computes. `seed`: the
+    run's seed.
 
     Raises:
         LoaderError: if the dataset can't be split over the replicas.
@@ -175,7 +184,9 @@ def _build_stream(
 
 
 def adopt(loader: DataLoader[Any]) -> tuple[Any, LoaderSettings]:
-    """Return the dataset and the settings of a DataLoader, whose batches become global batches.
+    """Return the dataset and the settings of a DataLoader, for a loader with the same batches.
+
+    The DataLoader's batches become global batches.
 
     Raises:
         LoaderError: if the DataLoader's batches can't be split over replicas.
@@ -216,7 +227,10 @@ def _order_of(sampler: Any, dataset: Any) -> dict[str, Any]:
 
 
 def _check_whole(sampler: Any) -> None:
-    """Raise `LoaderError` for a DistributedSampler, which yields only one rank's part of the data."""
+    """Raise `LoaderError` if `sampler` is a DistributedSampler.
+
+    It would yield only one rank's part of the data.
+    """
     if isinstance(sampler, DistributedSampler):
         raise LoaderError(
             f"the sampler {type(sampler).__name__} yields one rank's part of the data; "

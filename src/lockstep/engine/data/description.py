@@ -1,4 +1,4 @@
-"""`Description`: summarizes a loader's data in checksums; ranks compare them to detect differences.
+"""`Description`: checksums of a loader's data, by which ranks detect that they have different data.
 
 This module fetches no samples, since that may be slow and may change a dataset.
 """
@@ -32,7 +32,10 @@ class Description:
     sampler: Any = None  # the script's sampler or batch sampler; `None` for the loader's own order
 
     def parts(self) -> dict[str, str]:
-        """Return the dataset's class, its length, and checksums of some of its indices and values."""
+        """Return text values that describe the dataset and the sampler, by name.
+
+        They are the class (`kind`), the length, and checksums of some of the indices and values.
+        """
         found: dict[str, list[Any]] = {}
         for name, value in self._walk():
             found.setdefault(name, []).append(value)
@@ -42,9 +45,10 @@ class Description:
         return {"kind": kinds, "length": length, **sums}
 
     def indices(self) -> str | None:
-        """Return a checksum of the indices and weights in torch's Subsets and samplers; `None` without any.
+        """Return a checksum of the indices and weights in torch's Subsets and samplers.
 
-        Indices in other classes are left out, since those classes may draw them anew during a loop.
+        The result is `None` if there are none. Indices in objects of other classes are left out, since such
+        an object may draw new ones during a loop.
         """
         names = {"indices"} | ({"sampler"} if type(self.sampler) is SubsetRandomSampler else set())
         found = [value for name, value in self._walk() if name in names]
@@ -82,7 +86,10 @@ def _some(values: Any, count: int) -> Any:
 
 
 def _numbers(values: Any) -> Any:
-    """Return a list of integers as an array, which is faster to hash; return other values unchanged."""
+    """Return `values` as an array if it is a list of integers, otherwise return it unchanged.
+
+    An array is faster to hash.
+    """
     return np.array(values) if all(type(value) is int for value in values) else values
 
 

@@ -21,25 +21,36 @@ Collate = Callable[[list[Any]], Any]
 
 
 class FetchRequest(NamedTuple):
-    """A microbatch to fetch: dataset indices of its samples, and `Microbatch.numbers` for random seeds."""
+    """Request for the samples of one microbatch.
+
+    Attributes:
+        indices: dataset indices of the samples.
+        numbers: `Microbatch.numbers`, from which random seeds are derived.
+    """
 
     indices: Indices
     numbers: tuple[int, int, int, int, int]
 
 
 class CheckRequest(FetchRequest):
-    """Samples to fetch for a comparison of the dataset with other ranks; they are not collated."""
+    """Request for samples that are compared with those of other ranks; they are not collated."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchTensors:
-    """Fetches whole microbatches by indexing the tensors of a TensorDataset, without random numbers."""
+    """Callable that returns microbatches of a TensorDataset, by indexing the dataset's tensors.
+
+    No random numbers are drawn. `subset`: indices of the samples of a `Subset`; `None` for all samples.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     subset: torch.Tensor | None
 
     def samples(self, request: FetchRequest) -> list[torch.Tensor]:
-        """Return the samples, as a tensor of shape `(samples, …)` for each tensor of the dataset."""
+        """Return the samples of `request`, as one tensor for each tensor of the dataset.
+
+        Each has the shape `(samples, …)`.
+        """
         index = torch.from_numpy(request.indices)
         if self.subset is not None:
             index = self.subset[index]
@@ -51,7 +62,10 @@ class FetchTensors:
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """Fetches a microbatch by one call of the dataset's `__getitems__`, after seeding generators once."""
+    """Callable that returns microbatches, by one call of the dataset's `__getitems__` for each.
+
+    Random generators are seeded once per microbatch.
+    """
 
     dataset: Any
     collate: Collate
@@ -69,7 +83,10 @@ class FetchBatch:
 
 @dataclass(frozen=True, slots=True)
 class FetchSamples:
-    """Fetches the samples of a microbatch one by one, each after seeding generators with its own key."""
+    """Callable that returns microbatches, whose samples it fetches from the dataset one by one.
+
+    Random generators are seeded before each sample, with a key of the sample.
+    """
 
     dataset: Any
     collate: Collate
@@ -115,7 +132,7 @@ def choose(dataset: Any, collate: Collate | None, seed: int) -> Fetch:
 
 
 def _tensors_behind(dataset: Any) -> FetchTensors | None:
-    """Return a fetcher for a TensorDataset, also inside of Subsets; `None` for any other dataset."""
+    """Return a `FetchTensors` for a TensorDataset, or a Subset of one; `None` for any other dataset."""
     subset: torch.Tensor | None = None
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -129,9 +146,9 @@ def _tensors_behind(dataset: Any) -> FetchTensors | None:
 
 
 def _hides_samples(dataset: Any) -> bool:
-    """Return whether `dataset` is a Subset whose `__getitems__` only calls `__getitem__` for each sample.
+    """Whether `dataset` is a Subset whose `__getitems__` only calls `__getitem__` for each sample.
 
-    Its samples are fetched one by one instead, each after seeding the random generators.
+    If so, the samples are fetched one by one, and the random generators are seeded before each.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset

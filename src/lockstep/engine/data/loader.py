@@ -18,9 +18,9 @@ Measure = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 class GlobalBatch:
-    """A global batch of a loader; an iteration over it yields this rank's microbatches.
+    """A global batch of a loader; each iteration over it yields this rank's microbatches.
 
-    A second iteration yields the same data again, for scripts that update twice per batch, such as a
+    A second iteration yields the same data again, for scripts that update twice per batch, as for a
     generator and a discriminator.
 
     Attributes:
@@ -39,10 +39,10 @@ class GlobalBatch:
         return self._pass(turn)
 
     def ahead(self) -> Iterator[Any]:
-        """Return an additional iterator over the microbatches, for `run.all_gather`.
+        """Return an additional iterator over this rank's microbatches, for `run.all_gather`.
 
-        This iterator and the script's next iteration draw the same random numbers. An audit, which computes
-        a microbatch twice, takes place only in the script's iteration.
+        The script draws the same random numbers in this iteration and in its next own one. The extra
+        microbatch of an audit, which is computed twice, is left out.
         """
         return self._pass(self._turn, audits=False)
 
@@ -57,13 +57,19 @@ class GlobalBatch:
         return observed(show(pairs, self._observer, shown=True), self._observer)
 
     def pass_over(self) -> None:
-        """Fetch the microbatches that no iteration has fetched, so that the next batch can follow."""
+        """End this batch: fetch its remaining microbatches, so that those of the next batch can follow.
+
+        Later iterations over this batch raise a `LoaderError`.
+        """
         self._is_over = True
         for _ in self._batch:
             pass
 
     def _replay(self) -> Batch:
-        """Yield microbatches that an earlier iteration has fetched, then fetch and yield the others."""
+        """Yield all microbatches of this batch with their data.
+
+        Those that an earlier iteration has fetched are not fetched again.
+        """
         yield from tuple(self._seen)
         for pair in self._batch:
             self._seen.append(pair)
@@ -71,9 +77,10 @@ class GlobalBatch:
 
 
 def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
-    """Yield the data of each microbatch, and call `observer` before and after the script computes it.
+    """Yield the data of each microbatch, and call `observer` before and after the loop's body.
 
-    `shown`: whether the script iterates over a `GlobalBatch`, and not over the loader itself.
+    `pairs`: microbatches with their data. `shown`: whether the script iterates over a `GlobalBatch`, and
+    not over the loader itself.
     """
     microbatch = None
     for microbatch, data in pairs:
@@ -91,7 +98,10 @@ def show(pairs: Batch, observer: Observer, *, shown: bool) -> Generator[Any]:
 
 
 def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
-    """Yield from the generator `items`; report its exceptions to `observer`: the script may catch them."""
+    """Yield the items of the generator `items`, and report its exceptions to `observer`.
+
+    So the run knows of an exception even if the script catches it.
+    """
     try:
         for item in items:  # noqa: UP028 - to be left while `items` can still be closed
             yield item
@@ -107,7 +117,9 @@ def observed(items: Generator[T], observer: Observer) -> Iterator[T]:
 
 
 class Loader:
-    """Iterable over this rank's microbatches, made by `Run.loader`; `len()` counts global batches.
+    """Iterable over this rank's microbatches, made by `Run.loader`.
+
+    `len()` counts global batches.
 
     Attributes:
         number: index of the loader, in the order of `run.loader` calls.
@@ -145,7 +157,7 @@ class Loader:
         return len(self._source)
 
     def close(self) -> None:
-        """End the DataLoader worker processes; the loader cannot be iterated over afterwards."""
+        """End the DataLoader worker processes of this loader."""
         self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,9 +179,9 @@ class Loader:
         return observed(global_batches(), self._observer)
 
     def _loop(self, *, shown: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield the number and the microbatches of each global batch.
+        """Yield each global batch of one loop, as its number and an iterator over this rank's microbatches.
 
-        `shown`: whether the script gets the batch as a `GlobalBatch`.
+        `shown`: whether the script gets each batch as a `GlobalBatch`.
         """
         start = self._observer.loop_begins(self.number, self._source.batching)
         step, early = start.first, True

@@ -1,4 +1,4 @@
-"""`Microbatch`, `Batching`, `Start`, and `Observer`: the interface between loaders and the run."""
+"""`Microbatch`, `Batching`, `Start` and `Observer`: types that loaders and the run have in common."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ class Microbatch(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Weight of this microbatch's mean loss in the mean loss of the global batch."""
+        """Weight of the microbatch's mean loss in the global batch's mean loss: the share of samples."""
         return self.size / self.total
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Numbers of loader, epoch, loop, batch and replica, from which random seeds are derived."""
+        """The numbers of loader, epoch, loop, batch and replica; random seeds are derived from them."""
         return self[:5]
 
     @property
     def loop(self) -> tuple[int, int, int]:
-        """Numbers of the loader, the epoch, and the loop among the epoch's loops over the loader."""
+        """The numbers of the loader, the epoch, and the loop.
+
+        The loop's number counts the epoch's earlier loops over the loader.
+        """
         return self[:3]
 
     @property
     def place(self) -> int:
-        """64-bit number that identifies this iteration over this global batch, the same on all ranks."""
+        """64-bit number that identifies one iteration over a global batch, the same on all ranks."""
         loop = (self.loader & 0xFF) << 56 | (self.epoch & 0xFFFF) << 40 | (self.round & 0xFF) << 32
         return loop | (self.step & 0xFFFFFFF) << 4 | self.turn & 0xF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """Settings of a loader that, with the run's seed, decide which samples each of its batches has."""
+    """Settings of a loader that decide, together with the run's seed, which samples each batch has."""
 
     batch_size: int | None  # samples per global batch; `None` if a batch sampler makes the batches
     samples: int | None  # number of samples of a loop; `None` for a stream
@@ -62,14 +65,17 @@ class Batching:
 
     @property
     def batches(self) -> int | None:
-        """Number of global batches in a loop; `None` for a stream."""
+        """Number of global batches in a loop; `None` for an iterable dataset."""
         if self.samples is None or self.batch_size is None:
             return self.count
         full, rest = divmod(self.samples, self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
     def differences(self, now: Batching) -> list[str]:
-        """Return one line of text per setting whose recorded value differs from its value in `now`."""
+        """Return the settings that differ from those in `now`, as one line of text for each.
+
+        This object has the recorded settings, such as those in a checkpoint.
+        """
         values = asdict(now)
         return [
             f"{name}: {recorded!r} recorded, {values[name]!r} now"
@@ -81,7 +87,10 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Start of a loop over a loader: numbers that identify the loop, and its first batch after a resume."""
+    """Where a loop over a loader starts: numbers that identify the loop, and its first global batch.
+
+    After a resume the first batch may be a later one than batch 0.
+    """
 
     epoch: int  # number that differs for every epoch and phase; the loop's keys contain it
     round: int  # number of earlier loops over this loader in the epoch
@@ -100,41 +109,55 @@ class Observer(Protocol):
     """Interface by which loaders report the progress of their loops to the run; `Loop` implements it."""
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over loader number `loader`; return where it starts: batch 0, or later in a resume.
+        """Begin a loop over loader number `loader`; return its `Start`, at batch 0 or later after a resume.
 
-        `batching` returns the loader's settings; it is called after the run has loaded its state, since a
-        sampler's length may depend on that state.
+        `batching`: function that returns the loader's settings. It is called after the run has loaded its
+        state, since a sampler's length may depend on that state.
         """
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
-        """Called before global batch `step` of a loop; `shown`: the script gets it as a `GlobalBatch`."""
-
-    def audit_plan(self, start: Start) -> Callable[[int], int | None]:
-        """Return a function that returns the replica to audit (compute twice) in a global batch, or `None`.
-
-        Its argument is the number of the global batch in the loop.
-        """
-
-    def takes(self, microbatch: Microbatch) -> bool:
-        """Return whether the script gets this microbatch.
-
-        The script may not get a microbatch without samples, or an audit's second computation of one.
-        """
-
-    def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:
-        """Called before a microbatch's `data`, its collated samples, is yielded to the loop's body."""
-
-    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Called when the loop's body has computed a microbatch, or `left` it by `break` or an error."""
-
-    def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
-        """Called after an iteration over a global batch; `microbatch` was its last microbatch.
+        """Called before global batch number `step` of the loop `start`.
 
         `shown`: whether the script gets the batch as a `GlobalBatch`.
         """
 
+    def audit_plan(self, start: Start) -> Callable[[int], int | None]:
+        """Return a function that chooses the replica to audit in a global batch.
+
+        The function is called with the number of the batch in the loop `start`. It returns the number of
+        the replica whose microbatch is computed twice, or `None` for a batch without audit.
+        """
+
+    def takes(self, microbatch: Microbatch) -> bool:
+        """Whether `microbatch` is passed to the script.
+
+        It may be left out if it has no samples, or if it is an audit's extra computation of a microbatch.
+        """
+
+    def microbatch_begins(self, microbatch: Microbatch, data: Any) -> None:
+        """Called before the loop's body computes `microbatch`.
+
+        `data`: the collated samples that the loop's body gets.
+        """
+
+    def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
+        """Called when the loop's body has ended for `microbatch`.
+
+        `left`: whether the body ended by `break` or an exception.
+        """
+
+    def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
+        """Called after an iteration over a global batch.
+
+        `microbatch`: the last microbatch of the iteration. `shown`: whether the script gets the batch as a
+        `GlobalBatch`.
+        """
+
     def batch_ends(self, start: Start) -> bool:
-        """Called after all iterations over a global batch; return whether the loop ends with this batch."""
+        """Called after all iterations over a global batch of the loop `start`.
+
+        Returns whether the loop is to end with this batch.
+        """
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
         """Called when a loop ends; `early`: whether before its last batch, such as by `break`.
@@ -144,4 +167,4 @@ class Observer(Protocol):
         """
 
     def fails(self, error: BaseException) -> None:
-        """Called when a loop over a loader has raised `error`; the script may still catch it."""
+        """Called when a loop over a loader has raised `error`, which the script may still catch."""

@@ -1,4 +1,7 @@
-"""Orders of samples in an epoch, and global batches made from them or by the script's batch sampler."""
+"""Orders of the samples in a loop, and division of an order into global batches.
+
+A script's batch sampler may make both.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from lockstep.errors import LoaderError
 
 @dataclass(frozen=True, slots=True)
 class DatasetOrder:
-    """The dataset's own order, or with `shuffle` a random permutation that follows from the seed."""
+    """Orders of the samples of a dataset: the dataset's own order, or random permutations.
+
+    With `shuffle` each loop has a different permutation, which follows from `seed`.
+    """
 
     length: int
     shuffle: bool
@@ -33,14 +39,18 @@ class DatasetOrder:
 
     @property
     def name(self) -> str:
-        """`shuffled` or `sequential`, as recorded in saved states among the settings of a loop."""
+        """Name of the kind of order, `shuffled` or `sequential`, which saved states contain."""
         return "shuffled" if self.shuffle else "sequential"
 
     def __len__(self) -> int:
         return self.length
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in loop `round_` (from 0) of an epoch; it takes constant memory."""
+        """Return the order of samples in one loop; it takes constant memory.
+
+        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
+        earlier loops over the loader.
+        """
         if not self.shuffle:
             return SequentialOrder(self.length)
         return ShuffledOrder(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
@@ -48,7 +58,7 @@ class DatasetOrder:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOrder:
-    """The order in which the script's sampler, seeded alike on all ranks, yields samples.
+    """Orders in which the script's sampler yields samples, after equal seeding on all ranks.
 
     An order takes 8 bytes of memory per sample.
     """
@@ -58,14 +68,17 @@ class SamplerOrder:
 
     @property
     def name(self) -> str:
-        """Class name of the sampler, as recorded in saved states among the settings of a loop."""
+        """Class name of the sampler, which saved states contain."""
         return type(self.sampler).__name__
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in loop `round_` (from 0) over the data in an epoch.
+        """Return the order of samples in one loop, as the sampler yields them.
+
+        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
+        earlier loops over the loader.
 
         Raises:
             LoaderError: if the sampler yields a different number of indices than its length.
@@ -101,7 +114,7 @@ def _seed(sampler: Any, key: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoopBatches:
-    """Global batches of one loop over the data: the order of the samples, and where each batch begins."""
+    """The global batches of one loop: the order of the samples, and each batch's first position."""
 
     order: Order
     start: Callable[[int], int]  # from a batch's number to the position of its first sample
@@ -109,7 +122,10 @@ class LoopBatches:
 
 @dataclass(frozen=True, slots=True)
 class FixedSize:
-    """Global batches of `size` samples; a shorter last batch is kept, or left out with `drop_last`."""
+    """Divides the samples of a loop into global batches of `size` samples.
+
+    A shorter last batch is kept, or with `drop_last` left out.
+    """
 
     orders: OrderSource
     size: int
@@ -120,7 +136,10 @@ class FixedSize:
         return length // self.size if self.drop_last else -(-length // self.size)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return the settings that decide the batches; `indices`: a checksum of the dataset's indices."""
+        """Return the settings that decide which samples each batch has.
+
+        `indices`: a checksum of the dataset's indices, which is one of these settings; `None` without any.
+        """
         return Batching(
             batch_size=self.size,
             samples=len(self.orders),
@@ -130,7 +149,11 @@ class FixedSize:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> LoopBatches:
-        """Return the global batches of loop `round_` (from 0) over the data in an epoch."""
+        """Return the global batches of one loop.
+
+        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
+        earlier loops over the loader.
+        """
         order, size = self.orders.order(loader, epoch, round_), self.size
         length = len(order)
         return LoopBatches(order, lambda step: min(step * size, length))
@@ -138,7 +161,7 @@ class FixedSize:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatches:
-    """Global batches from the script's batch sampler; a common seed makes them equal on all ranks."""
+    """Takes global batches from the script's batch sampler, after equal seeding on all ranks."""
 
     sampler: Any
     seed: int
@@ -147,7 +170,10 @@ class SampledBatches:
         return len(self.sampler)
 
     def batching(self, indices: str | None) -> Batching:
-        """Return the settings that decide the batches; `indices`: a checksum of the dataset's indices."""
+        """Return the settings that decide which samples each batch has.
+
+        `indices`: a checksum of the dataset's indices, which is one of these settings; `None` without any.
+        """
         return Batching(
             batch_size=None,
             samples=None,
@@ -158,7 +184,10 @@ class SampledBatches:
         )
 
     def draw(self, loader: int, epoch: int, round_: int) -> LoopBatches:
-        """Return the global batches of loop `round_` (from 0) over the data in an epoch.
+        """Return the global batches of one loop, as the batch sampler yields them.
+
+        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
+        earlier loops over the loader.
 
         Raises:
             LoaderError: if the number of batches is not the sampler's length, or a batch is empty.
@@ -196,7 +225,11 @@ def _indices(batch: Any, sampler: str) -> Indices:
 
 
 def check_sampler(sampler: object, kind: str = "sampler") -> None:
-    """Raise `LoaderError` for a sampler without `__len__` or `__iter__`, or one that yields batches."""
+    """Raise `LoaderError` for a sampler without `__len__` or `__iter__`.
+
+    `kind`: "sampler" or "batch sampler", for the message. For "sampler" the error is raised for a torch
+    `BatchSampler`, too.
+    """
     if isinstance(sampler, BatchSampler) and kind == "sampler":
         raise LoaderError(
             f"the sampler {type(sampler).__name__} yields batches; expected indices",

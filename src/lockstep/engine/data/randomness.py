@@ -19,7 +19,10 @@ _NUMPY_SEED_MASK = (1 << 32) - 1  # the legacy generator takes 32 bits
 
 
 def set_key(key: int) -> None:
-    """Seed the generators of torch, NumPy and `random` with `key`, and an accelerator's if in use."""
+    """Seed the global generators of torch, NumPy and `random` with `key`.
+
+    The generators of an accelerator are seeded only if the accelerator is in use.
+    """
     torch.default_generator.manual_seed(key)
     if accelerator.is_initialized():
         accelerator.module().manual_seed_all(key)
@@ -28,7 +31,7 @@ def set_key(key: int) -> None:
 
 
 def _states() -> tuple[Any, ...]:
-    """Return the states of all global generators; an accelerator's only if it is in use."""
+    """Return the states of the global generators of torch, NumPy and Python, and of accelerators in use."""
     devices = accelerator.module().get_rng_state_all() if accelerator.is_initialized() else []
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), devices
 
@@ -44,7 +47,10 @@ def _restore(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Return a context that, on exit, restores the global random generators' states from its entry."""
+    """Return a context manager that saves the states of the global random generators and restores them.
+
+    They are saved at the beginning and restored at the end.
+    """
     states = _states()
     try:
         yield
@@ -53,10 +59,11 @@ def undisturbed() -> Iterator[None]:
 
 
 class Stream:
-    """A separate state of the global random generators, set only while one part of user code runs.
+    """A stream of random numbers for one part of the user's code, separate from all other code.
 
-    An iterable dataset draws random numbers for every item, and the script draws between items. With a
-    `Stream` for the dataset, neither changes the random numbers of the other.
+    It is a state of the global random generators, set only while that code runs. An iterable dataset draws
+    random numbers for every item, and the script draws between items. With a `Stream` for the dataset,
+    neither changes the random numbers of the other.
     """
 
     def __init__(self, key: int) -> None:
@@ -66,7 +73,10 @@ class Stream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Return a context whose body draws from this stream; on exit the generators are set back."""
+        """Return a context manager inside of which the global random generators draw from this stream.
+
+        At its end they are set back to the states before it.
+        """
         with undisturbed():
             _restore(self._states)
             try:
@@ -97,7 +107,10 @@ class Generators:
         return Generators(torch.get_rng_state(), np.random.get_state(), random.getstate(), device)
 
     def since(self, before: Generators) -> States | None:
-        """Return the states of generators that have drawn numbers since `before`; `None` if none has."""
+        """Return, as text, the states of those generators that have drawn numbers since `before`.
+
+        `before`: an earlier result of `now`. The result is `None` if no generator has drawn any.
+        """
         states: States = [None] * 4
         if not torch.equal(self.cpu, before.cpu):
             states[0] = _text(self.cpu)

@@ -1,4 +1,4 @@
-"""`MapSource` and `StreamSource`: make microbatches from map-style and from iterable datasets."""
+"""`MapSource` and `StreamSource`: sources of microbatches from map-style and iterable datasets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ Audited = Callable[[int], int | None]
 
 
 def no_audit(_batch: int) -> int | None:
-    """Return `None`, for loops without audits: no replica's microbatch is computed a second time."""
+    """Return `None`, the answer for a batch without an audit.
+
+    Loops without audits use this function: no microbatch is computed twice.
+    """
     return None
 
 
@@ -38,7 +41,12 @@ _CHUNK = 16384  # number of positions whose indices are computed at once
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Division of global batches over `replicas` replicas; this rank computes the replicas `block`."""
+    """Division of global batches over the replicas of the run.
+
+    Attributes:
+        replicas: number of replicas.
+        block: numbers of the replicas that this rank computes.
+    """
 
     replicas: int
     block: range
@@ -46,7 +54,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Settings of DataLoader workers, which are passed on to torch's DataLoader."""
+    """Settings of the worker processes of a torch DataLoader.
+
+    Attributes:
+        count: number of worker processes.
+        settings: other keywords of DataLoader.
+        threads: number of torch threads in each worker process.
+    """
 
     count: int = 0
     pin_memory: bool = False
@@ -56,7 +70,10 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerInit:
-    """`worker_init_fn` of DataLoader workers: sets the number of threads, calls the user's function."""
+    """`worker_init_fn` of DataLoader workers: sets the number of torch threads, then calls `users`.
+
+    `users`: the script's own `worker_init_fn`; `None` without one.
+    """
 
     users: Callable[[int], None] | None
     threads: int
@@ -97,7 +114,7 @@ class _KeyedStream(IterableDataset[Any]):
 
 
 class _Requests:
-    """Sampler for a DataLoader; instead of indices it yields requests for the microbatches of a loop."""
+    """Sampler for a DataLoader, which yields `FetchRequest`s for microbatches instead of indices."""
 
     def __init__(self) -> None:
         self.pending: Iterable[FetchRequest] = ()
@@ -107,7 +124,10 @@ class _Requests:
 
 
 class _Fetched(Dataset[Any]):
-    """Dataset for a DataLoader; its items are whole microbatches, and its indices are `FetchRequest`s."""
+    """Dataset for a DataLoader: an index is a `FetchRequest`, and an item is a whole microbatch.
+
+    For a `CheckRequest` the item is a pair of checksums, of two fetches of the same samples.
+    """
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -120,7 +140,10 @@ class _Fetched(Dataset[Any]):
 
 
 class MapSource:
-    """Source of microbatches from a map-style dataset, in an order of samples drawn for each loop."""
+    """Source of microbatches from a map-style dataset.
+
+    The order of the samples is drawn for each loop.
+    """
 
     def __init__(
         self,
@@ -155,15 +178,17 @@ class MapSource:
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of a loop over the data, from batch `first` on.
+        """Yield this rank's microbatches of each global batch of a loop, from batch `first` on.
 
         Args:
             loader: number of the loader.
             epoch: number of the epoch.
             round_: number of earlier loops over the loader in the epoch.
             first: number of the first batch.
-            compare: compares a description of the data and checksums of some samples with other ranks.
-            audited: returns, for a batch's number, the replica to compute twice for an audit, or `None`.
+            compare: function that compares named checksums of the data with other ranks; `None` for
+                no comparison.
+            audited: function from a batch's number to the replica whose microbatch an audit
+                computes twice, or `None`.
         """
         drawn = self._batches.draw(loader, epoch, round_)
         plan = self._plan(drawn, (loader, epoch, round_), first, audited)
@@ -187,11 +212,14 @@ class MapSource:
         requests: Iterable[FetchRequest],
         compare: CompareData,
     ) -> Iterator[Any]:
-        """Compare samples of the first batch with other ranks; return an iterator of `requests`' data.
+        """Compare samples of the first batch with other ranks; return an iterator over microbatches.
 
-        If there are DataLoader workers, they fetch these samples, too, so that this process does not use
-        the dataset. `drawn`: the loop's global batches. `numbers`: of loader, epoch, loop and first batch,
-        then -1 for no replica; seeds are derived from them. `compare`: compares named checksums.
+        The iterator yields the data of `requests`. If there are DataLoader workers, they fetch the compared
+        samples, too, so that this process does not use the dataset.
+
+        `drawn`: the global batches of the loop. `numbers`: numbers of loader, epoch, loop and first batch,
+        from which random seeds are derived, then -1 in place of a replica. `compare`: function that
+        compares named checksums with other ranks.
         """
         batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
         some = np.unique(batch[[0, len(batch) // 2, -1]])
@@ -232,10 +260,11 @@ class MapSource:
 def split_batch(
     indices: Indices, split: Split, numbers: tuple[int, int, int, int], audited: int | None
 ) -> list[Microbatch]:
-    """Divide the samples `indices` of a global batch over replicas; return this rank's microbatches.
+    """Divide the samples of a global batch over replicas; return this rank's microbatches.
 
-    `numbers`: of loader, epoch, loop and batch. `audited`: replica of which an additional microbatch is
-    returned first, to be computed twice in an audit that compares the bits; `None` for no audit.
+    `indices`: dataset indices of the samples. `numbers`: numbers of loader, epoch, loop and batch.
+    `audited`: replica whose microbatch an audit computes twice; the extra microbatch is returned first.
+    `None` for no audit.
     """
     microbatches, total = [], len(indices)
     extra = [] if audited is None else [audited]
@@ -259,8 +288,8 @@ def split_batch(
 class StreamSource:
     """Source of microbatches from an iterable dataset, which every rank reads completely.
 
-    A rank keeps the items of its replicas. So the division of items does not depend on the layout, and
-    ranks need no communication. A map-style dataset is cheaper.
+    A rank drops the items of other ranks' replicas. So the division of items does not depend on the layout,
+    and ranks need no communication. With a map-style dataset each rank reads only its own samples.
     """
 
     def __init__(
@@ -296,17 +325,19 @@ class StreamSource:
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch of a loop over the stream, from batch `first` on.
+        """Yield this rank's microbatches of each global batch of a loop, from batch `first` on.
 
-        Earlier batches are read and dropped.
+        Items of earlier batches are read and dropped.
 
         Args:
             loader: number of the loader.
             epoch: number of the epoch.
             round_: number of earlier loops over the loader in the epoch.
             first: number of the first batch.
-            compare: compares the name of the dataset's class with other ranks.
-            audited: returns, for a batch's number, the replica to compute twice for an audit, or `None`.
+            compare: function that compares the class name of the dataset with other ranks; `None`
+                for no comparison.
+            audited: function from a batch's number to the replica whose microbatch an audit
+                computes twice, or `None`.
         """
         if compare is not None:
             compare({"kind": self._kind})
@@ -328,7 +359,7 @@ class StreamSource:
             yield ((m, self._collated(m, batch)) for m in parts)
 
     def close(self) -> None:
-        """End the DataLoader worker process."""
+        """Release the DataLoader and its worker process, if there is one."""
         self._items = ()
 
     def _collated(self, microbatch: Microbatch, batch: list[Any]) -> Any:

@@ -1,1 +1,1 @@
-"""Strategies: how a model, its gradients and its buffers are distributed over the ranks."""
+"""Strategies (`ddp`, `fsdp`, …): distribution of a model, its gradients and buffers over the ranks."""

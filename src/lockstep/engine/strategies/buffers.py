@@ -18,10 +18,11 @@ from lockstep.errors import ModelError
 
 
 class Buffers:
-    """Synchronizes the buffers of one model over all replicas (data-parallel workers) of the run.
+    """Copies the buffers of one model, such as running means, from replica 0 to all other replicas.
 
-    `block`: the replicas that this rank computes. `modes`: module whose `training` flags say whether
-    forward passes change buffers; by default `module`.
+    A replica is one of the data-parallel workers of the run. `block`: the replicas that this rank computes.
+    `group`: the ranks to copy to; `None` to copy within this rank only. `modes`: module whose `training`
+    flags say whether forward passes change buffers; by default the model itself.
     """
 
     def __init__(
@@ -52,7 +53,10 @@ class Buffers:
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """Update the list of submodules with buffers, if the number of buffers has changed (by pruning)."""
+        """Update the list of submodules with buffers, if the number of the model's buffers has changed.
+
+        Pruning, for instance, adds buffers.
+        """
         count = sum(map(len, self._owners))
         if count != self._count:
             self._count = count
@@ -65,7 +69,10 @@ class Buffers:
 
     @property
     def are_trained(self) -> bool:
-        """Whether any submodule in training mode changes buffers or communicates in forward passes."""
+        """Whether a forward pass may now change buffers or communicate.
+
+        It may if a submodule with buffers, such as BatchNorm, or one that communicates is in training mode.
+        """
         return any(part.training for part in self._buffered)
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -79,16 +86,20 @@ class Buffers:
     # --- a batch ---------------------------------------------------------------------------------
 
     def record_shapes(self) -> None:
-        """Record the shapes of all buffers when a batch begins: a batch must not change shapes."""
+        """Record the shapes of all buffers as a batch begins; `_check_shapes` compares them later."""
         self._find_parts()
         self._shapes = [buffer.shape for buffer in self._list()]
 
     def end_batch(self) -> None:
-        """Forget the recorded shapes: between batches a script may change the shapes of buffers."""
+        """Forget the shapes that `record_shapes` recorded: until the next batch, shapes may change."""
         self._shapes = None
 
     def batch_begins(self) -> None:
-        """Save a copy of the buffers, from which each replica of this rank starts the batch."""
+        """Save a copy of the buffers, from which each replica of this rank starts the batch.
+
+        Nothing is saved if there is a copy already, or if this rank computes a single replica without an
+        audit.
+        """
         if (self._several or self.restores) and self._start is None:
             self._start = [tensor.clone() for tensor in self._tensors()]
 
@@ -99,10 +110,10 @@ class Buffers:
             self.dirty = True
 
     def next_replica(self) -> None:
-        """Set the buffers to their values at the beginning of the batch, for this rank's next replica.
+        """Reset the buffers to their values at the beginning of the batch, for this rank's next replica.
 
-        On the rank that computes the run's replica 0, first keep a copy of this replica's buffers, which
-        all ranks take at the end of the batch.
+        On the rank that computes the run's replica 0, a copy of replica 0's buffers is saved first;
+        `finish` copies it to all ranks.
         """
         self._check_shapes()
         if not self.dirty or self._start is None:
@@ -112,14 +123,14 @@ class Buffers:
         _copy(self._start, self._tensors())
 
     def discard(self) -> None:
-        """Undo changes of buffers by a microbatch that was computed only to compare bits (an audit)."""
+        """Reset the buffers to their values before an audit, a microbatch computed to compare bits."""
         self._check_shapes()
         if self.dirty and self._start is not None:
             _copy(self._start, self._tensors())
         self._start, self.dirty = None, False
 
     def finish(self) -> None:
-        """End the global batch: copy the buffers of the first replica to all ranks."""
+        """End the global batch: copy replica 0's buffers to all ranks, if forward passes changed any."""
         self._check_shapes()
         if not self.dirty:
             self._start = None
@@ -151,11 +162,11 @@ class Buffers:
         )
 
     def before_evaluation(self) -> None:
-        """Record the id and version of each buffer, before a forward pass in evaluation mode."""
+        """Record the id and `_version` of each buffer, before a forward pass in evaluation mode."""
         self._versions = None if self.are_trained or not self._count else self._identities()
 
     def after_evaluation(self) -> None:
-        """Raise a `ModelError` with the names of buffers that a forward pass in evaluation mode changed."""
+        """Raise a `ModelError` if the last forward pass in evaluation mode changed any buffer."""
         before, self._versions = self._versions, None
         if before is None or before == (now := self._identities()):
             return
@@ -176,7 +187,10 @@ class Buffers:
 
 
 def _difference(module: nn.Module, before: list[torch.Size]) -> str:
-    """Return text that says which buffers `module` lost, got or reshaped since the shapes `before`."""
+    """Return text that names the buffers that `module` lost, gained or reshaped.
+
+    `before`: the earlier shapes of its buffers.
+    """
     own, name = list(module.named_buffers()), type(module).__name__
     if len(own) < len(before):
         return f"{name} lost {len(before) - len(own)} of its {len(before)} buffers"

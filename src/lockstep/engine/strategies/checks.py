@@ -51,12 +51,14 @@ def check(
 ) -> dict[str, Any]:
     """Check a model and the keywords of `run.model`; return the keywords that the strategy's `wrap` takes.
 
-    `asked`: the strategy that the run was configured with; its checks apply on any number of ranks.
-    `strategy`: the strategy that wraps trained models in this run, such as `single` on one rank.
+    `settings`: the keywords. `asked`: name of the strategy that the run was configured with, whose checks
+    apply on any number of ranks. `strategy`: the strategy that wraps trained models in this run, such as
+    `single` on one rank.
 
     Raises:
         ModelError: for a model that replicas cannot train identically, or an unknown keyword.
-        ExactnessError: for a keyword that makes results depend on the number of ranks, if the run is exact.
+        ExactnessError: for a keyword that makes results depend on the number of ranks, if the run
+            is exact.
     """
     refuse_unconverted(module)
     if context.replicas > 1:
@@ -116,11 +118,14 @@ def taken_by(
 def check_settings(
     module: nn.Module, settings: dict[str, Any], *, exact: bool, device: torch.device
 ) -> None:
-    """Check a model and its keywords for DistributedDataParallel, also in a run with a single rank.
+    """Check that DistributedDataParallel can train `module` with the keywords `settings`.
+
+    The check is the same in a run with one rank, which does not use DDP.
 
     Raises:
         ExactnessError: with `exact`, for a keyword under which the buffers of ranks would differ.
-        ModelError: for sparse gradients, or a keyword that DDP does not have or that cannot be passed on.
+        ModelError: for sparse gradients, or a keyword that DDP does not have or that cannot be
+            passed on.
     """
     refuse_sparse(module)
     refuse_unknown(DistributedDataParallel, settings, EXCHANGES.keywords())
@@ -137,7 +142,10 @@ def check_settings(
 
 
 def refuse_unknown(wrapper: type, settings: dict[str, Any], others: Collection[str] = ()) -> None:
-    """Raise a `ModelError` for keywords that neither the class `wrapper` takes nor `others` contains."""
+    """Raise a `ModelError` for unknown keywords in `settings`.
+
+    A keyword is known if the class `wrapper` takes it, or if `others` contains it.
+    """
     known = [name for name in inspect.signature(wrapper).parameters if name != "module"]
     unknown = [name for name in settings if name not in (*known, *others)]
     if unknown:
@@ -160,7 +168,10 @@ def is_harmless(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_default(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a keyword has DDP's default value, compared by `is`: the value may be a tensor."""
+    """Whether the keyword `name` is missing in `settings`, or has DDP's default value.
+
+    Values are compared by `is`, since a value may be a tensor.
+    """
     value = settings.get(name)
     return value is None or value is (name in INEXACT)
 
@@ -191,12 +202,18 @@ def index_of(device: int | str | torch.device) -> int | None:
 
 
 def shares_buffers(settings: Mapping[str, Any]) -> bool:
-    """Whether buffers are synchronized over ranks: yes, unless `broadcast_buffers=False` is given."""
+    """Whether buffers are synchronized over ranks: true unless the keywords `settings` switch it off.
+
+    DDP's keywords for this are `broadcast_buffers` and, in newer versions of torch, `forward_sync_buffers`.
+    """
     return named_buffers_of_own(settings) is None
 
 
 def named_buffers_of_own(settings: Mapping[str, Any]) -> str | None:
-    """Return the DDP keyword in `settings` that switches synchronization of buffers off, or `None`."""
+    """Return the name of the DDP keyword by which `settings` switch synchronization of buffers off.
+
+    The result is `None` if buffers are synchronized.
+    """
     # As in DDP, the older name has no effect if the newer name is given.
     newer = "forward_sync_buffers"
     name = "broadcast_buffers" if settings.get(newer) is None else newer
@@ -249,9 +266,9 @@ def refuse_changing(module: nn.Module) -> None:
 def check_same_models(
     module: nn.Module, name: str, store: dist.Store, rank: int, size: int
 ) -> None:
-    """Raise a `ModelError` if the names, shapes or types of this rank's parameters differ from rank 0's.
+    """Raise a `ModelError` if the names, shapes or dtypes of this rank's parameters differ from rank 0's.
 
-    `name`: key of this model in the store. With different models DDP would hang.
+    With different models DDP would hang. `name`: key of this model in the store. `size`: number of ranks.
     """
     own = [f"{key}: {_describe(p)}" for key, p in module.named_parameters()]
     key = f"model/{name}"
@@ -272,7 +289,7 @@ def check_same_models(
 
 
 def _describe(parameter: torch.Tensor) -> str:
-    """Return the shape and type of a parameter, with its strides if it is not contiguous."""
+    """Return text with the shape and dtype of a parameter, and its strides if it is not contiguous."""
     text = f"{tuple(parameter.shape)} {parameter.dtype}"
     return text if parameter.is_contiguous() else f"{text}, strides {parameter.stride()}"
 
@@ -283,13 +300,19 @@ def is_trainable(module: nn.Module) -> bool:
 
 
 def spans_devices(module: nn.Module) -> bool:
-    """Return whether the tensors of a module are on several GPUs; then DDP takes no `device_ids`."""
+    """Return whether `module` has parameters or buffers on several GPUs.
+
+    DDP accepts no `device_ids` for such a module.
+    """
     places = {t.device for t in (*module.parameters(), *module.buffers())}
     return len({place for place in places if place.type != "cpu"}) > 1
 
 
 def as_module(model: Any) -> nn.Module:
-    """Return `model`, or an `nn.Sequential` of a list of modules; other types raise a `ModelError`."""
+    """Return `model` if it is a module, or an `nn.Sequential` of its items if it is a list of modules.
+
+    Other types raise a `ModelError`.
+    """
     if isinstance(model, nn.Module):
         return model
     if not isinstance(model, list | tuple) or not model:

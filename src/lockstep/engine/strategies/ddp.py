@@ -33,7 +33,10 @@ _PLACE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _DeferredBucket:
-    """A bucket of gradients, summed only after the backward pass, since the loss uses several models."""
+    """A bucket of gradients that is not summed over ranks before the backward pass has ended.
+
+    Used for a loss that depends on several models: the order of their buckets may differ between ranks.
+    """
 
     parameters: list[torch.Tensor]
     gradients: torch.Tensor
@@ -100,7 +103,10 @@ class ReplicatedModel(WrappedModel):
         self._reducer.begin_backward()
 
     def _check_order(self) -> None:
-        """Raise a `ModelError` if a parameter's memory order has changed since DDP made its buckets."""
+        """Raise a `ModelError` if the memory order of a parameter has changed since DDP made its buckets.
+
+        The order is that of the parameter's strides.
+        """
         now = [p.stride() for p in self.parameters]
         if now == self._strides:
             return
@@ -137,7 +143,10 @@ class ReplicatedModel(WrappedModel):
         self._reducer.rebuild_buckets()
 
     def _complete_buckets(self) -> None:
-        """Give zero gradients to parameters that the loss did not use: DDP's buckets wait for them."""
+        """Set zero gradients for parameters that the loss did not use, to complete DDP's buckets.
+
+        With `find_unused_parameters=False` a `ModelError` is raised instead.
+        """
         self._unused = {i for i, p in enumerate(self.parameters) if p.grad is None}
         if not self._unused:
             return
@@ -239,19 +248,22 @@ class ReplicatedModel(WrappedModel):
             slots[kept].copy_(buffer)
 
     def _parts_of(self, parameters: list[torch.Tensor]) -> FlatLayout:
-        """Return the positions of the gradients of `parameters` in their bucket, for slicing it."""
+        """Return the positions and shapes of `parameters` in the flat tensor of their bucket."""
         places = tuple([self._places[id(p)] for p in parameters])
         if places not in self._parts:
             self._parts[places] = FlatLayout(self._forms[place] for place in places)
         return self._parts[places]
 
     def extras(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beyond `state_dict`s, such as PowerSGD's number of steps."""
+        """Return state of the model that `state_dict`s lack, such as PowerSGD's number of steps.
+
+        The result is saved in checkpoints.
+        """
         exchange, extras = self._stateful, super().extras()
         return extras if exchange is None else {**extras, exchange.name: exchange.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load a result of `extras()` from a checkpoint, such as PowerSGD's number of steps."""
+        """Restore state from `extras`, a result of `extras()` that a checkpoint contains."""
         super().load_extras(extras)
         # A run may be resumed with another exchange.
         exchange = self._stateful
@@ -259,7 +271,7 @@ class ReplicatedModel(WrappedModel):
             exchange.load(extras[exchange.name])
 
     def ends(self) -> dict[str, int]:
-        """Return the bytes of gradients that this rank has sent, as `{"sent": …}`; `{}` if not counted."""
+        """Return `{"sent": N}`, N being the bytes of gradients that this rank sent; `{}` if not counted."""
         return {} if self._exchange.sent is None else {"sent": self._exchange.sent}
 
     def close(self) -> None:
@@ -268,7 +280,10 @@ class ReplicatedModel(WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ReplicatedModel:
-    """Return `module`, which every rank has, as a model whose gradients the run's exchange sums."""
+    """Return `module` as a `ReplicatedModel`, whose gradients the run's exchange sums over ranks.
+
+    `settings`: the keywords given to `run.model`.
+    """
     assert context.group is not None
     exchange = make(
         context.exchange,

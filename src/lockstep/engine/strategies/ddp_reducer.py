@@ -21,7 +21,10 @@ from lockstep.engine.strategies.passes import watch_forward
 
 
 class DDPReducer:
-    """Calls a communication hook with each bucket of gradients during `run.backward`, as DDP would."""
+    """Calls `hook` with each bucket of gradients of a backward pass, as DistributedDataParallel would.
+
+    `hook`: a communication hook of DDP. `settings`: keywords of DDP.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,8 @@ class DDPReducer:
     def begin_backward(self) -> None:
         """Prepare DDP's reducer for the next backward pass, whose gradients are to be summed over ranks.
 
-        DDP prepares its reducer in each forward pass, even if the output is detached (a generator's output
-        in a GAN), and would then sum the gradients of a different backward pass.
+        DDP itself prepares its reducer in each forward pass, even if the output is detached, as a
+        generator's output in a GAN is. It would then sum the gradients of a different backward pass.
         """
         self._ddp.reducer.prepare_for_backward([])
 
@@ -61,7 +64,7 @@ class DDPReducer:
             _Callback.run(self._ddp.reducer._delay_all_reduce)  # type: ignore[attr-defined]
 
     def rebuild_buckets(self) -> None:
-        """Rebuild DDP's buckets in the order in which the first backward pass made gradients; collective.
+        """Rebuild DDP's buckets, after the first backward pass, in the order of its gradients; collective.
 
         DDP would rebuild them in the next forward pass, where the watchdog would not report a missing rank.
         """
@@ -69,7 +72,10 @@ class DDPReducer:
 
 
 class _Callback(torch.autograd.Function):
-    """Autograd function whose backward pass queues a callback; DDP's reducer works in callbacks only."""
+    """Autograd function that calls a function at the end of its backward pass.
+
+    DDP's reducer can be called from such callbacks only.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
@@ -83,5 +89,5 @@ class _Callback(torch.autograd.Function):
 
     @classmethod
     def run(cls, act: Callable[[], None]) -> None:
-        """Run a backward pass that has no other purpose than to call `act` at its end."""
+        """Call `act` at the end of a backward pass that is run for this purpose alone."""
         cls.apply(torch.zeros((), requires_grad=True), act).backward()  # type: ignore[no-untyped-call]

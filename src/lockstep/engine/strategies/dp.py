@@ -50,7 +50,8 @@ def check_settings(
     """Check a model, the keywords of `run.model` and the number of GPUs for `nn.DataParallel`.
 
     Raises:
-        DeviceError: if a keyword names GPUs that are not visible, or not the run's GPU first.
+        DeviceError: if `device_ids` has invisible or repeated GPUs, or does not begin with the
+            run's GPU; on the CPU, if `device_ids` or `output_device` is given.
         ExactnessError: with `exact`, for several GPUs.
         ModelError: for sparse gradients, or a keyword that DataParallel does not have.
     """
@@ -99,7 +100,10 @@ def choose_devices(asked: Sequence[Any] | None, own: int, count: int) -> list[in
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> WrappedModel:
-    """Wrap `module` in `nn.DataParallel`; without a GPU use it unchanged, with a warning."""
+    """Return `module` wrapped in `nn.DataParallel`; without a GPU return it unwrapped, with a warning.
+
+    `settings`: the keywords given to `run.model`.
+    """
     if context.device.type == "cpu":
         context.warn(
             f"lockstep: strategy=dp without a GPU: {type(module).__name__} runs as it is, "

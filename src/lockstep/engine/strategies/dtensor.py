@@ -32,11 +32,11 @@ def cut_dimension(like: DTensor) -> int:
 
 
 def part_of(value: Any, like: Any) -> Any:
-    """Return `value` as a `DTensor` that is sharded over ranks as the `DTensor` `like` is.
+    """Return a whole tensor as a `DTensor` that is sharded over ranks as the `DTensor` `like` is.
 
-    `value`: a whole tensor, or a `StoredTensor` (a tensor in a checkpoint, read on demand). Other values,
-    and tensors of a different shape than `like`, are returned unsharded; so is `value` if `like` is not a
-    `DTensor`.
+    `value`: the tensor, or a `StoredTensor` (a tensor in a checkpoint, read on demand). The tensor is
+    returned whole if `like` is no `DTensor` or has a different shape. Values of other types are returned
+    unchanged.
     """
     if not isinstance(value, torch.Tensor | StoredTensor):
         return value
@@ -86,7 +86,10 @@ class CutState:
         self.module.load_state_dict({n: part_of(v, own.get(n)) for n, v in state.items()})
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's parts of tensors in `state`, an optimizer's whole `state_dict`."""
+        """Load into an optimizer this rank's part of each tensor in `state`.
+
+        `state`: the optimizer's `state_dict` for the whole model.
+        """
         owner = optimizer_state.numbered(optimizer, state)
         cut = {
             number: {name: part_of(value, owner.get(number)) for name, value in own.items()}

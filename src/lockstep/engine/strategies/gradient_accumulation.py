@@ -51,7 +51,10 @@ def write(
     gradients: Sequence[torch.Tensor | None],
     parts: FlatLayout,
 ) -> None:
-    """Copy each gradient to its part of the bucket `flat`; in place of `None` write `NO_GRADIENT`."""
+    """Copy `gradients` into the flat tensor `flat` of a bucket; a missing gradient becomes `NO_GRADIENT`.
+
+    `parts`: position and shape of each gradient in the bucket.
+    """
     for part, gradient in zip(parts.of(flat), gradients, strict=True):
         if gradient is None:
             part.fill_(NO_GRADIENT)
@@ -60,7 +63,10 @@ def write(
 
 
 class GradientAccumulation:
-    """Sums the gradients of a rank's replicas (data-parallel workers) in a fixed order, as they arrive."""
+    """Sums the gradients of a rank's replicas (data-parallel workers) in the order of a fixed tree.
+
+    `block`: the replicas that this rank computes. `replicas`: number of replicas on all ranks.
+    """
 
     def __init__(self, block: range, replicas: int) -> None:
         self._merges, _ = merges(leaves(block), replicas)
@@ -101,7 +107,10 @@ class GradientAccumulation:
         self._collected += 1
 
     def take(self) -> list[Gradients]:
-        """Return the sums of gradients over this rank's replicas, and clear them for the next batch."""
+        """Return this rank's partial sums of gradients, and clear them for the next batch.
+
+        There is one sum for each largest subtree of which this rank computes all replicas.
+        """
         nodes, self.nodes = self.nodes, []
         self._collected = 0
         return nodes

@@ -18,17 +18,26 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class Heartbeat(Protocol):
-    """Reports to the launcher, for its status page, in which collective call this rank waits."""
+    """Interface by which the collective calls of this rank are reported to the launcher.
+
+    The launcher's status page shows the call in which this rank waits.
+    """
 
     def collective(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager for one collective call; `kind`: its name, such as "optimizer.step"."""
+        """Return a context manager that reports a collective call to the launcher while its body runs.
+
+        `kind`: name of the call, such as "optimizer.step".
+        """
 
 
 class Watchdog(Protocol):
-    """Ends the run, and names the missing ranks, if a forward or backward pass waits too long for them."""
+    """Ends the run if a forward or backward pass waits too long for other ranks, and names these ranks."""
 
     def passing(self, row: range) -> AbstractContextManager[None]:
-        """Return a context manager for a forward or backward pass in which the ranks `row` communicate."""
+        """Return a context manager that ends the run if the pass in its body waits too long.
+
+        The wait is for ranks in `row`, which communicate in this forward or backward pass.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +92,10 @@ class ModelContext:
         return self._collective("optimizer.step")
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Return a context manager that reports to the launcher that this rank is synchronizing buffers."""
+        """Return a context manager that reports to the launcher that this rank synchronizes buffers.
+
+        The strategies `local-sgd` and `diloco` use it for averages of parameters, too.
+        """
         return self._collective("the exchange of buffers")
 
     def gathering(self) -> AbstractContextManager[None]:
@@ -94,16 +106,16 @@ class ModelContext:
         return self._collective("the gathering of parameters")
 
     def gathering_in_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager inside of which `run.backward` gathers parameters from other ranks.
+        """Return a context manager that ends the run if `run.backward` waits too long to gather parameters.
 
-        If this rank waits too long for other ranks, the watchdog ends the run.
+        The wait is for the other ranks of the run. On a single rank the context manager has no effect.
         """
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks)
 
     def passing(self) -> AbstractContextManager[None]:
-        """Return a context manager for a forward or backward pass of a model that several ranks hold.
+        """Return a context manager that ends the run if a forward or backward pass waits too long.
 
-        If the pass waits too long for these ranks, the watchdog ends the run.
+        The wait is for the other ranks that hold this rank's model.
         """
         return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks_of_row)
 

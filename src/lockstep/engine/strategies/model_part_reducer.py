@@ -47,9 +47,10 @@ class SpreadModel(WrappedModel):
         return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
 
     def _warn_of_draws(self, where: str) -> None:
-        """Mark the model as approximate and warn, once: its random draws depend on its split over ranks.
+        """Mark the model as approximate, and warn that its random numbers depend on its split over ranks.
 
-        `where`: part of the message: how random numbers are drawn, such as "on each rank for its part".
+        The warning is printed once. `where`: how random numbers are drawn, such as "on each rank for its
+        part".
         """
         if self.exactness != "approximate":
             self.exactness = "approximate"
@@ -76,8 +77,8 @@ class Reducer:
         """Return the sum of gradients over all replicas; `None` for parameters that no replica has used.
 
         Args:
-            nodes: this rank's partial sums over its replicas; each has one gradient per parameter.
-            place: number of the batch, which must be equal on all ranks.
+            nodes: this rank's partial sums; each has one gradient per parameter.
+            place: number that identifies the batch; the same on all ranks.
         """
         sums = []
         for number, (bucket, parts) in enumerate(zip(self._buckets, self._parts, strict=True)):
@@ -126,7 +127,7 @@ def make_reducer(
 ) -> Reducer | None:
     """Return the `Reducer` of gradients of one part of the model; `None` if only one rank holds the part.
 
-    `column`: index of the part.
+    `parameters`: those of the part. `column`: index of the part, the same on all ranks that hold it.
     """
     assert context.group is not None
     if context.forest.size == 1 or not parameters:
@@ -143,7 +144,10 @@ def make_reducer(
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Divide parameters into buckets of one type and device, of about 25 MiB; return lists of indices."""
+    """Divide parameters into buckets of about 25 MiB; return the buckets as lists of indices.
+
+    The parameters of a bucket have the same dtype and device.
+    """
     buckets: list[list[int]] = []
     order = sorted(range(len(parameters)), key=lambda p: str(parameters[p].dtype))
     for _, places in groupby(order, key=lambda p: (parameters[p].dtype, parameters[p].device)):

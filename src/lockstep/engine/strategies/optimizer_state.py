@@ -31,9 +31,9 @@ def numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, torch.
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict` into an optimizer; tensors keep their saved types, which torch may cast.
+    """Load `state`, a `state_dict`, into an optimizer; unlike torch, keep the saved dtypes of tensors.
 
-    `param_groups` and `state` remain the same objects, since two optimizers may share them.
+    The optimizer's `param_groups` and `state` remain the same objects, since two optimizers may share them.
     """
     groups, before = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)
@@ -119,7 +119,10 @@ def _of_torch() -> frozenset[str]:
 
 
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield name and value of each optimizer in an attribute, or in an attribute's list or dictionary."""
+    """Yield the optimizers inside an optimizer, each with its name.
+
+    They are attributes, or items of lists, tuples and dictionaries that are attributes.
+    """
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield name, value
@@ -133,9 +136,10 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
-    """Return those of `values` that can be saved, and that share no memory with a parameter.
+    """Return those entries of `values` that can be saved and share no memory with a parameter.
 
-    `aliases`: addresses of the parameters, which are saved with their models.
+    `values`: attributes of an optimizer, by name. `aliases`: addresses of the memory of the parameters,
+    which are saved with their models.
     """
     plain: dict[str, Any] = {}
     for name, value in values.items():
@@ -150,9 +154,9 @@ def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
 
 
 def _into(now: Any, saved: Any, device: torch.device) -> Any:
-    """Return the restored value `saved`, written into the current value `now` where types allow this.
+    """Copy the value `saved` into the current value `now`, if their types allow this; return the result.
 
-    `device`: device of a new tensor, if `now` cannot take the value.
+    Otherwise return a new value, with its tensors on `device`.
     """
     if isinstance(saved, torch.Tensor):
         if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
@@ -171,7 +175,7 @@ def _into(now: Any, saved: Any, device: torch.device) -> Any:
 
 
 def _fill(now: Any, made: Any) -> Any:
-    """Replace the content of the container `now` by that of `made`, and return `now`.
+    """Replace the content of the container `now` by that of the container `made`, and return `now`.
 
     If the types differ, return `made`.
     """

@@ -17,7 +17,7 @@ REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(name: str, device: torch.device) -> None:
-    """Raise a `DeviceError` if `device` cannot compute matrix products and their gradients in a precision.
+    """Raise a `DeviceError` if `device` cannot compute matrix products and their gradients in `name`.
 
     `name`: the run's `precision`, such as "bf16".
     """
@@ -75,7 +75,10 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
 
 class _EnteredContexts(threading.local):
-    """The autocast contexts entered by the current thread: `nn.DataParallel` has a thread for each GPU."""
+    """The autocast contexts that the current thread has entered, outermost first.
+
+    Threads are kept apart, since `nn.DataParallel` has a thread for each GPU.
+    """
 
     def __init__(self) -> None:
         self.contexts: list[torch.autocast] = []

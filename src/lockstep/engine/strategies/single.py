@@ -14,7 +14,7 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 
 
 class SingleModel(WrappedModel):
-    """A model in a run with one rank: gradients are summed over the replicas that this rank computes."""
+    """A model in a run with a single rank, which sums the gradients over all replicas."""
 
     def __init__(self, module: nn.Module, context: ModelContext) -> None:
         super().__init__(module, context, shares_buffers=False)
@@ -30,12 +30,15 @@ class SingleModel(WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, _settings: dict[str, Any]) -> SingleModel:
-    """Return `module` as the model of a run with one rank, where keywords of DDP have no effect."""
+    """Return `module` as the `SingleModel` of a run with one rank; keywords of DDP have no effect."""
     return SingleModel(module, context)
 
 
 class FrozenModel(WrappedModel):
-    """A model without trainable parameters; each rank has a copy, and takes its buffers from rank 0."""
+    """A model without trainable parameters, of which each rank has a copy.
+
+    Its buffers are synchronized over ranks, unless `broadcast_buffers=False` is given.
+    """
 
     def __init__(self, module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> None:
         shares = context.group is None or shares_buffers(settings)

@@ -5,8 +5,8 @@ With a staleness K, forward and backward passes use parameters that lack exactly
     updates so far        0   1   2   3   4   5        K = 2
     version in use        0   0   0   1   2   3
 
-The module's parameters have the values of the oldest version while gradients are computed, and those of the
-newest version at other times.
+While gradients are computed, the module's parameters have the values of the oldest version. At other times
+they have those of the newest version.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Versioned:
 
 
 class Versions:
-    """Stores the values ("versions") of each parameter of a model after the latest `staleness` updates.
+    """Stores `staleness + 1` values ("versions") of each parameter of a model.
 
-    The version before these updates is stored, too: `staleness + 1` in all. `made_here`: whether optimizers
-    in this process update the parameters; else parameter servers do.
+    They are the values after each of the latest `staleness` updates, and the value before them.
+    `made_here`: whether optimizers in this process update the parameters; otherwise parameter servers do.
     """
 
     def __init__(self, module: nn.Module, staleness: int, *, made_here: bool = True) -> None:
@@ -60,9 +60,10 @@ class Versions:
                 self._kept[id(parameter)] = kept
 
     def check(self, parameters: Iterable[nn.Parameter], name: str) -> None:
-        """Raise a `StepError` if the script has changed parameters itself, which an update would undo.
+        """Raise a `StepError` if the script itself has changed any of `parameters`.
 
-        `name`: name of their optimizer, for the message.
+        The next update would undo such a change. `name`: name of the optimizer of the parameters, for the
+        message.
         """
         kept = [self._kept[id(p)] for p in parameters if id(p) in self._kept]
         if any(one.changes != one.parameter._version for one in kept):
@@ -75,9 +76,11 @@ class Versions:
 
     @contextlib.contextmanager
     def updating(self, among: Collection[int], name: str) -> Iterator[None]:
-        """Return a context manager for an optimizer's step, after which the new values are stored.
+        """Return a context manager for the step of an optimizer; at its end the new values are stored.
 
-        `among`: ids of the optimizer's parameters. `name`: name of the optimizer, for messages.
+        During the step the parameters have their newest values. If parameter servers update the parameters,
+        the context manager does nothing. `among`: ids of the optimizer's parameters. `name`: name of the
+        optimizer, for messages.
         """
         if not self._made_here:
             yield
@@ -103,8 +106,8 @@ class Versions:
     def drop(self, parameters: Iterable[nn.Parameter], *, coming: int = 0) -> None:
         """Drop the oldest stored values of each of `parameters`, so that at most `staleness + 1` remain.
 
-        `coming`: number of newer values that were requested from parameter servers and not received yet;
-        they count among the `staleness + 1`.
+        `coming`: number of values per parameter that were requested from parameter servers and not received
+        yet. They count as stored.
         """
         for parameter in parameters:
             versions = self._kept[id(parameter)].versions
@@ -112,7 +115,10 @@ class Versions:
                 versions.popleft()
 
     def count(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return how many versions of each parameter are stored; `parameters` are one optimizer's."""
+        """Return the number of stored versions of each parameter; 0 if none is stored.
+
+        `parameters`: those of one optimizer, which have equally many versions.
+        """
         kept = self._kept.get(id(parameters[0]))
         return 0 if kept is None else len(kept.versions)
 
@@ -164,7 +170,11 @@ class Versions:
     # --- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return older values of parameters, by age and parameter name; the newest are in `state_dict`."""
+        """Return the older versions of parameters, and whether the parameters have their newest values.
+
+        The keys are `older`, a dictionary by age and then by parameter name, and `shows_newest`. The newest
+        versions are in the model's `state_dict`.
+        """
         older: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             kept = self._kept.get(id(parameter))
@@ -175,7 +185,10 @@ class Versions:
         return {"older": older, "shows_newest": shows_newest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state()`; the parameters must have their newest values already."""
+        """Restore the older versions from `state`, a result of `state()`.
+
+        Called when the parameters already have their newest values.
+        """
         self.forget()
         if not state["older"]:
             return

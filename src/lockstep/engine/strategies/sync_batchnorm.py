@@ -1,9 +1,10 @@
 """BatchNorm whose statistics are those of the global batch, gathered in every forward pass.
 
-The method is that of torch.nn.SyncBatchNorm, on any device. Each rank computes count, mean and sum of
-squared deviations of its samples. Two ranks' statistics are merged by the formula of Chan, Golub and
-LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in the order
-of a tree over ranks. Ranks may have different numbers of samples. The bits depend on the number of ranks.
+The method is that of torch.nn.SyncBatchNorm, on any device. Each rank computes the number of values, the
+mean and the sum of squared deviations of its samples. Two ranks' statistics are merged by the formula of
+Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979),
+in the order of a tree over ranks. Ranks may have different numbers of samples. The bits depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _COARSE = (torch.float16, torch.bfloat16)
 
 
 class Ranks:
-    """The ranks whose BatchNorm statistics are merged.
+    """The ranks over which BatchNorm statistics are merged.
 
-    `counts`: returns whether this rank's current samples enter the statistics. They do not if the rank's
-    share of the batch is empty: then the rank computes a repeated sample, with weight 0.
+    `counts`: function that returns whether this rank's current samples enter the statistics. A rank whose
+    share of the batch is empty computes a repeated sample, with weight 0, which does not.
     """
 
     def __init__(
@@ -70,10 +71,11 @@ class Ranks:
 def fold(
     rows: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Merge all `rows` into one in the order of a binary tree, with one call of `merge` per level.
+    """Merge all `rows` into one row in the order of a binary tree, with one call of `merge` per level.
 
     Adjacent rows are siblings; an odd last row moves to the next level unmerged, as in `layout/tree.py`.
-    `merge`: merges row i of one matrix with row i of another, for all i at once, such as `_merge`.
+    `merge`: function that merges row i of one matrix with row i of another, for all i at once, such as
+    `_merge`.
     """
     while len(rows) > 1:
         even = len(rows) // 2 * 2
@@ -83,21 +85,30 @@ def fold(
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm that in training mode uses statistics of all ranks' samples; created by `convert`."""
+    """BatchNorm layer that in training mode uses statistics of all ranks' samples.
+
+    `convert` creates such layers from other BatchNorm layers.
+    """
 
     kind: type[_BatchNorm]
     ranks: Ranks
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether each forward pass in training mode is collective, even under `torch.no_grad()`."""
+        """Whether a forward pass in training mode is collective, even under `torch.no_grad()`.
+
+        It is if the run has several ranks.
+        """
         return self.ranks.size > 1
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - the name that torch gives it
         self.kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as above
-        """Return `input`, of shape `(samples, channels, …)`, normalised per channel."""
+        """Return `input`, of shape `(samples, channels, …)`, normalised per channel.
+
+        In training mode the statistics are those of the samples of all ranks; then the call is collective.
+        """
         if not self.training or self.ranks.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -122,7 +133,8 @@ class SyncedBatchNorm(_BatchNorm):
     def _track(self, count: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor) -> None:
         """Update the running mean and (unbiased) variance as BatchNorm does.
 
-        `count`, `mean`, `squares`: number of values, mean and sum of squared deviations of each channel.
+        `count`: number of values of each channel. `mean`: mean of each channel. `squares`: sum of squared
+        deviations of each channel.
         """
         if self.running_mean is None or self.running_var is None:
             return
@@ -136,13 +148,14 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 class _Batch(NamedTuple):
-    """An argument of `_Normalise`: statistics of the global batch, and settings of the layer.
+    """Statistics of a global batch and settings of a BatchNorm layer, as one argument of `_Normalise`.
 
     Attributes:
+        mean: mean of each channel.
         var: the biased variance of each channel.
-        number: how many values of the global batch a channel has.
-        counts: whether this rank's samples are part of the statistics; a repeated sample of weight 0 is
-            not.
+        number: number of values of each channel in the global batch.
+        counts: whether this rank's samples are part of the statistics; a repeated sample of weight
+            0 is not.
     """
 
     mean: torch.Tensor
@@ -154,7 +167,10 @@ class _Batch(NamedTuple):
 
 
 class _Normalise(torch.autograd.Function):
-    """`(x - mean) / sqrt(var + eps) * weight + bias`, with mean and variance of `x` on all ranks."""
+    """Autograd function `(x - mean) / sqrt(var + eps) * weight + bias`.
+
+    Mean and variance are those of `x` on all ranks.
+    """
 
     @staticmethod
     def forward(
@@ -206,15 +222,16 @@ def _accumulated(x: torch.Tensor) -> torch.dtype:
 
 
 def _across(x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the shape in which a vector over channels broadcasts to `x`, and `x`'s other dimensions."""
+    """Return the shape in which a vector over channels broadcasts to `x`, and the other dimensions."""
     others = [dim for dim in range(x.dim()) if dim != 1]
     return [1 if dim in others else -1 for dim in range(x.dim())], others
 
 
 def _statistics(x: torch.Tensor, *, counts: bool) -> torch.Tensor:
-    """Return one fp64 vector: each channel's mean and sum of squared deviations, and the number of values.
+    """Return each channel's mean and sum of squared deviations, and the number of values, as one vector.
 
-    `counts`: whether the samples of `x` enter the statistics; if not, the vector is zero.
+    The vector is in fp64. `counts`: whether the samples of `x` enter the statistics; if not, the vector is
+    zero.
     """
     channels = x.shape[1]
     if not counts:
@@ -234,7 +251,7 @@ def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def _merge(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the statistics of the union of two sets of samples (Chan, Golub, LeVeque 1979, eq. 1.5).
 
-    Each row of `left` is merged with the same row of `right`.
+    Each row of `left` is merged with the same row of `right`; a row is a vector from `_statistics`.
     """
     count, mean, squares = _unpack(left)
     more, other, spread = _unpack(right)

@@ -1,4 +1,7 @@
-"""Strategy `tensor`: tensor parallelism; several ranks hold one model, each a part of its matrices."""
+"""Strategy `tensor`: tensor parallelism, in which each rank of a row holds a part of each large matrix.
+
+The ranks of a row of the mesh hold one model together.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _WHERE = "torch.distributed.tensor.parallel"
 
 
 class TensorModel(CutState, SpreadModel):
-    """A model whose layers `parallelize_module` has sharded over the ranks that hold the model together."""
+    """A model whose layers `parallelize_module` has sharded over the ranks of a row of the mesh."""
 
     exactness = "close"
 
@@ -66,7 +69,10 @@ class TensorModel(CutState, SpreadModel):
     # --- norms of whole gradients ------------------------------------------------------------------
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the total norm of the gradients of `parameters`, including the parts on other ranks."""
+        """Return the total norm of the gradients of `parameters`, including the parts on other ranks.
+
+        Collective. `norm_type`: as in `torch.nn.utils.clip_grad_norm_`.
+        """
         placed = [_placed(p.grad, p) for p in parameters if p.grad is not None]
         norms = [whole(torch.linalg.vector_norm(gradient, norm_type)) for gradient in placed]
         return total_norm(norms, norm_type)
@@ -80,10 +86,10 @@ class TensorModel(CutState, SpreadModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> TensorModel:
-    """Shard `module` by `parallelize_module` over the ranks that hold it together; return it wrapped.
+    """Shard `module` by `parallelize_module` over the ranks of a row; return it as a `TensorModel`.
 
-    `settings`: keywords of `run.model`. `plan` is a dictionary with a `ParallelStyle` for each submodule to
-    shard.
+    `settings`: keywords of `run.model`. `plan` among them is a dictionary with a `ParallelStyle` for each
+    submodule to shard.
 
     Raises:
         UsageError: without `plan`.
@@ -135,7 +141,10 @@ def _check_plan(module: nn.Module, plan: Any) -> None:
 
 
 def _check_parts(module: nn.Module, size: int) -> None:
-    """Raise a `ModelError` if shards of a parameter differ in size, which torch 2.13 cannot multiply."""
+    """Raise a `ModelError` if the shards of a parameter differ in size.
+
+    torch 2.13 cannot multiply such shards. `size`: number of ranks that hold the model together.
+    """
     for name, parameter in module.named_parameters():
         for placement in parameter.placements if isinstance(parameter, DTensor) else ():
             if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
@@ -147,7 +156,10 @@ def _check_parts(module: nn.Module, size: int) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a submodule's name matches a key of `plan`; `*` is any text between dots, as in torch."""
+    """Whether the submodule name `name` matches `pattern`, a key of `plan`.
+
+    `*` in the pattern is any text between dots, as in torch.
+    """
     own, asked = name.split("."), pattern.split(".")
     return len(own) == len(asked) and all(map(fnmatchcase, own, asked))
 

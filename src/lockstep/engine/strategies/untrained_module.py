@@ -34,7 +34,11 @@ class UntrainedModule:
                 self._buffers.before_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Prepare the buffers for a microbatch (one replica's share of a batch), before the loop's body."""
+        """Prepare a module's buffers for a microbatch (one replica's share of a batch).
+
+        Called before the loop's body. In the first microbatch of a batch, buffers of an earlier batch are
+        synchronized, and shapes are recorded.
+        """
         self._watching = True
         if microbatch.first:
             self._buffers.finish()
@@ -42,10 +46,11 @@ class UntrainedModule:
             self._buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Synchronize buffers after a microbatch, one replica's share of a batch.
+        """Reset or synchronize buffers after a microbatch (one replica's share of a batch).
 
-        `left`: whether `break` or an exception has ended the loop's body. Then `finish_buffers`
-        synchronizes the buffers later.
+        They are synchronized over ranks after this rank's last microbatch of the batch. `left`: whether
+        `break` or an exception has ended the loop's body. Then `finish_buffers` synchronizes the buffers
+        later.
         """
         self._watching = False
         if microbatch.audit:
@@ -58,5 +63,5 @@ class UntrainedModule:
             self._buffers.end_batch()
 
     def finish_buffers(self) -> None:
-        """Copy the first replica's buffers to all ranks, if forward passes have changed any buffers."""
+        """Copy replica 0's buffers to all ranks, if forward passes have changed any buffers."""
         self._buffers.finish()

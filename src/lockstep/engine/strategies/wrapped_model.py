@@ -30,7 +30,7 @@ ACCUMULATE = (
 
 
 class WrappedModel(abc.ABC):
-    """A model given to `run.model`: checks how it is used, and sums its gradients over all replicas.
+    """A model given to `run.model`: checks the script's use of it, and sums its gradients over replicas.
 
     A replica is one of the data-parallel workers that a run computes, one or several on each rank.
     """
@@ -83,7 +83,10 @@ class WrappedModel(abc.ABC):
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether any submodule in training mode changes buffers or communicates in forward passes."""
+        """Whether a forward pass may now change buffers or communicate.
+
+        It may if a submodule with buffers, such as BatchNorm, or one that communicates is in training mode.
+        """
         return self._buffers.are_trained
 
     @property
@@ -92,17 +95,20 @@ class WrappedModel(abc.ABC):
         return self.module
 
     def _prepare(self, microbatch: Microbatch) -> None:  # noqa: B027
-        """Prepare the strategy for a microbatch, before its forward pass; by default nothing is needed."""
+        """Prepare the strategy for a microbatch, before its forward pass; the base class does nothing."""
 
     @abc.abstractmethod
     def _sum_gradients(self, microbatch: Microbatch) -> None:
-        """Add the gradients of a backward pass; after the rank's last replica, sum them over ranks."""
+        """Add the gradients of a backward pass to this rank's sums over its replicas.
+
+        After the rank's last replica, set the gradients of the parameters to the sums over all ranks.
+        """
 
     def before_forward(self) -> None:
-        """Before a forward pass, save buffers that the pass may change.
+        """Save buffers before a forward pass that may change them.
 
         With a staleness (gradients computed with older parameters), also set the parameters to the values
-        for this forward pass. Raises a `StepError` if an optimizer has updated the model in the same
+        for this forward pass. A `StepError` is raised if an optimizer has updated the model in the same
         microbatch.
         """
         if self.versions is not None:
@@ -135,7 +141,10 @@ class WrappedModel(abc.ABC):
             self._buffers.after_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
-        """Prepare gradients, buffers and checks for a microbatch (a replica's share of a batch)."""
+        """Prepare gradients, buffers and checks for a microbatch (a replica's share of a batch).
+
+        Called before the loop's body.
+        """
         self._watching = True
         self.used = self._is_summed = self._was_added_to = False
         self._is_last = microbatch.last
@@ -155,11 +164,11 @@ class WrappedModel(abc.ABC):
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Synchronize buffers after a microbatch (a replica's share of a batch), and check its gradients.
+        """Reset or synchronize buffers after a microbatch (a replica's share of a batch).
 
-        A `StepError` is raised if only some of the rank's replicas had a backward pass. `left`: whether
-        `break` or an exception has ended the loop's body. Then a later call broadcasts the buffers, since
-        other ranks may not take part in a broadcast now.
+        `left`: whether `break` or an exception has ended the loop's body. Then buffers are synchronized
+        later, since other ranks may not take part in a broadcast now. A `StepError` is raised if only some
+        of the rank's replicas so far had a backward pass.
         """
         self._watching = False
         self._stepped = False
@@ -192,8 +201,8 @@ class WrappedModel(abc.ABC):
     def _discard_audit(self, *, left: bool) -> None:
         """Discard gradients and buffers of an audit: a microbatch computed once more, to compare bits.
 
-        A `StepError` is raised if the loop was `left` (by `break` or an exception) after a forward or
-        backward pass of the model.
+        `left`: whether `break` or an exception has ended the loop's body. A `StepError` is raised if this
+        happened after a forward or backward pass of the model.
         """
         done = "backward" if self._is_summed else "forward" if self._buffers.dirty else ""
         self._buffers.discard()
@@ -209,7 +218,7 @@ class WrappedModel(abc.ABC):
             )
 
     def before_backward(self, microbatch: Microbatch, *, alone: bool = True) -> None:
-        """Prepare for a backward pass, and check that its result does not depend on the number of ranks.
+        """Prepare for a backward pass, and check that gradients will not depend on the number of ranks.
 
         A failed check raises a `StepError`. `alone`: whether the loss depends on no other model of the run.
         """
@@ -236,7 +245,10 @@ class WrappedModel(abc.ABC):
         self._interrupted = True  # until gradients have been summed
 
     def _drop_old_gradients(self) -> None:
-        """Set an earlier batch's gradients to `None`; note nonzero ones: `check_gradients` refuses them."""
+        """Set gradients that remain from an earlier batch to `None`.
+
+        The parameters of nonzero ones are recorded, for an error in `check_gradients`.
+        """
         old = [parameter for parameter in self.parameters if parameter.grad is not None]
         mixed = [p for p in old if id(p) in self.optimized]
         if mixed:  # zero_grad(set_to_none=False) leaves zeros
@@ -252,7 +264,10 @@ class WrappedModel(abc.ABC):
         return any(p.grad is not None and id(p) in among for p in self.parameters)
 
     def _before_backward(self, microbatch: Microbatch, *, alone: bool) -> None:  # noqa: B027
-        """Prepare the strategy for a backward pass; `alone`: whether the loss uses only this model."""
+        """Prepare the strategy for a backward pass; the base class does nothing.
+
+        `alone`: whether the loss depends on no other model of the run.
+        """
 
     def after_backward(self, microbatch: Microbatch) -> None:
         """Add the gradients of the backward pass that has just ended to the sum over replicas."""
@@ -264,7 +279,11 @@ class WrappedModel(abc.ABC):
         self._interrupted = False
 
     def _after_accumulation(self, _parameter: torch.Tensor) -> None:
-        """Autograd hook of the first parameter: detects `loss.backward()` after `run.backward`."""
+        """Record gradients that are added after `run.backward`, such as those of `loss.backward()`.
+
+        Autograd calls this hook after it has accumulated the gradient of the model's first parameter.
+        `check_gradients` raises an error for the record.
+        """
         self._was_added_to |= self._is_summed and not self._interrupted
 
     def check_gradients(self, among: Collection[int]) -> None:
@@ -291,9 +310,9 @@ class WrappedModel(abc.ABC):
             )
 
     def stepped(self, among: Collection[int]) -> None:
-        """Check the gradients just before an optimizer's step, and record that the step happens.
+        """Check the gradients just before the step of an optimizer, and record the step.
 
-        `among`: ids of the optimizer's parameters.
+        `among`: ids of the optimizer's parameters. Wrong gradients raise a `StepError`.
         """
         self.check_gradients(among)
         self._stepped = True
@@ -301,14 +320,20 @@ class WrappedModel(abc.ABC):
             self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
 
     def finish_buffers(self) -> None:
-        """Copy the first replica's buffers to all ranks, if forward passes have changed any buffers."""
+        """Copy replica 0's buffers to all ranks, if forward passes have changed any buffers."""
         self._buffers.finish()
 
     def synchronize(self) -> None:  # noqa: B027 - only local SGD has ranks with different parameters
-        """Average parameters over ranks, where ranks train independently (local SGD); collective."""
+        """Average parameters over ranks, if the strategy trains ranks independently; collective.
+
+        The base class does nothing.
+        """
 
     def show_newest(self) -> None:
-        """Set parameters to their newest values, if gradients are computed with older ones (staleness)."""
+        """Set parameters to their newest values, which contain all updates.
+
+        It has an effect only if gradients are computed with older values (staleness).
+        """
         if self.versions is not None:
             self.versions.show_newest()
 
@@ -318,7 +343,10 @@ class WrappedModel(abc.ABC):
         return True
 
     def check_gathering(self) -> None:  # noqa: B027 - only FSDP gathers
-        """Raise an error unless all ranks are about to gather the whole model's tensors; collective."""
+        """Raise an error unless all ranks are about to gather the tensors of the whole model; collective.
+
+        The base class does nothing, since only the strategy `fsdp` gathers.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's `state_dict`; tensors of which each rank holds a part are `DTensor`s."""
@@ -334,18 +362,21 @@ class WrappedModel(abc.ABC):
             self.versions.forget()
 
     def extras(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beyond `state_dict`s, such as older versions of parameters."""
+        """Return state of the model that `state_dict`s lack, such as older versions of parameters.
+
+        The result is saved in checkpoints.
+        """
         return {} if self.versions is None else {"versions": self.versions.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load a result of `extras()` from a checkpoint; called after `load`."""
+        """Restore state from `extras`, a result of `extras()`; called after `load`."""
         if self.versions is not None and "versions" in extras:
             self.versions.load(extras["versions"])
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients that no optimizer step has used yet, by parameter name, for a checkpoint.
+        """Return the gradients that no optimizer step has used yet, by parameter name, for a checkpoint.
 
-        With several replicas no gradients remain at the time of a checkpoint: the result is empty.
+        With several replicas the result is empty: all gradients are used before a checkpoint.
         """
         if self.several_replicas:
             return {}
@@ -353,7 +384,10 @@ class WrappedModel(abc.ABC):
         return {name: value.grad for name, value in named if value.grad is not None}
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Load `gradients` of the whole model; a rank that holds a part of the model loads that part."""
+        """Load gradients from a checkpoint; a rank that holds a part of the model loads that part.
+
+        `gradients`: gradients of the whole model, by parameter name.
+        """
         parameters = dict(self.module.named_parameters())
         for name, value in gradients.items():
             if name in parameters:
@@ -361,15 +395,18 @@ class WrappedModel(abc.ABC):
                 own.grad = part_of(value, own).to(own.device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's `state_dict` for the whole model, also if ranks hold parts of the model."""
+        """Return an optimizer's `state_dict` for the whole model, even if ranks hold parts of it."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's `state_dict` of the whole model; each rank loads entries of its own part."""
+        """Load an optimizer's state for this rank's part of the model.
+
+        `state`: the optimizer's `state_dict` for the whole model.
+        """
         optimizer_state.load(optimizer, state)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - only some need it
-        """Register an optimizer of the run that updates parameters of this model."""
+        """Register an optimizer that updates parameters of this model; the base class does nothing."""
 
     def update(self, act: Callable[[], Any]) -> Any:
         """Call `act`, which steps an optimizer of this model alone, and return the result of `act`."""
@@ -381,7 +418,10 @@ class WrappedModel(abc.ABC):
         return total_norm(each_norm(gradients, norm_type), norm_type)
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradients of `parameters` from total norm `norm` to at most `max_norm`."""
+        """Scale the gradients of `parameters` so that their total norm is at most `max_norm`.
+
+        `norm`: their total norm now.
+        """
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def clip_values(self, parameters: Sequence[torch.Tensor], value: float) -> None:
@@ -390,13 +430,16 @@ class WrappedModel(abc.ABC):
             nn.utils.clip_grad_value_(there, value)
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers with `persistent=False`, which `state_dict` leaves out."""
+        """Return the buffers with `persistent=False`, by name; `state_dict` leaves them out."""
         saved = self.module.state_dict(keep_vars=True)
         return {name: value for name, value in self.module.named_buffers() if name not in saved}
 
     def ends(self) -> dict[str, int]:
-        """Return the bytes that this rank has "sent" and "received" for the model; `{}` if not counted."""
+        """Return `{"sent": N, "received": M}`: bytes that this rank exchanged for the model.
+
+        Missing keys are numbers that the strategy does not count.
+        """
         return {}
 
     def close(self) -> None:  # noqa: B027 - only some have an exchange
-        """Release the memory and connections by which the strategy communicates."""
+        """Release memory and connections of the strategy's communication; the base class has none."""

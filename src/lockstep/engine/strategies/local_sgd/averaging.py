@@ -103,9 +103,10 @@ def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list
 def describe_state(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, _Description]]:
-    """Return shapes, types and plain values of an optimizer's state for each parameter, as JSON data.
+    """Return a description of an optimizer's state for each of `parameters`, as JSON data.
 
-    A value raises a `ModelError` if it has no mean over ranks and JSON cannot represent it.
+    A tensor of floats is described by its shape and dtype, any other value also by itself. A value that
+    neither has a mean over ranks nor fits JSON raises a `ModelError`.
     """
     states = (optimizer.state.get(parameter, {}) for parameter in parameters)
     return [{key: _describe(key, value) for key, value in state.items()} for state in states]
@@ -120,10 +121,11 @@ def average_state(
 ) -> None:
     """Set an optimizer's state, such as momentum, to its mean over the ranks.
 
-    A rank whose samples have never used a parameter has no state for it. Then the mean of the ranks with
-    state becomes the state of all ranks.
+    A rank whose samples have never used a parameter has no state for this parameter. Then all ranks get the
+    mean of the ranks that have state.
 
     `all_ranks`: the result of `describe_state` on each rank. `weights`: number of samples of each rank.
+    `averaging`: computes the means.
     """
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):
@@ -150,9 +152,10 @@ def average_state(
 
 
 def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
-    """Merge the ranks' descriptions of one parameter's optimizer state.
+    """Merge the descriptions by several ranks of the optimizer state of one parameter.
 
-    If several ranks describe the same entry, the first rank's description is taken.
+    `ranks`: one description from each rank, by names of state entries. If several ranks describe the same
+    entry, the first rank's description is taken.
     """
     merged: dict[str, _Description] = {}
     for rank in ranks:
@@ -161,9 +164,10 @@ def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
 
 
 def _describe(key: str, value: Any) -> _Description:
-    """Return `[shape, type, value]` of an optimizer's state entry; `value` is `None` for a float tensor.
+    """Return `[shape, dtype, value]` for one entry of an optimizer's state, as JSON data.
 
-    `key`: name of the entry. A value that cannot be described raises a `ModelError`.
+    `key`: name of the entry. A tensor of floats has `None` as value; a value that is no tensor has `None`
+    as shape and dtype. An entry that cannot be described so raises a `ModelError`.
     """
     if isinstance(value, torch.Tensor):
         shape, kind = list(value.shape), str(value.dtype).removeprefix("torch.")

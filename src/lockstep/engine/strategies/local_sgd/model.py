@@ -61,7 +61,11 @@ class LocalModel(WrappedModel):
     # --- local steps -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Prepare for a forward pass; record whether this rank's buffers now differ from other ranks'."""
+        """Save the buffers before a forward pass that may change them.
+
+        After such a pass, and until the next average, this rank's buffers count as different from other
+        ranks'.
+        """
         super().before_forward()
         self._has_own_buffers |= self._buffers.dirty
 
@@ -154,11 +158,14 @@ class LocalModel(WrappedModel):
     # --- state -----------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """Return the outer optimizer's state; called just after ranks have averaged parameters."""
+        """Return `{"outer": …}` with the state of DiLoCo's outer optimizer, for a checkpoint.
+
+        Called just after ranks have averaged parameters.
+        """
         return {"outer": self._outer.state()}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load the outer optimizer's state from a result of `extras()`."""
+        """Load the state of DiLoCo's outer optimizer from `extras`, a result of `extras()`."""
         # Without it, the run began with another strategy.
         if extras.get("outer"):
             self._outer.load(extras["outer"])
@@ -182,7 +189,7 @@ def wrap_local_sgd(
 def wrap_diloco(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> LocalModel:
-    """Wrap a model for DiLoCo: the mean change of parameters over ranks is an outer optimizer's gradient.
+    """Wrap a model for DiLoCo, whose outer optimizer takes the mean change over ranks as gradient.
 
     Ranks average every 50 steps by default, the smallest number that Douillard et al. compare (50 to 2000).
     """
@@ -197,9 +204,10 @@ def _wrap(
     every: int,
     outer: Callable[[list[nn.Parameter]], Outer],
 ) -> LocalModel:
-    """Wrap a model for the strategy `name`; `broadcast_buffers=False` raises a `ModelError`.
+    """Return `module` as a `LocalModel` for the strategy `name`.
 
-    `every`: steps between averages. `outer`: creates the object that updates parameters at an average.
+    `settings`: the keywords given to `run.model`; `broadcast_buffers=False` raises a `ModelError`. `every`:
+    steps between averages. `outer`: creates the object that updates parameters at an average.
     """
     assert context.group is not None
     own_buffers = named_buffers_of_own(settings)

@@ -1,4 +1,4 @@
-"""Update of parameters by their mean change over ranks: a mean (local SGD) or Nesterov step (DiLoCo)."""
+"""Updates of parameters by averages over ranks: the mean (local SGD) or a Nesterov step (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Change:
-    """The change of this rank's parameters since ranks last averaged their parameters."""
+    """Computes the change of this rank's parameters since ranks last averaged their parameters."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -32,7 +32,8 @@ class _Change:
 class Mean(_Change):
     """Local SGD: sets parameters to their mean over the ranks (Stich, ICLR 2019, arXiv:1805.09767).
 
-    Changes are averaged, not parameters, so that a parameter that no rank has changed keeps its bits.
+    The mean is taken of the changes since the last average. So a parameter that no rank has changed keeps
+    its bits.
     """
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
@@ -51,9 +52,10 @@ class Mean(_Change):
 
 
 class Nesterov(_Change):
-    """DiLoCo: the mean change over ranks is the gradient of an outer SGD with Nesterov momentum.
+    """DiLoCo: updates parameters by an outer SGD optimizer with Nesterov momentum.
 
-    Learning rate and momentum are those of Douillard et al. 2023 (arXiv:2311.08105).
+    The outer optimizer's gradient is the mean change of the parameters over ranks. Learning rate and
+    momentum are those of Douillard et al. 2023 (arXiv:2311.08105).
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -61,7 +63,10 @@ class Nesterov(_Change):
         self._optimizer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
 
     def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Step the outer optimizer, with the mean change over all ranks as gradient of each parameter."""
+        """Step the outer optimizer, and copy the updated values to the parameters.
+
+        `means`: the mean change of each parameter over all ranks, which is the gradient of the step.
+        """
         for anchor, mean in zip(self._anchors, means, strict=True):
             anchor.grad = mean
         self._optimizer.step()

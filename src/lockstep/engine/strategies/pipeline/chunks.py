@@ -1,6 +1,6 @@
-"""Chunks (microbatches of a pipeline): splits the tensors of a call, and concatenates the outputs.
+"""Division of a call's tensors into chunks (microbatches of a pipeline), and merging of the outputs.
 
-Tensors with one row per sample are split. The user names them by `chunk_inputs`, since another tensor may
+Tensors with one row per sample are divided. The user names them by `chunk_inputs`, since another tensor may
 have the length of the batch by chance.
 """
 
@@ -18,19 +18,22 @@ from lockstep.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the tensors of a call are divided into chunks.
+    """Division of the tensors of one call of a model into chunks.
 
     Attributes:
         sizes: number of samples of each chunk, at least 1.
-        cut: indices of the tensors that are cut along their first dimension; each chunk has the other
-            tensors whole.
+        cut: indices of the tensors that are cut along their first dimension; each chunk has the
+            other tensors whole.
     """
 
     sizes: list[int]
     cut: frozenset[int]
 
     def part(self, place: int, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return one chunk's part of a tensor; `place`: index of the tensor in the call."""
+        """Return the part of `tensor` that belongs to chunk number `chunk`.
+
+        `place`: index of the tensor among those of the call. A tensor that is not cut is returned whole.
+        """
         if place not in self.cut:
             return tensor
         # Through `data` each chunk has its own `_version`: if a stage changes its input in place, autograd
@@ -65,14 +68,15 @@ def split(
     chunks: int,
     named: Collection[str] | None,
 ) -> Split:
-    """Return how the tensors of a call are to be divided into chunks.
+    """Return a division of the tensors of a call into chunks.
 
     `arguments`: for each tensor, the argument of `forward` that contains it. `chunks`: number of chunks; a
     batch of fewer samples has one chunk per sample. `named`: arguments whose tensors have one row per
     sample; `None` for the only tensor of the call.
 
     Raises:
-        ModelError: if `named` is missing for several tensors, or the named tensors differ in length.
+        ModelError: if `named` is missing for several tensors, or the named tensors differ in
+            length.
     """
     if chunks == 1:
         return Split([1], frozenset())
@@ -101,9 +105,10 @@ def split(
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate the outputs of all chunks; `sizes`: number of samples of each chunk.
+    """Return one output of the model, concatenated from the outputs of all chunks.
 
-    Outputs without one row per sample, or with different structures, raise a `ModelError`.
+    `sizes`: number of samples of each chunk. Outputs without one row per sample, or with different
+    structures, raise a `ModelError`.
     """
     columns: list[list[torch.Tensor]] = []
     parts = None

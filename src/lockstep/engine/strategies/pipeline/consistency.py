@@ -32,10 +32,10 @@ _HINT = (
 class CallCheck:
     """Counts the calls of one pipelined model, and compares calls between the ranks that hold the model.
 
-    Without this check, if only one rank made a call, stages would combine activations of different calls.
+    If only one rank made a call, stages would otherwise combine activations of different calls.
 
     Attributes:
-        where: description of the batch that the script computes.
+        where: text that describes the batch that the script computes.
     """
 
     def __init__(self, row: RowCommunicator, number: int, name: str) -> None:
@@ -49,10 +49,10 @@ class CallCheck:
         return self._calls
 
     def check(self, kind: str, call: int, values: str = "") -> None:
-        """Raise a `MismatchError` if the model's ranks are in different passes or calls; collective.
+        """Raise a `MismatchError` unless all ranks of the model make the same call; collective.
 
         `kind`: "forward pass" or "backward pass". `call`: number of the call. `values`: fingerprint of the
-        call's input.
+        call's input. The current batch is compared, too.
         """
         own = [self._number, kind, call, self.where, values]
         calls = [_decode(text) for text in self._row.compare(_encode(own, _script_line()))]
@@ -84,7 +84,10 @@ def _describe(description: Sequence[Any]) -> str:
 
 
 def _encode(own: Sequence[Any], line: str) -> bytes:
-    """Return as bytes the description `own` of a call, and the line of the script that made the call."""
+    """Return a description of a call, and the line of the script that made the call, as bytes.
+
+    `own`: the description, a list of JSON values.
+    """
     return json.dumps(own).encode() + b"\n" + line.encode(errors="replace")
 
 
@@ -105,8 +108,8 @@ def _script_line() -> str:
 def fingerprint(parts: Any, tensors: Sequence[torch.Tensor]) -> str:
     """Return a checksum of the arguments of a call of the model.
 
-    It covers their structure (`parts`, JSON data), the shapes and types of `tensors`, and the first 4 KiB
-    of each contiguous CPU tensor.
+    `parts`: structure of the arguments, as JSON data. `tensors`: the tensors in them. The checksum covers
+    the structure, shapes and dtypes, and the first 4 KiB of each contiguous CPU tensor.
     """
     crc = zlib.crc32(json.dumps(parts).encode())
     for tensor in tensors:

@@ -27,9 +27,11 @@ class ForwardGraph:
     """A model's forward pass as a graph.
 
     Attributes:
-        constants: tensors that `forward` computes without its arguments, by their names in the graph.
-        opened: names of submodules that are not one node of the graph: their `forward` was traced, too.
-        fixed: for arguments that the graph has as constants, their default value.
+        constants: tensors that `forward` computes without its arguments, by their names in the
+            graph.
+        opened: names of submodules whose `forward` was traced, too; any other submodule is one
+            node.
+        fixed: default values of arguments whose defaults the graph contains as constants.
         steps: nodes of the graph that compute something, in order.
         weights: for each step, bytes of the parameters that no earlier step uses.
     """
@@ -43,7 +45,10 @@ class ForwardGraph:
 
 
 class _Tracer(fx.Tracer):
-    """Traces the `forward` of a model and of its submodules `opened`; other submodules become one node."""
+    """Traces the `forward` of a model and of its submodules `opened`.
+
+    A call of any other submodule becomes one node of the graph.
+    """
 
     proxy_buffer_attributes = True  # operations on buffers become nodes, computed in each pass
 
@@ -67,10 +72,10 @@ def _mode() -> tuple[bool, ...]:
 
 
 def trace(module: nn.Module, opened: frozenset[str]) -> ForwardGraph:
-    """Trace the forward pass of `module`, in training and in evaluation mode; `module` is not changed.
+    """Return the graph of the forward pass of `module`, traced in training and in evaluation mode.
 
-    `opened`: names of the submodules whose `forward` is traced, too. A model that cannot be traced, or
-    whose graphs in the two modes differ, raises a `ModelError`.
+    `module` is not changed. `opened`: names of the submodules whose `forward` is traced, too. A model that
+    cannot be traced, or whose graphs in the two modes differ, raises a `ModelError`.
     """
     fixed = _defaults(module)
     graph, constants = _trace_in(True, module, opened, fixed)
@@ -106,7 +111,8 @@ def _trace_in(
 ) -> tuple[fx.Graph, dict[str, Any]]:
     """Return the graph of a forward pass in training or evaluation mode, and its constant tensors.
 
-    `opened`: submodules whose `forward` is traced, too. `fixed`: default values of arguments.
+    `opened`: names of submodules whose `forward` is traced, too. `fixed`: default values of arguments of
+    `forward`, which the graph contains as constants.
     """
     name, modes = type(module).__name__, {part: part.training for part in module.modules()}
     before = Generators.now()
@@ -156,7 +162,10 @@ def _refuse(name: str, tracer: _Tracer, changed: Sequence[str], *, has_drawn: bo
 
 
 class _Attributes:
-    """Context manager that restores all attributes of a model's modules, and lists the changed ones."""
+    """Context manager that restores all attributes of a model's modules at its end.
+
+    Its methods tell which attributes were changed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._spaces = [
@@ -198,7 +207,10 @@ class _Attributes:
 
 
 def _copy_constants(graph: fx.Graph, constants: dict[str, Any]) -> None:
-    """Insert a `clone` of each constant tensor into the graph: `forward` may modify the tensor in place."""
+    """Insert a `clone` of each constant tensor into the graph, for all nodes that use the tensor.
+
+    `forward` may modify the tensor in place. `constants`: the tensors, by name.
+    """
     for name in (n for n, value in constants.items() if isinstance(value, torch.Tensor)):
         first, *others = [n for n in graph.nodes if n.op == "get_attr" and n.target == name]
         with graph.inserting_after(first):

@@ -60,10 +60,11 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
 
 
 def _open(module: nn.Module, count: int, split: Sequence[str]) -> ForwardGraph:
-    """Trace `module`; also trace into submodules, if the largest stage then has at least 10 % fewer bytes.
+    """Return the graph of `module`; submodules that are too large for a stage are traced into.
 
-    `split`: names of submodules at which the user cuts. If there are any, only the submodules that contain
-    them are traced into.
+    They are traced into only if the largest of `count` stages then has at least 10 % fewer bytes. `split`:
+    names of submodules at which the user cuts. If there are any, only the submodules that contain them are
+    traced into.
     """
     opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
     traced = best = trace(module, opened)
@@ -81,7 +82,7 @@ def _open(module: nn.Module, count: int, split: Sequence[str]) -> ForwardGraph:
 
 
 def _heaviest(traced: ForwardGraph, count: int) -> float:
-    """Return the parameter bytes of the largest of `count` balanced stages.
+    """Return the parameter bytes of the largest stage, if the graph is cut into `count` balanced stages.
 
     The result is infinite if the model has too few parts with parameters.
     """
@@ -92,9 +93,10 @@ def _heaviest(traced: ForwardGraph, count: int) -> float:
 
 
 def _too_heavy(module: nn.Module, traced: ForwardGraph, count: int, closed: set[str]) -> str | None:
-    """Return the name of the largest submodule traced as one node and too large for a balanced stage.
+    """Return the name of the largest submodule that is one node and too large for a balanced stage.
 
-    `closed`: submodules that cannot be traced, which are left out. `None` if there is no such submodule.
+    `count`: number of stages. `closed`: names of submodules that cannot be traced, which are left out. The
+    result is `None` if there is no such submodule.
     """
     share = sum(traced.weights) / count
     few = sum(weight > 0 for weight in traced.weights) < count
@@ -141,7 +143,10 @@ def _balanced(traced: ForwardGraph, module: nn.Module, count: int) -> list[int]:
 
 
 def _alive(traced: ForwardGraph) -> list[list[fx.Node]]:
-    """Return, for each step (node of the graph), earlier steps whose results this or a later step uses."""
+    """Return, for each step, the earlier steps whose results this step or a later one uses.
+
+    A step is a node of the graph.
+    """
     places = {node: place for place, node in enumerate(traced.steps)}
     end = len(traced.steps)
     last = {node: max((places.get(u, end) for u in node.users), default=-1) for node in places}
@@ -154,7 +159,10 @@ def _alive(traced: ForwardGraph) -> list[list[fx.Node]]:
 def _stage(
     module: nn.Module, traced: ForwardGraph, steps: Sequence[fx.Node], keeps: tuple[str, ...]
 ) -> Stage:
-    """Return the stage that computes the nodes `steps`; `keeps`: names of values for later stages."""
+    """Return the pipeline stage that computes the nodes `steps` of the graph `traced`.
+
+    `keeps`: names of the values that the stage sends to the next one, for use there or later.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = [n for n in traced.graph.nodes if n.op == "output" and steps[-1] is traced.steps[-1]]
     used = [n for node in (*steps, *outputs) for n in node.all_input_nodes]

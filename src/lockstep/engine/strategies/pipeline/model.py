@@ -1,4 +1,7 @@
-"""Strategy `pipeline`: several ranks hold a model, one stage each; its copies are data-parallel."""
+"""Strategy `pipeline`: each rank of a row of the mesh holds one stage of a model.
+
+Rows hold copies of the model, which are trained data-parallel.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ class PipelinedModel(SpreadModel):
 
     The script calls its own module, whose `forward` is replaced by a pass through the stages of all ranks.
     Parameters of other stages are on the device `meta`, with a shape and without memory. So the optimizer
-    of each rank has all parameters of the model, but updates only those of the rank's stage: others have no
-    gradients.
+    of each rank has all parameters of the model, but updates only those of this rank's stage: parameters of
+    other stages have no gradients.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class PipelinedModel(SpreadModel):
         self._schedule.calls.where = f"epoch {microbatch.epoch}, {where}, turn {microbatch.turn}"
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """End a microbatch; record that later calls of the model are outside of a loop.
+        """End a microbatch: synchronize buffers, and check its gradients.
 
-        `left`: whether `break` or an exception has ended the loop's body.
+        `left`: whether `break` or an exception has ended the loop's body. Calls of the model before the
+        next microbatch count as outside of a loop.
         """
         super().microbatch_ends(microbatch, left=left)
         self._schedule.calls.where = OUTSIDE
@@ -90,7 +94,7 @@ class PipelinedModel(SpreadModel):
     # --- state of the whole model ------------------------------------------------------------------
 
     def _gathered(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Gather `own` of all ranks that hold the model; return the union of these dictionaries."""
+        """Gather the dictionaries `own` from all ranks that hold the model; return their union."""
         return {key: value for part in self._row.gather(dict(own)) for key, value in part.items()}
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +122,10 @@ class PipelinedModel(SpreadModel):
         return self._gathered(super().gradients())
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Load the gradients of this rank's stage; `gradients`: those of the whole model, by name."""
+        """Load the gradients of this rank's stage from `gradients`.
+
+        `gradients`: gradients of the whole model, by parameter name.
+        """
         here = {name for name, p in self.module.named_parameters() if not p.is_meta}
         super().load_gradients({n: v for n, v in gradients.items() if n in here})
 
@@ -138,7 +145,10 @@ class PipelinedModel(SpreadModel):
         super().load_optimizer(optimizer, {**state, "state": _of_stage(optimizer, state)})
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of the gradients of all stages together, with the bits of a single process."""
+        """Return the norm of the gradients of all stages together; collective.
+
+        The bits are the same as in a single process. `parameters`: parameters of the whole model.
+        """
         own = {
             place: each_norm([p.grad], norm_type)[0]
             for place, p in enumerate(parameters)
@@ -148,12 +158,14 @@ class PipelinedModel(SpreadModel):
         return total_norm([norms[place] for place in sorted(norms)], norm_type)
 
     def ends(self) -> dict[str, int]:
-        """Return how many bytes this rank has "sent" to other stages and "received" from other stages."""
+        """Return `{"sent": N, "received": M}`: the bytes that this rank exchanged with other stages."""
         return self._row.moved
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) -> PipelinedModel:
     """Cut `module` into one stage for each rank that holds the model, and wrap this rank's stage.
+
+    `settings`: the keywords given to `run.model`.
 
     Raises:
         UsageError: if the model has too few parts for the ranks, or a keyword is invalid.
@@ -211,7 +223,10 @@ def _chunk_inputs(asked: Any, program: Program) -> Sequence[str] | None:
 
 
 def _place(module: nn.Module, own_ids: set[int], device: torch.device) -> None:
-    """Move parameters and buffers of `module` whose ids are in `own_ids` to `device`, others to `meta`."""
+    """Move the tensors of `module` with ids in `own_ids` to `device`, and all others to `meta`.
+
+    Tensors are the parameters and buffers. Those on `meta` have no memory.
+    """
     shapes: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for own in (part._parameters, part._buffers):
@@ -252,7 +267,10 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _of_stage(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return those entries of an optimizer's `state_dict` that are for parameters of this rank's stage."""
+    """Return the entries of an optimizer's state for parameters of this rank's stage.
+
+    `state`: the optimizer's `state_dict`. Entries have the parameters' numbers in it as keys.
+    """
     here = {number for number, p in numbered(optimizer, state).items() if not p.is_meta}
     return {number: value for number, value in state["state"].items() if number in here}
 

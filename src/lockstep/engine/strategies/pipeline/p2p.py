@@ -1,6 +1,6 @@
-"""Messages between the ranks that hold one model (pipeline stages): tensors in tuples, lists and dicts.
+"""Messages of tensors and numbers between the ranks of a row, which hold the stages of one model.
 
-A message is a JSON header, with the structure, shapes and types, and then the tensors. So shapes need not
+A message is a JSON header, with the structure, shapes and dtypes, and then the tensors. So shapes need not
 be agreed in advance, and batches may differ in length. The header is sent from CPU memory, tensors from
 their device.
 """
@@ -26,9 +26,10 @@ _SMALL = 1 << 14  # tensors of at most so many bytes are sent in one block toget
 
 
 def dismantle(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` as JSON data, with indices in place of tensors; append the tensors to `tensors`.
+    """Return `value` as JSON data, with indices in place of tensors, which are appended to `tensors`.
 
-    Objects other than tensors, numbers, strings and containers raise a `ModelError`.
+    `value`: tensors, numbers and strings in tuples, lists and dictionaries. Other objects raise a
+    `ModelError`.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -83,7 +84,8 @@ class RowCommunicator:
     """Communication between the ranks of a row of the mesh, which hold one model together.
 
     Attributes:
-        moved: number of bytes that this rank has "sent" and "received", except by `gather`.
+        moved: dictionary with the numbers of bytes that this rank has "sent" and "received";
+            `gather` is not counted.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -93,17 +95,23 @@ class RowCommunicator:
         self.moved = {"sent": 0, "received": 0}
 
     def of_run(self, place: int) -> int:
-        """Return the global rank of the process that has rank `place` among the ranks of this model."""
+        """Return the rank in the run of the process with rank `place` in this row."""
         return dist.get_global_rank(self._group, place)
 
     def compare(self, text: bytes) -> list[bytes]:
-        """All-gather a text of at most 512 bytes from each of the model's ranks; collective."""
+        """All-gather a text from each rank of the row; return all texts, in the order of ranks; collective.
+
+        `text`: at most 512 bytes.
+        """
         return gather_texts(text, _TEXT, self._group)
 
     # --- from one stage to the next ----------------------------------------------------------------
 
     def send(self, value: Any, to: int) -> None:
-        """Begin to send `value` to rank `to` of the model's ranks; do not change `value` until `flush`."""
+        """Begin to send `value` to the process with rank `to` in this row.
+
+        `value` must not be changed before `flush`.
+        """
         header, flats = _outgoing(value, self._device)
         for block in (*_blocks(header), *flats):
             work = dist.isend(block, group=self._group, group_dst=to)
@@ -118,7 +126,7 @@ class RowCommunicator:
             work.wait()
 
     def receive(self, source: int) -> Message:
-        """Wait for a value from rank `source` among the ranks of this model, and return it."""
+        """Wait for a value from the process with rank `source` in this row; return a `Message`."""
 
         def fill(block: torch.Tensor) -> None:
             dist.recv(block, group=self._group, group_src=source)
@@ -129,10 +137,10 @@ class RowCommunicator:
     # --- from one rank to the whole row ------------------------------------------------------------
 
     def share(self, value: Any, source: int, device: torch.device | None = None) -> Message:
-        """Broadcast `value` from rank `source` to all ranks that hold this model; collective.
+        """Broadcast `value` from the process with rank `source` in this row to the others; collective.
 
-        `value`: ignored on the other ranks. `device`: device of the returned tensors; by default this
-        rank's device.
+        `value`: ignored on the other ranks. `device`: device of the tensors in the returned message; by
+        default this rank's device.
         """
         device = device or self._device
 
@@ -160,7 +168,7 @@ class RowCommunicator:
 
 
 def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the header of a message with `value`, and the tensors as blocks of bytes on `device`."""
+    """Return a message with `value`: its header, and its tensors as blocks of bytes on `device`."""
     tensors: list[torch.Tensor] = []
     parts = dismantle(value, tensors)
     kinds, flats = [], []
@@ -182,7 +190,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(header: bytes) -> Iterator[torch.Tensor]:
-    """Yield a message's header as one block of fixed size, and the rest of a longer header as a second."""
+    """Yield a header as blocks of bytes: the first of fixed size, the second with the rest, if any.
+
+    The first block also contains the length of the header.
+    """
     length = len(header).to_bytes(_LENGTH, "little")
     room = _BLOCK - _LENGTH
     yield _bytes((length + header[:room]).ljust(_BLOCK, b"\0"))
@@ -195,7 +206,10 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _incoming(fill: Any, device: torch.device) -> Message:
-    """Receive a message with tensors on `device`; `fill(block)` receives bytes into the tensor `block`."""
+    """Receive a message, and return it with its tensors on `device`.
+
+    `fill`: function that receives bytes into the tensor that it is called with.
+    """
     block = torch.empty(_BLOCK, dtype=torch.uint8)
     fill(block)
     data = block.numpy().tobytes()

@@ -32,7 +32,10 @@ Gradients = list[torch.Tensor | None]
 
 
 class _Arrival:
-    """A tensor received from the previous stage, and later its gradient, which is sent back."""
+    """A tensor that enters this rank's stage, and later its gradient.
+
+    The tensor comes from the previous stage, which is sent the gradient, or from the call of the model.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -40,7 +43,10 @@ class _Arrival:
 
 
 class _Arrive(torch.autograd.Function):
-    """Autograd function that makes a received tensor a non-leaf, which modules may modify in place."""
+    """Autograd function that returns a tensor as a non-leaf, which modules may modify in place.
+
+    In the backward pass it stores the tensor's gradient in the `_Arrival`.
+    """
 
     @staticmethod
     def forward(ctx: Any, _leaf: torch.Tensor, arrival: _Arrival) -> torch.Tensor:
@@ -142,10 +148,10 @@ class Schedule:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Return a context manager for a forward or backward pass of this rank's stage.
+        """Return a context manager for a forward or backward pass, which limits waits for other ranks.
 
-        If an exception has ended an earlier pass, a `StepError` is raised: other ranks may wait for its
-        messages.
+        A `StepError` is raised if an exception has ended an earlier pass, since other ranks may still wait
+        for messages of that pass.
         """
         if self._is_interrupted:
             raise StepError(
@@ -187,7 +193,10 @@ class _ModelCall:
     # --- forward ---------------------------------------------------------------------------------
 
     def forward(self) -> Message:
-        """Run this rank's stage on all chunks; return the model's output, which the last rank sends."""
+        """Run this rank's stage on all chunks; return the output of the whole model, on every rank.
+
+        The last rank broadcasts the output.
+        """
         self._schedule.calls.check(
             "forward pass", self._number, fingerprint(self._parts, self._tensors)
         )
@@ -294,9 +303,9 @@ class _ModelCall:
     # --- backward --------------------------------------------------------------------------------
 
     def backward(self, gradients: Gradients) -> Gradients:
-        """Run this rank's backward pass for all chunks; return gradients of the call's input tensors.
+        """Run this rank's backward pass for all chunks; return the gradients of the call's input tensors.
 
-        `gradients`: gradients of the model's outputs. A second backward pass raises a `StepError`.
+        `gradients`: gradients of the model's outputs. A second call raises a `StepError`.
         """
         if self._is_over:
             raise StepError(
@@ -326,9 +335,10 @@ class _ModelCall:
         return result
 
     def _returning(self, chunk: int, gradients: Gradients) -> Gradients:
-        """Return the gradients of this stage's outputs for one chunk, which the next rank sends.
+        """Return the gradients of the outputs of this rank's stage for one chunk.
 
-        On the last rank these are the chunk's parts of `gradients`, the gradients of the model's outputs.
+        The next rank sends them. On the last rank they are the chunk's parts of `gradients`, the gradients
+        of the model's outputs.
         """
         schedule = self._schedule
         if not self._left[chunk]:
@@ -341,7 +351,10 @@ class _ModelCall:
         return [None if g is None else torch.split(g, self._sizes)[chunk] for g in gradients]
 
     def _gradients_of_inputs(self) -> Gradients:
-        """Return the gradients of the tensors in the model's call, summed over the stages that use them."""
+        """Return the gradients of the tensors in the model's call; collective.
+
+        Each is summed over the stages that use the tensor.
+        """
         if not self._given:
             return []
         own = [
@@ -367,7 +380,7 @@ def _dismantled(
 ) -> tuple[Values, list[torch.Tensor], list[str]]:
     """Split a call's arguments; return their structure, the tensors, and each tensor's argument name.
 
-    `values`: the arguments. `inputs`: for each argument of `forward`, its key in `values`.
+    `values`: the arguments by key. `inputs`: for each argument of `forward`, its key in `values`.
     """
     tensors: list[torch.Tensor] = []
     arguments: list[str] = []

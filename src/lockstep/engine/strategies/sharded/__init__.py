@@ -1,1 +1,4 @@
-"""Strategy `fsdp`: models sharded by FSDP2 in units, submodules whose parameters are gathered together."""
+"""Strategy `fsdp`: models that FSDP2 shards in units.
+
+A unit is a submodule whose parameters are gathered together.
+"""

@@ -36,12 +36,15 @@ class ShardedModel(CutState, WrappedModel):
     """A model whose parameters are sharded over all ranks.
 
     FSDP2 gathers the parameters of a unit (a submodule that it shards separately) before each use. FSDP2's
-    reduce-scatter is not used: hooks take the gradients from autograd. As soon as a unit's gradients are
-    complete, each rank is sent the gradients of its shards. The order of units is the same on all ranks.
+    reduce-scatter is not used: hooks take the gradients from autograd. As soon as all gradients of a unit
+    are computed, this rank sends to each rank the gradients of that rank's shards. The order of units is
+    the same on all ranks.
 
     Args:
         units: the units; the last is the model itself.
-        gather: "unit": gather parameters before each use; "batch": once for a global batch.
+        scatter: sends and sums the gradients; `None` for a single rank.
+        gather: "unit" gathers parameters before each use of a unit, "batch" once for a global
+            batch.
     """
 
     mixes = True
@@ -126,7 +129,8 @@ class ShardedModel(CutState, WrappedModel):
         """Prepare a microbatch (a replica's share of a batch).
 
         Before the first microbatch of a batch, parameters that are still gathered are freed. With
-        `gather="batch"`, all parameters are then gathered for the whole batch.
+        `gather="batch"`, or if ranks have different numbers of replicas, all parameters are then gathered
+        for the whole batch.
         """
         if microbatch.first:
             self._reshard()
@@ -140,7 +144,8 @@ class ShardedModel(CutState, WrappedModel):
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """End a microbatch; after the last one of a batch, free all gathered parameters.
 
-        `left`: whether `break` or an exception has ended the loop's body: the batch is over then, too.
+        `left`: whether `break` or an exception has ended the loop's body. The batch is over then, too, and
+        the parameters are freed.
         """
         if microbatch.last or left:
             self._reshard()
@@ -180,9 +185,10 @@ class ShardedModel(CutState, WrappedModel):
             )
 
     def _advance(self) -> None:
-        """Start to sum the gradients of units (sharded submodules) that are complete, in a fixed order.
+        """Start to sum the gradients of all units whose gradients are complete.
 
-        Autograd hooks call this after each gradient.
+        A unit is a separately sharded submodule. Units are summed in a fixed order: each waits for the
+        units before it. Autograd hooks call this method after each gradient.
         """
         if not self._expects:
             for unit in self._units:
@@ -220,9 +226,10 @@ class ShardedModel(CutState, WrappedModel):
             self._finish()
 
     def _start(self) -> None:
-        """Start to sum the next submodule's gradients: send to each rank the gradients of its shards.
+        """Start to sum the gradients of the next unit: send to each rank the gradients of its shards.
 
-        Whether all ranks compute the same batch was checked when parameters were gathered: see `Gathers`.
+        A unit is a separately sharded submodule. No check of the batch is needed: `Gathers` checked that
+        all ranks compute the same batch when they gathered the parameters.
         """
         number = len(self._started)
         unit, places = self._units[number], self._places[number]
@@ -239,7 +246,10 @@ class ShardedModel(CutState, WrappedModel):
         self._started.append(self._scatter.start(out))
 
     def _finish(self) -> None:
-        """Wait for the next submodule's summed gradients; set the gradients of this rank's shards."""
+        """Wait for the summed gradients of the next unit; set the gradients of this rank's shards.
+
+        A unit is a separately sharded submodule.
+        """
         number = self._finished
         unit, started = self._units[number], self._started[number]
         self._started[number] = []
@@ -265,7 +275,10 @@ class ShardedModel(CutState, WrappedModel):
     # --- state of the whole model ------------------------------------------------------------------
 
     def check_gathering(self) -> None:
-        """Raise an error if the run has ended, or other ranks are not about to gather the whole model."""
+        """Raise an error if the run has ended, or if other ranks are not about to gather the whole model.
+
+        Collective, unless the run has ended.
+        """
         if self._is_over:
             raise StepError(
                 f"{type(self.module).__name__} is cut over ranks, and they have left the run; "
@@ -285,7 +298,10 @@ class ShardedModel(CutState, WrappedModel):
         super().load(state)
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the total norm of whole gradients, with the bits of a single process; collective."""
+        """Return the total norm of the gradients of `parameters`; collective.
+
+        Each whole gradient is gathered for it. The bits are the same as in a single process.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Gathered one at a time, to save memory.
         norms = [each_norm([whole(one)], norm_type)[0] for one in gradients]
@@ -308,7 +324,11 @@ class ShardedModel(CutState, WrappedModel):
         self._is_over = True
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager for gathering parameters, which reports a long wait for other ranks."""
+        """Return a context manager for a gathering of parameters; it reports or limits the wait.
+
+        The wait is for other ranks. In a backward pass the watchdog limits the wait; otherwise the wait is
+        reported to the launcher.
+        """
         context = self._context
         return context.gathering_in_backward() if self._expects else context.gathering()
 
@@ -328,7 +348,10 @@ class ShardedModel(CutState, WrappedModel):
 
 
 def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> ShardedModel:
-    """Return `module` sharded over all ranks; raise a `ModelError` if `settings` do not allow it."""
+    """Shard `module` over all ranks, and return it as a `ShardedModel`.
+
+    `settings`: the keywords given to `run.model`; invalid ones raise a `ModelError`.
+    """
     assert context.mesh is not None
     made = shard(module, context.mesh["data"], settings)
     names = names_of(module, made)
@@ -341,7 +364,10 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
 
 
 class _Passing:
-    """Forward pre-hook of a unit (a separately sharded submodule) that adds the unit's number to a list."""
+    """Forward pre-hook that appends the number of a unit to a list of used units.
+
+    A unit is a separately sharded submodule.
+    """
 
     def __init__(self, path: list[int], number: int) -> None:
         self._path, self._number = path, number

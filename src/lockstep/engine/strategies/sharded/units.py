@@ -27,14 +27,15 @@ from lockstep.state.checkpoint.parts import local
 
 
 class FsdpUnit:
-    """A module that FSDP2 gathers separately, and its gradients on this rank.
+    """A submodule that FSDP2 shards and gathers separately, with its gradients on this rank.
 
     Args:
-        sum_type: type in which gradients are summed; `None` for the gradients' type.
+        sum_type: dtype in which gradients are summed; `None` for the gradients' own dtype.
 
     Attributes:
         parameters: this rank's shards of trainable parameters.
-        gradients: unsharded gradients of the current backward pass; `None` for those not computed yet.
+        gradients: unsharded gradients of the current backward pass; `None` for those not computed
+            yet.
     """
 
     def __init__(self, module: FSDPModule, name: str, sum_type: torch.dtype | None) -> None:
@@ -86,11 +87,11 @@ class FsdpUnit:
     def pack(
         self, scatter: TreeScatter, nodes: Sequence[Gradients], size: int, notes: int
     ) -> Outgoing:
-        """Return sums of gradients as messages, one for each of `size` ranks.
+        """Return the sums of gradients as messages, one for each of `size` ranks.
 
-        `nodes`: sums over different replicas (data-parallel workers), each with one gradient per parameter.
-        `notes`: number of additional elements of a message. A message has the receiver's shard of each
-        gradient, padded to the length of the longest shard.
+        A message has the receiver's shard of each gradient, padded to the length of the longest shard.
+        `scatter`: allocates the messages. `nodes`: this rank's partial sums over its replicas, each with
+        one gradient per parameter. `notes`: number of additional elements of a message.
         """
         filled = [self._filled(node) for node in nodes]
         share = sum(self._share(parameter, size) for parameter in self.parameters)
@@ -120,9 +121,10 @@ class FsdpUnit:
         return -(-length // size) * (parameter.numel() // length) if length else 0
 
     def unpack(self, total: torch.Tensor, size: int) -> Iterator[tuple[DTensor, torch.Tensor]]:
-        """Yield each parameter with this rank's shard of its summed gradient.
+        """Yield each parameter together with this rank's shard of the parameter's summed gradient.
 
-        `total`: one message with all shards, of which views are returned. `size`: number of ranks.
+        `total`: flat tensor with the padded shards of all parameters; the yielded shards are views of it.
+        `size`: number of ranks.
         """
         offset = 0
         for parameter in self.parameters:
@@ -167,12 +169,12 @@ class Gathers:
         self._is_first = False
 
     def batch_begins(self, microbatch: Microbatch) -> None:
-        """Record the batch for which parameters are gathered from now on, to compare it between ranks."""
+        """Record the number of the batch that begins, which `check` compares between ranks."""
         loader, epoch, round_, step, _ = microbatch.numbers
         self._place, self._is_first = (loader, epoch, round_, step, microbatch.turn), True
 
     def batch_ends(self) -> None:
-        """Record that, until the next batch begins, parameters are gathered outside of any batch."""
+        """Record that a batch has ended: parameters are gathered outside of batches until the next one."""
         self._place, self._is_first = _OUTSIDE, False
 
     def check_all(self) -> None:
@@ -180,9 +182,10 @@ class Gathers:
         self._compare(len(self.names) - 1)
 
     def check(self, number: int) -> None:
-        """Raise an error unless all ranks are about to gather unit (submodule) `number`; collective.
+        """Raise an error unless all ranks are about to gather unit `number`; collective.
 
-        On GPUs, after the first batches the check is done only at the first gathering of each batch.
+        A unit is a separately sharded submodule. On GPUs, after the first batches only the first gathering
+        of each batch is checked.
 
         Raises:
             MismatchError: if ranks are in different batches.
@@ -232,9 +235,10 @@ def _describe(place: Sequence[int]) -> str:
 
 
 class Gather:
-    """All-gather of parameters, after a check that all ranks gather the same unit (sharded submodule).
+    """Function object that all-gathers the parameters of a unit, after a check of the ranks' units.
 
-    Passed to `FSDPModule.set_custom_all_gather`.
+    It is passed to `FSDPModule.set_custom_all_gather`. The check raises an error if ranks are about to
+    gather different units (sharded submodules).
     """
 
     def __init__(self, number: int, gathers: Gathers) -> None:
@@ -253,7 +257,10 @@ class Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-gather `input_tensor` into `output_tensor`, after a check that ranks gather the same unit."""
+        """Check that all ranks gather the same unit, then all-gather `input_tensor` into `output_tensor`.
+
+        The arguments are those that FSDP2 passes.
+        """
         self._gathers.check(self._number)
         work: dist.Work | None = all_gather(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -264,8 +271,8 @@ class Gather:
 def merged(nodes: Sequence[Gradients], count: int, last: Gradients) -> list[Gradients]:
     """Add the last replica's gradients to the partial sums over earlier replicas; return the new sums.
 
-    `nodes`: the partial sums. `last`: the gradients. `count`: how many of the latest partial sums become
-    one sum together with `last`; the others are returned unchanged.
+    `nodes`: the partial sums. `last`: the gradients. The `count` latest partial sums and `last` become one
+    sum; earlier ones are returned unchanged.
     """
     kept = len(nodes) - count
     for node in reversed(nodes[kept:]):
@@ -284,10 +291,10 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 
 
 def refuse_graphs_of_gradients(name: str, output: object) -> None:
-    """Make a backward pass with `create_graph=True` from `output` raise a `StepError`, by hooks.
+    """Register hooks that raise a `StepError` in a backward pass with `create_graph=True` from `output`.
 
-    Such a pass cannot be differentiated, since parameters are resharded after it. `name`: name of the
-    model.
+    The gradients of such a pass cannot be differentiated, since parameters are resharded after it. `name`:
+    name of the model, for the message.
     """
 
     def check(_gradient: torch.Tensor) -> None:
@@ -304,6 +311,9 @@ def refuse_graphs_of_gradients(name: str, output: object) -> None:
 
 
 def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
-    """Return, by `id`, the name of each unit (sharded submodule); the class's name for `module` itself."""
+    """Return the names of units (sharded submodules), with their `id` as key.
+
+    The name of `module` itself is that of its class.
+    """
     names = {id(part): name for name, part in module.named_modules()}
     return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}

@@ -95,8 +95,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list[FSDPModule]:
     """Shard `module` in place by `fully_shard`; return the sharded submodules, and `module` last.
 
-    `settings`: keywords of `run.model`. Invalid names in its `wrap`, and errors of `fully_shard`, raise a
-    `ModelError`.
+    `settings`: keywords of `run.model`, such as `wrap` with the submodules to shard separately. Invalid
+    names in `wrap`, and errors of `fully_shard`, raise a `ModelError`.
     """
     wrap = settings.get("wrap")
     names = _default(module) if wrap is None else _asked(module, wrap)
@@ -121,10 +121,11 @@ def shard(module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> list
 def _default(module: nn.Module, prefix: str = "", *, listed: bool = False) -> list[str]:
     """Return the names of the submodules that FSDP2 shards separately by default.
 
-    They have at least `MIN_PARAMETERS` parameters, and share none with each other. Each is a child of a
-    Sequential, ModuleList or ModuleDict, or contains none of these containers.
+    Such a submodule has at least `MIN_PARAMETERS` parameters, and shares none with another one. It is a
+    child of a Sequential, ModuleList or ModuleDict, or contains none of these containers.
 
-    For recursive calls, `prefix`: beginning of the names. `listed`: whether `module` is such a container.
+    Two arguments are for recursive calls. `prefix`: beginning of the names. `listed`: whether `module` is
+    such a container.
     """
     names = []
     for name, child in module.named_children():
@@ -165,9 +166,9 @@ def _asked(module: nn.Module, wrap: Any) -> list[str]:
 
 
 def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set[str]]:
-    """Return, for each parameter, which of the separately sharded submodules `names` use the parameter.
+    """Return, for each parameter, the names of the separately sharded submodules that use it.
 
-    The rest of the model has the name "".
+    `names`: all such submodules. A use by the rest of the model has the name "".
     """
     there = dict(module.named_modules(remove_duplicate=False))
     # By identity: one submodule may have several names.
@@ -182,10 +183,10 @@ def _units_of(module: nn.Module, names: Sequence[str]) -> dict[nn.Parameter, set
 
 
 def _check_units(module: nn.Module, names: Sequence[str]) -> None:
-    """Raise a `ModelError` if separately sharded submodules share a parameter, or one mixes dtypes.
+    """Raise a `ModelError` if units share a parameter, or if one unit has parameters of several dtypes.
 
-    `names`: the submodules; the rest of the model counts as one more. Types are those of trainable
-    parameters.
+    A unit is a separately sharded submodule, one of `names`; the rest of the model is one more unit. Only
+    the dtypes of trainable parameters count.
     """
     types: dict[str, set[torch.dtype]] = {}
     for parameter, units in _units_of(module, names).items():
