@@ -241,7 +241,7 @@ class Settings:
     )
     resume: bool = _setting(
         False,
-        "continue the newest unfinished run of the same script and arguments",
+        "continue the newest unfinished run of the same script and arguments that has a checkpoint",
         boolean,
         of_script=False,
         flag=("records", "--resume"),
