@@ -88,7 +88,7 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
         draft.ask(loop, _unknown(made))
         return
     for call in calls:
-        if argument(call, "batch_sampler") is not None:
+        if argument(call, "batch_sampler") is not None and "ddp" in script.flavours:
             draft.ask(call, questions.BATCH_SAMPLER)
         size = argument(call, "batch_size", 1)
         if size is not None and dotted(size) and "ddp" not in script.flavours:

@@ -23,7 +23,7 @@ OUTSIDE = (
 BACKWARD = "run.backward takes the loss alone, once per update: add losses up"
 EVERY = (
     "iterations are microbatches, of which a rank has as many as it hosts replicas: take each step in each "
-    "iteration, and multiply batch_size instead"
+    "iteration, multiply batch_size (or the batches of a batch sampler) instead, and divide no loss by it"
 )
 SKIPS = "this skips microbatches, which are parts of a batch: a batch is the same on all layouts, its parts are not"
 SUMS = (

@@ -181,7 +181,7 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
         ("model.parameters()", "things()", questions.PARAMETERS),
         ("range(2)", "[0, 1]", questions.EPOCHS),
         ("DataLoader(list(range(8)), batch_size=4)", "load()", questions.LOADER.format("load()")),
-        ("batch_size=4", "batch_sampler=s", questions.BATCH_SAMPLER),
+        ("batch_size=4", "batch_sampler=s", None),
         ("backward()", "backward(retain_graph=True)", questions.BACKWARD),
         ("pass", "optimizer.param_groups[0]['lr'] = 1 / (step + 1)", questions.RATE),
         ("pass", "s = torch.optim.lr_scheduler.StepLR(optimizer, 1); s.step(step)", questions.RATE),
@@ -228,6 +228,12 @@ def test_other_forms(tmp_path: Path, old: str, new: str, line: str) -> None:
     path.write_text(path.read_text().replace(old, new))
     text = convert(path).text
     assert line in text, text
+
+
+def test_a_batch_sampler_of_a_rank_is_a_question(tmp_path: Path) -> None:
+    path = script(tmp_path, DDP)
+    path.write_text(path.read_text().replace("batch_size=4", "batch_sampler=s"))
+    assert questions.BATCH_SAMPLER in [one.text for one in convert(path).questions]
 
 
 def test_a_mean_of_losses_over_batches_is_noted(tmp_path: Path) -> None:
