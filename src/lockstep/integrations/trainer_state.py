@@ -35,7 +35,7 @@ class TrainingProgress:
         self.latest: list[float | None] = [None, None]  # norm of gradients, learning rate
 
     def state_dict(self) -> dict[str, str]:
-        """Return the trainer's state as one JSON text, in which floats are exact."""
+        """Return a dict whose one value is the trainer's state as JSON, in which floats are exact."""
         trainer = self._trainer
         names = [name for name in (*_CARRIED, *_CARRIED_BY_TRL) if hasattr(trainer, name)]
         state = dataclasses.asdict(trainer.state)

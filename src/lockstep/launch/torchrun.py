@@ -179,11 +179,11 @@ def rendezvous_nodes(
 
 
 def _at_endpoint(given: dict[str, object], backend: str | None) -> list[str]:
-    """Remove settings from `given` that `--rdzv-endpoint` replaces; return messages about them.
+    """Remove the arguments that `--rdzv-endpoint` replaces from `given`; return a message for each.
 
-    `given` are arguments of `Nodes`, and `backend` is the value of `--rdzv-backend`. With a `--node-rank`,
-    and without the backend `c10d`, the endpoint's host becomes the main address; otherwise nodes are
-    numbered as they join.
+    `given` are arguments of `Nodes`, changed in place; `backend` is the value of `--rdzv-backend`. If
+    `given` has a node rank, and `backend` is not `c10d`, the endpoint becomes the main address and port.
+    Otherwise the endpoint stays and the node rank is removed: nodes are numbered as they join.
     """
     address, port = endpoint_place(str(given["endpoint"]))
     idle = [name for name in ("main_address", "main_port") if given.pop(name, None) is not None]

@@ -101,7 +101,7 @@ class Server:
             self._pause(0.0)
 
     def _pause(self, seconds: float) -> None:
-        """Accept no connections for `seconds`, and as long as too many are unauthenticated."""
+        """Stop accepting connections, without blocking; `_check_unknown` begins again after `seconds`."""
         self._paused_until = time.monotonic() + seconds
         self._selector.unregister(self._listener)
 

@@ -247,10 +247,10 @@ class RendezvousKeys:
         return self.newest_number == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Write to the store that launcher 0 runs, for launchers cut off from launcher 0.
+        """Answer launchers that report in round `number` that they have lost the connection to launcher 0.
 
-        Returns the indices of these launchers. The first `known` losses were answered before, and are
-        skipped.
+        The answer in the store shows them that launcher 0 is alive. Returns their indices, without those of
+        the first `known` reports, which were answered before.
         """
         asked: list[int] = []
         while self._has(f"round/{number}/loss/{known + len(asked)}"):

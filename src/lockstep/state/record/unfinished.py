@@ -86,7 +86,7 @@ def note(found: list[UnfinishedRun], *, resume: str, run_dir: str) -> str:
     """Return a message that the newest run of `found` can be resumed, and by which flags.
 
     `resume` is the flag or variable that resumes an unfinished run, such as `--resume`. `run_dir` is the
-    text before a directory that sets the run directory, such as `LOCKSTEP_RUN_DIR=`.
+    flag or variable that sets the run directory, up to the directory: `LOCKSTEP_RUN_DIR=`.
     """
     place, older = short(found[0].directory), len(found) - 1
     more = f" (and {older} older)" if older else ""

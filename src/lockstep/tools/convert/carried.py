@@ -37,7 +37,7 @@ class _Binding:
 
 
 def convert(draft: Draft) -> None:
-    """Ask the user about variables whose value from one iteration enters the loss of a later one."""
+    """Add questions to `draft` about variables whose value in one iteration enters a later loss."""
     for loop in draft.script.step_loops:
         bindings = [_binding(one) for one in _statements(loop.body)]
         changed = counter(loop).union(*(binding.names for binding in bindings))

@@ -44,7 +44,7 @@ def _unknown(node: ast.expr | None) -> str:
 
 
 def _others(draft: Draft, loop: Loop) -> None:
-    """Ask the user about a loop that uses several loaders, or only some batches of one loader.
+    """Add a question to `draft` about a loop that uses several loaders, or only some batches of one loader.
 
     Such loops call `zip`, `cycle`, `next` or `islice`.
     """
@@ -97,7 +97,7 @@ def _loader(draft: Draft, loop: Loop, made: ast.expr) -> None:
 
 
 def _sizes(draft: Draft, loop: Loop, name: str) -> None:
-    """Ask the user about reads of the batch size `name` in a loop, since a microbatch is smaller."""
+    """Add questions to `draft` about reads of the batch size `name` in a loop: a microbatch is smaller."""
     own = stored(loop)
     for node in variables(draft.module.tree, context=ast.Load):
         if last_name(node) != name or dotted(node) in own or is_shown(draft.script, node):

@@ -1,4 +1,4 @@
-"""Ask the user about decisions that depend on values of one rank, or on a count of microbatches."""
+"""Questions to the user about decisions that depend on one rank's values, or count microbatches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME = {"item", "detach", "cpu"}
 
 
 def convert(draft: Draft) -> None:
-    """Ask the user about decisions that depend on one rank's values.
+    """Add questions to `draft` about decisions that depend on one rank's values.
 
     They are changes of the learning rate, and early ends of training.
     """

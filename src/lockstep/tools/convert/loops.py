@@ -252,7 +252,7 @@ def _undivide(draft: Draft, node: ast.AugAssign | ast.BinOp) -> None:
 
 
 def _leaving(draft: Draft) -> None:
-    """Ask the user about statements that end a training loop or the script, or skip part of a batch."""
+    """Add questions to `draft` about statements that end a training loop or skip part of a batch."""
     script, module = draft.script, draft.module
     for loop in script.step_loops:
         for jump in _inside(draft, loop, ast.Break | ast.Continue):

@@ -1,4 +1,4 @@
-"""Ask the user about losses that are not means over samples.
+"""Questions to the user about losses that are not means over samples.
 
 A run averages the gradients of replicas, which is right only for such means.
 """
