@@ -118,15 +118,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._run.backward(loss)
 
     def accumulate(self, *_: Any) -> AbstractContextManager[None]:
-        """Return a context without effect: the run accumulates the gradients of all microbatches."""
+        """Return a context manager without effect: the run itself accumulates gradients."""
         return contextlib.nullcontext()
 
     def no_sync(self, *_: Any) -> AbstractContextManager[None]:
-        """Return a context without effect: gradients are summed once per global batch."""
+        """Return a context manager without effect: gradients are summed once per global batch."""
         return contextlib.nullcontext()
 
     def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """Return a context without effect: all ranks have the same number of updates."""
+        """Return a context manager without effect: all ranks have the same number of updates."""
         return contextlib.nullcontext()
 
     def clip_grad_norm_(
@@ -171,7 +171,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._run.barrier()
 
     def main_process_first(self) -> AbstractContextManager[Any]:
-        """Return a context that the main rank enters first; in a loop over a loader, it has no effect."""
+        """Return a context manager that the main rank enters first; it has no effect inside a loop.
+
+        A loop is a loop over a loader. Ranks may have different numbers of iterations there.
+        """
         return contextlib.nullcontext() if self._is_in_loop else self._run.main_process_first()
 
     local_main_process_first = main_process_first

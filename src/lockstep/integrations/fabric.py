@@ -36,7 +36,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         return self.__dict__["run"]  # type: ignore[no-any-return]
 
     def setup_environment(self) -> None:
-        """Check the precision, and open the `lockstep.Run` through which the script trains."""
+        """Check Fabric's precision setting, and open the `lockstep.Run` that trains."""
         refusals.check_precision(self.precision)
         self._open_run(self.accelerator)
         super().setup_environment()

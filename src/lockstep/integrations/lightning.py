@@ -88,7 +88,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         refusals.check_processes(self, self._world)
 
     def setup_environment(self) -> None:
-        """Check the precision, and open the `lockstep.Run` through which the Trainer trains."""
+        """Check the Trainer's precision setting, and open the `lockstep.Run` that trains."""
         refusals.check_precision(self.precision_plugin)
         self._open_run(self.accelerator)
         super().setup_environment()
@@ -227,7 +227,10 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
             return call(data, *rest)
 
     def _forward(self, *inputs: Any) -> Any:
-        """Call `training_step` as a forward pass of the model, so that hooks of `run.model` are called."""
+        """Call `training_step` with `inputs` as a forward pass, which calls the model's hooks.
+
+        Among them are the hooks that `run.model` has set.
+        """
         module = self.lightning_module
         return self._forward_redirection(self.model, module, "training_step", *inputs)
 
@@ -277,7 +280,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         return result
 
     def teardown(self) -> None:
-        """Release the plugins; the model remains on its device, since the run goes on."""
+        """Release Lightning's plugins; leave the model on its device, since the run goes on."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -292,7 +295,11 @@ def _of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _seeded_equally(data: Any) -> Any:
-    """Make the seeds of a DataLoader's workers the same on all ranks; return the DataLoader."""
+    """Make the seeds of a DataLoader's workers the same on all ranks; return the DataLoader.
+
+    This has an effect after `L.seed_everything(workers=True)`, unless the DataLoader has a
+    `worker_init_fn`.
+    """
     if os.environ.get("PL_SEED_WORKERS") == "1" and getattr(data, "worker_init_fn", 1) is None:
         data.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
     return data

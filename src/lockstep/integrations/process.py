@@ -17,7 +17,12 @@ from lockstep.run import Run
 
 
 class _Current:
-    """Holds the run that an adapter has opened in this process, its settings, and callbacks."""
+    """The run that an adapter has opened in this process, with the run's settings and callbacks.
+
+    Attributes:
+        on_open: function that is called with each new run.
+        before_end: functions that are called before the run ends without an error.
+    """
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -90,7 +95,7 @@ def current() -> Run | None:
 
 
 def before_end(act: Callable[[], None]) -> None:
-    """Call `act` on every rank before the open run ends, unless an error ends it."""
+    """Register `act`, which each rank calls before the open run ends without an error."""
     _current.before_end.append(act)
 
 

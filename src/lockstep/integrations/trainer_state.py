@@ -80,9 +80,9 @@ def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(callback: Any) -> dict[str, Any]:
-    """Return the attributes of a callback that are numbers, text, `None` or containers of these, by name.
+    """Return a callback's attributes that are numbers, text, `None` or containers of these.
 
-    Empty for a callback of transformers itself, unless it is an `ExportableState`.
+    Empty for a callback of transformers itself, unless the callback is an `ExportableState`.
     """
     is_own = type(callback).__module__.startswith("transformers.")
     if is_own and not isinstance(callback, ExportableState):

@@ -91,7 +91,7 @@ class LockstepTrainer:
         return model.to(self._run.device)
 
     def _is_new(self, value: Any) -> bool:
-        """Return whether `value`, a model or optimizer, was not passed to the run before; remember it."""
+        """Return whether `value`, a model or optimizer, is new to the run; record it as known."""
         is_new = all(value is not known for known in self._prepared)
         self._prepared += [value] if is_new else []
         return is_new

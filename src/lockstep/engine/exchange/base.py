@@ -39,8 +39,9 @@ class Forest:
 
     Attributes:
         counts: number of maximal nodes of each rank, in rank order.
-        merges: how to add the sums of the maximal nodes. They are pushed on a stack in rank order; after
-            the i-th push the two topmost entries are replaced by their sum, `merges[i]` times.
+        merges: how to add the partial sums of all ranks. The sums are pushed on a stack in rank
+            order; after the i-th push the two topmost entries are replaced by their sum,
+            `merges[i]` times.
         blocks: the replicas of each rank, in rank order.
         replicas: number of replicas of the run.
     """
@@ -53,7 +54,10 @@ class Forest:
 
     @staticmethod
     def of(replicas: int, size: int, rank: int) -> Forest:
-        """Return rank `rank`'s `Forest` (order of additions) for `replicas` divided over `size` ranks."""
+        """Return the `Forest` (order of additions) for rank `rank` of `size` ranks.
+
+        Each rank hosts a contiguous block of the run's `replicas` replicas.
+        """
         return Forest.over([block(replicas, size, other) for other in range(size)], replicas, rank)
 
     @staticmethod
@@ -65,7 +69,10 @@ class Forest:
         return Forest(rank, tuple(map(len, per_rank)), tuple(counts), blocks, replicas)
 
     def within(self, ranks: range) -> Forest:
-        """Return the `Forest` (order of additions) of sums over `ranks` alone, which include this rank."""
+        """Return the `Forest` (order of additions) for sums over some of the ranks.
+
+        `ranks`: the ranks to sum over; this rank is one of them.
+        """
         return Forest.over(
             self.blocks[ranks.start : ranks.stop], self.replicas, self.rank - ranks.start
         )
@@ -73,7 +80,7 @@ class Forest:
     def between(self, hosts: Sequence[range]) -> Forest:
         """Return the `Forest` (order of additions) in which each host counts as one rank.
 
-        `hosts`: the ranks of each host, which has the replicas of all its ranks.
+        `hosts`: the ranks of each host. A host counts as one rank that has the replicas of all its ranks.
         """
         blocks = [range(self.blocks[h[0]].start, self.blocks[h[-1]].stop) for h in hosts]
         (own,) = (number for number, host in enumerate(hosts) if self.rank in host)
@@ -86,7 +93,7 @@ class Forest:
 
     @property
     def own(self) -> int:
-        """Number of partial gradient sums that this rank adds to the sum over all ranks."""
+        """Number of partial gradient sums (maximal nodes) that this rank contributes to a sum."""
         return self.counts[self.rank]
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -95,14 +102,15 @@ class Forest:
         return root
 
     def sum_in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the total of `parts`, all ranks' partial sums in rank order; it overwrites the first."""
+        """Add `parts`, all ranks' partial sums in rank order, in place; return the total."""
         (root,) = self.fold_in_place(parts)
         return root
 
     def fold_in_place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add `parts`, partial sums of ranks, in place as far as the tree allows; return the results.
+        """Add `parts` in place, as far as the reduction tree allows; return the results.
 
-        Several results remain where the order of additions needs a sum of a rank outside this forest.
+        `parts`: the partial sums of all ranks of this forest, in rank order. There are several results if
+        the order of additions needs a sum of a rank outside this forest.
         """
         return fold(parts, self.merges, torch.Tensor.add_)
 
@@ -112,9 +120,12 @@ class ExchangeContext:
     """Arguments for building an exchange, an object that sums gradients over ranks.
 
     Attributes:
+        name: name of the exchange in the registry, such as `tree`.
+        parameters: the parameters whose gradients are summed.
         group: process group of the ranks over which gradients are summed.
+        store: the run's key-value store.
         key: unique name of the exchange within the run, for keys in the store.
-        settings: keywords of `run.model` that the registry lists for the exchange.
+        settings: keyword arguments of `run.model` that the registry lists for the exchange.
     """
 
     name: str
@@ -159,10 +170,13 @@ class Exchange(abc.ABC):
         Args:
             slots: the tensors that `slots()` returned, filled.
             last: whether this is the last bucket of a backward pass.
-            place: number of the batch; some exchanges compare it between ranks (`compares_batches`).
+            place: number of the batch; some exchanges compare it between ranks
+                (`compares_batches`).
 
         Raises:
-            PeerError: if another rank has ended, or is in a different call.
+            PeerError: if another rank has ended.
+            MismatchError: if the exchange compares batches, and another rank sums gradients of
+                another batch.
         """
 
     def close(self) -> None:  # noqa: B027 - only some exchanges need it

@@ -16,9 +16,18 @@ from lockstep.registry import EXCHANGES, resolve
 def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
     """Return the name of the exchange to use: `wanted`, or the fastest exact one for `auto`.
 
+    Args:
+        wanted: name of an exchange, or `auto`.
+        forest: order of additions over the ranks of the run.
+        one_host: whether all ranks are on one host.
+        device: type of the ranks' devices, such as `cpu`.
+        exact: whether to refuse an exchange whose sums depend on the layout.
+
     Raises:
-        UsageError: for an exchange that does not exist, or that does not work with these ranks.
-        WorldError: for `mpi` if MPI is missing, or has a different number of processes than the run.
+        UsageError: if the exchange does not exist, or does not work on this device or over several
+            hosts.
+        WorldError: for `mpi` if MPI is missing, or has a different number of processes than the
+            run.
         ExactnessError: if `exact` is true and the sums of the exchange depend on the layout.
     """
     if wanted == "auto":
@@ -44,7 +53,10 @@ def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exa
 
 
 def exactness_of(name: str, forest: Forest) -> str:
-    """Return `exact`, `close` or `approximate` for the exchange `name`; `none` stands for no exchange."""
+    """Return the exactness class of the exchange `name`: `exact`, `close` or `approximate`.
+
+    The class can depend on the number of partial sums in `forest`. `name` may be `none`, for no exchange.
+    """
     if name == "none":
         return "exact"
     entry = EXCHANGES.find(name)
@@ -61,7 +73,13 @@ def make(
 ) -> Exchange:
     """Return a new exchange for the gradients of `parameters`.
 
-    `more` has the other attributes of `ExchangeContext`.
+    Args:
+        name: name of the exchange in the registry, such as `tree`.
+        forest: order of additions over the ranks.
+        parameters: the parameters whose gradients are summed.
+        settings: keyword arguments of `run.model`; those that belong to other exchanges are
+            ignored.
+        more: the other attributes of `ExchangeContext`.
 
     Raises:
         ModelError: if the exchange refuses a setting.

@@ -35,7 +35,10 @@ class CompressedExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return tensors for this rank's partial sums; `[bucket]` for one sum without `extra` elements."""
+        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`.
+
+        For a single sum without `extra` elements this is `bucket` itself.
+        """
         self._extra = extra
         if self._own == 1 and not extra:
             return [bucket]
@@ -43,7 +46,10 @@ class CompressedExchange(Exchange):
         return [self._scratch.take(bucket, size) for _ in range(self._own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
+
+        `last` and `place` are as in `Exchange.start`.
+        """
         whole, *others = slots
         for node in others:
             whole.add_(node)
@@ -62,14 +68,17 @@ class CompressedExchange(Exchange):
 
     @abc.abstractmethod
     def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
-        """Begin to sum a bucket over the ranks, and return a future of the sum; may overwrite `bucket`."""
+        """Begin to sum `bucket` over all ranks; return a future of the sum. May overwrite `bucket`.
+
+        `last`: whether this is the last bucket of a backward pass.
+        """
 
 
 class HalfExchange(CompressedExchange):
-    """Exchange that sends gradients in 16 bits, but adds them in their own precision and a fixed order.
+    """Exchange that sends gradients in 16 bits, and adds them in their own type in a fixed order.
 
-    `dtype`: `torch.bfloat16`, which rounds to 3 digits, or `torch.float16`, which rounds to 4 digits and
-    has no values above 65,504.
+    `dtype`: `torch.bfloat16`, which rounds to 3 significant digits, or `torch.float16`, which rounds to 4
+    significant digits and has no finite values above 65,504.
     """
 
     def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype, name: str) -> None:
@@ -98,7 +107,10 @@ class _HalfWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all in 16 bits: each rank receives one part of every rank's `outgoing`."""
+        """Begin an all-to-all in 16 bits: each rank receives one part of every rank's `outgoing`.
+
+        The arguments are those of `Wire.scatter`.
+        """
         arriving = received.new_empty(received.numel(), dtype=self._dtype)
         work = self._wire.scatter(outgoing.to(self._dtype), arriving, shares)
         return _Widening(work, arriving, received)
@@ -110,7 +122,7 @@ class _HalfWire:
 
 
 class _Widening:
-    """A running collective whose result is converted from 16 bits to the type of `target`."""
+    """A running collective; `wait` converts its 16-bit result to the type of `target`."""
 
     def __init__(self, work: Work, arriving: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._arriving, self._target = work, arriving, target
@@ -122,6 +134,6 @@ class _Widening:
 
 
 def build(context: ExchangeContext) -> HalfExchange:
-    """Return the exchange that sends gradients as `bf16` or `fp16`, whichever `context` names."""
+    """Return the exchange that sends gradients as `bf16` or `fp16`, according to `context.name`."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
     return HalfExchange(GroupWire(context.group), context.forest, dtype, context.name)

@@ -16,7 +16,7 @@ Form = tuple[torch.Size, tuple[int, ...]]
 
 
 class FlatLayout:
-    """Places of gradients in a flat tensor: offset, shape and strides for each parameter.
+    """Offset, shape and strides of each parameter's gradient in a flat tensor.
 
     Attributes:
         size: number of real elements of all gradients.
@@ -43,7 +43,10 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_typed(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a part of a flat tensor as a complex tensor if its parameter is complex; else unchanged."""
+    """Return `part`, a view of a flat tensor, as a complex copy if `parameter` is complex.
+
+    For a real parameter return `part` itself.
+    """
     # Cloned, since elements inside a flat tensor may not be aligned for the type.
     return torch.view_as_complex(part.clone()) if parameter.is_complex() else part
 
@@ -56,7 +59,7 @@ def shape_in_memory(parameter: torch.Tensor) -> torch.Size:
 
 
 def same_layout(one: Form, other: Form) -> bool:
-    """Return whether two shapes with strides order elements alike; dimensions of size 1 don't matter."""
+    """Return whether two forms (shape and strides) are equal, apart from dimensions of size 1."""
     first, second = ([pair for pair in zip(*f, strict=True) if pair[0] > 1] for f in (one, other))
     return first == second
 

@@ -1,11 +1,12 @@
 """`HalvingExchange`: all-reduce by recursive halving and doubling, in the order of the reduction tree.
 
-It sums over 2^k members (ranks of different hosts), if the replicas of each member are one subtree, and all
-subtrees have equal size. In round i a member exchanges half of its elements with the member whose number
-differs in bit i, and adds what it receives: the two members' sums belong to neighbouring subtrees. After k
-rounds each member has the total of one share of the elements, and in k more rounds all members get all
-shares. So 2 k messages replace the 2 (2^k - 1) of `TreeExchange`, with as many bytes (Thakur, Rabenseifner
-and Gropp 2005, "Optimization of collective communication operations in MPICH").
+The sum is over 2^k members (ranks of different hosts), if the replicas of each member are one subtree, and
+all subtrees have equal size. In round i a member exchanges half of its remaining elements with the member
+whose number differs in bit i, and adds the received half to the half that it has kept: the two members'
+sums belong to neighbouring subtrees. After k rounds each member has the total of one share of the elements,
+and in k more rounds all members get all shares. So 2 k messages replace the 2 (2^k - 1) of `TreeExchange`,
+with as many bytes (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
+operations in MPICH").
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lockstep.engine.layout.halving import is_possible
 
 
 class PairWire(Protocol):
-    """Interface for messages between pairs of the ranks that sum gradients, numbered from 0."""
+    """Interface to exchange messages between two ranks; the ranks that sum are numbered from 0."""
 
     @property
     def sent(self) -> int:
@@ -36,7 +37,8 @@ class HalvingExchange(Exchange):
     """All-reduce over N ranks in 2 log2(N) rounds, whose additions are those of the reduction tree.
 
     Each call of `start` begins the sum of a bucket (flat tensor of gradients), and advances the sums of
-    earlier buckets by a round; the last call waits for all sums. So all ranks send in the same order.
+    earlier buckets by a round. The call with `last=True` waits for all sums. So all ranks send their
+    messages in the same order.
     """
 
     name = "tree"
@@ -56,7 +58,11 @@ class HalvingExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return one tensor for this rank's sum over its replicas, in memory that every round can halve."""
+        """Return one tensor for this rank's sum, with `extra` more elements than `bucket`.
+
+        The memory behind the tensor is padded to a multiple of the number of ranks, so that each round can
+        halve it.
+        """
         size = bucket.numel() + extra
         padded = self._padded(size)
         if padded == bucket.numel():
@@ -67,7 +73,10 @@ class HalvingExchange(Exchange):
         return max(1, -(-numel // self._forest.size)) * self._forest.size
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to add `slots`, this rank's single sum, over all ranks; return a future of the total."""
+        """Begin to add `slots`, this rank's single sum, over all ranks; return a future of the total.
+
+        `last` and `place` are as in `Exchange.start`.
+        """
         (slot,) = slots
         future = future_on(slot.device)
         self._open.append(self._rounds(slot, future))
@@ -83,7 +92,10 @@ class HalvingExchange(Exchange):
         self._open = [one for one in self._open if next(one, done) is not done]
 
     def _rounds(self, slot: torch.Tensor, future: Sum) -> Iterator[None]:
-        """Sum a bucket in place over all ranks; yield in each round while its messages are on their way."""
+        """Sum `slot` in place over all ranks, and set the result of `future` to `slot`.
+
+        This generator yields once per round, while the messages of the round are on their way.
+        """
         own, size = self._forest.rank, self._padded(slot.numel())
         data = slot.as_strided((size,), (1,))
         received = self._scratch.take(data, size // 2)
@@ -106,6 +118,6 @@ class HalvingExchange(Exchange):
         future.set_result(slot)
 
     def _partners(self, own: int) -> list[tuple[int, bool]]:
-        """Return each round's partner (a rank), and whether the partner's replicas precede this rank's."""
+        """Return each round's partner of rank `own`, and whether the partner's number is lower."""
         bits = [1 << bit for bit in range(self._forest.size.bit_length() - 1)]
         return [(own ^ bit, bool(own & bit)) for bit in bits]

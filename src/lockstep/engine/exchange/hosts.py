@@ -1,10 +1,10 @@
 """Exchange `tree` over several hosts: gradients are summed within each host first, then between hosts.
 
 The ranks of a host sum gradients of their replicas as far as the reduction tree allows, in shared memory
-(`shared_memory.py`). Each bucket is then cut into shares. Each of a host's first ranks sums one share with
-the ranks of other hosts that have the same share (`tree.py`): 2 (H - 1) messages per rank and bucket for H
-hosts, or 2 log2(H) for 8 hosts and more whose replicas are equal subtrees (`halving.py`). The
-additions are those of the tree over replicas, so the sum has the same bits as on one rank.
+(`shared_memory.py`). A bucket is cut into as many shares as the smallest host has ranks. The i-th ranks of
+all hosts then sum the i-th share (`tree.py`): 2 (H - 1) messages per rank and bucket for H hosts, or 2
+log2(H) for 8 hosts and more whose replicas are equal subtrees (`halving.py`). The additions are those of
+the tree over replicas, so the sum has the same bits as on one rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class MessageWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> _Messages:
-        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank."""
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank.
+
+        The arguments are those of `Wire.scatter`.
+        """
         return self._begin(outgoing.chunk(len(shares)), received.split_with_sizes(list(shares)))
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> _Messages:
@@ -139,8 +142,9 @@ def _host_number() -> int:
 def build(context: ExchangeContext) -> Exchange:
     """Return the exchange `tree`, which sums gradients within each host first, then between hosts.
 
-    On one host, with one rank per host, or on accelerators, all ranks of the process group sum directly.
-    On CPUs, 8 hosts and more whose replicas are equal subtrees use recursive halving (`halving.py`).
+    On one host, with one rank per host, or on accelerators, there is a single sum over all ranks of the
+    process group. On CPUs, sums over 8 hosts and more whose replicas are equal subtrees use recursive
+    halving (`halving.py`).
     """
     forest, group = context.forest, context.group
     if forest.size > 2 and not any(map(accelerator.holds, context.parameters)):
@@ -157,9 +161,10 @@ def _pays_halving(forest: Forest) -> bool:
 
 
 def _across(context: ExchangeContext, hosts: Sequence[range]) -> Exchange | None:
-    """Return the exchange that sums this rank's share of a bucket over hosts; `None` without a share.
+    """Return the exchange that sums this rank's share of buckets over hosts, or `None`.
 
-    The first ranks of each host have a share each; further ranks of a larger host have none.
+    `hosts`: the ranks of each host. The i-th ranks of all hosts have the i-th share. A rank beyond the rank
+    count of the smallest host has no share; for it the result is `None`.
     """
     between = context.forest.between(hosts)
     share = context.forest.rank - hosts[between.rank].start

@@ -33,7 +33,9 @@ _NUMBERS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
 
 
 def build(context: ExchangeContext) -> Exchange:
-    """Return an exchange that sums gradients over MPI: a `PairExchange` or a `TreeExchange`.
+    """Return an exchange that sums gradients over MPI.
+
+    This is a `PairExchange` for two ranks with one float32 or float64 sum each, else a `TreeExchange`.
 
     Raises:
         WorldError: if MPI is missing, or has a different number of processes than the run.
@@ -99,7 +101,10 @@ class MpiWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank."""
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank.
+
+        The arguments are those of `Wire.scatter`.
+        """
         size = len(shares)
         self.sent += outgoing.nbytes * (size - 1) // size
         memory, carrier = _carried(received)
@@ -116,7 +121,10 @@ class MpiWire:
 
 
 class PairExchange(Exchange):
-    """All-reduce by MPI between two ranks with one summand each: exact, since addition commutes."""
+    """All-reduce by MPI over two ranks, each with a single tensor to add.
+
+    The sum is exact, since IEEE addition of two numbers commutes.
+    """
 
     name = "mpi"
     exact = True
@@ -128,14 +136,18 @@ class PairExchange(Exchange):
         self._scratch = Scratch()
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return one tensor for this rank's gradients: the bucket, or a longer one if `extra` is set."""
+        """Return one tensor for this rank's gradients, `extra` elements longer than `bucket`.
+
+        Without `extra` this is `bucket` itself.
+        """
         return [self._scratch.take(bucket, bucket.numel() + extra) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Sum the gradients of both ranks, wait for the sum, and return it as a completed future.
 
         MPI makes little progress between calls, so that waiting later would save no time. Open MPI's
-        `MPI_Iallreduce` takes twice as long as its `MPI_Allreduce`.
+        `MPI_Iallreduce` takes twice as long as its `MPI_Allreduce`. The arguments are those of
+        `Exchange.start`.
         """
         (total,) = slots
         library = mpi.library()

@@ -26,7 +26,7 @@ class NativeExchange(Exchange):
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:
-        """Whether a sum over ranks is at most one addition per element, whose order cannot matter."""
+        """Whether a sum in the order `forest` is exact: at most one addition per element."""
         return forest.counts in ((1,), (1, 1))
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
@@ -39,7 +39,10 @@ class NativeExchange(Exchange):
         return [*others, bucket.new_empty(size) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
+
+        `last` and `place` are as in `Exchange.start`; the all-reduce does not use them.
+        """
         *others, total = slots
         for node in others:
             total.add_(node)

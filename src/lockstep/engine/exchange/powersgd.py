@@ -82,7 +82,7 @@ class PowerSGDExchange(CompressedExchange):
         return {"steps": self._state.iter}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Load the number of steps, and reset the errors of compression."""
+        """Load the number of steps from `state`, and reset the errors of compression."""
         self._state.iter = state["steps"]
         for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
             getattr(self._state, memory).clear()

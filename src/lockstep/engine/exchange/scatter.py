@@ -1,4 +1,4 @@
-"""Reduce-scatter with a fixed order of additions; all-gathers of numbers and of texts."""
+"""Reduce-scatter with a fixed order of additions; all-gathers of integers and of byte strings."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Scattering:
         return isinstance(self._work, dist.Work) and self._work.is_completed()
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for all messages; return this rank's share of the sum, and the additional elements.
+        """Wait for all messages; return this rank's share of the sum, and all additional elements.
 
-        The latter (`Outgoing.notes`) are one row per rank, not summed.
+        The additional elements (`Outgoing.notes`) are not summed: the second tensor has one row per rank.
         """
         self._work.wait()
         width = self._sent.notes.shape[1]
@@ -63,10 +63,11 @@ class Scattering:
 
 
 class TreeScatter:
-    """Reduce-scatter: each rank receives its share of all ranks' tensors, and adds in a fixed order.
+    """Reduce-scatter with a fixed order of additions: each rank receives its share of the sum.
 
     If each rank has one tensor (the sum over its replicas), as many bytes are sent as in a ring
-    reduce-scatter. `group`: process group for this object alone, whose collectives run beside others.
+    reduce-scatter. `group` is used by this object alone, so that its collectives can run beside those of
+    other process groups.
     """
 
     def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
@@ -74,10 +75,12 @@ class TreeScatter:
         self._forest = forest
 
     def memory(self, like: torch.Tensor, share: int, notes: int) -> Outgoing:
-        """Return memory for this rank's tree nodes (sums over its replicas), and for additional elements.
+        """Return memory for this rank's tree nodes (sums over its replicas) and for notes.
 
-        `share`: number of elements of a node that each rank receives. `notes`: number of additional
-        elements for each rank.
+        Args:
+            like: a tensor of the type and on the device of the memory.
+            share: number of elements of a tree node that each rank receives.
+            notes: number of additional elements for each rank, which are not summed.
         """
         size, own = self._forest.size, self._forest.own
         whole = like.new_empty(size, own * share + notes)
@@ -95,7 +98,10 @@ class TreeScatter:
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """All-gather `numbers` over the ranks of `group`, which all call this; return one list per rank."""
+    """All-gather `numbers` over the ranks of `group`; return one list per rank, in rank order.
+
+    All ranks of `group` call this together, with equally many numbers.
+    """
     # On the CPU: groups for GPUs have a CPU backend, too (world/connect.py).
     gathered = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
     all_gather(gathered, torch.tensor(numbers), group=group)
@@ -104,7 +110,10 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[lis
 
 
 def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes]:
-    """All-gather `text`, cut to `room` bytes, over the ranks of `group`; return the texts of all ranks."""
+    """All-gather `text`, cut to `room` bytes, over the ranks of `group`; return one text per rank.
+
+    All ranks of `group` call this together, with the same `room`. Zero bytes at the end of a text are lost.
+    """
     own = torch.frombuffer(bytearray(text[:room].ljust(room, b"\0")), dtype=torch.uint8)
     texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(texts, own, group=group)

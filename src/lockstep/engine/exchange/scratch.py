@@ -6,9 +6,9 @@ import torch
 
 
 class Scratch:
-    """CPU tensors that are reused in every backward pass, since new memory pages are slow.
+    """Pool of CPU tensors that are reused in every backward pass, since new memory pages are slow.
 
-    On a GPU, torch's allocator reuses memory.
+    On a GPU the pool is not used: torch's allocator reuses memory.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,10 @@ class Scratch:
         self._taken = 0
 
     def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return a flat tensor, with type and device of `like`, not yet used in this backward pass."""
+        """Return a flat tensor of `numel` elements that is not yet in use in this backward pass.
+
+        The tensor has the type and device of `like`; its values are undefined.
+        """
         if like.device.type != "cpu":
             return like.new_empty(numel)
         place, self._taken = self._taken, self._taken + 1

@@ -38,12 +38,15 @@ class _Bucket:
 
     Attributes:
         number: number of the bucket, counted from 1 since the exchange was made.
-        offset: position in bytes of its elements in each rank's memory.
+        offset: position in bytes of the bucket's elements in each rank's memory.
         half: number of the half of the memory, 0 or 1, in which the bucket lies.
+        future: future of the total over all ranks.
+        place: number of the batch whose gradients are summed.
         last: whether it is the last bucket of a backward pass.
-        summed: the sum of a small bucket, of which each rank adds all elements itself; `None` for a larger
-            one, of which each rank adds a share.
-        across: the sum of this rank's share over all hosts, until it is written to the memory.
+        summed: the total of a small bucket, of which each rank adds all elements itself; `None` for
+            a larger bucket, of which each rank adds a share.
+        across: future of the sum of this rank's share over all hosts; `None` once the sum is in
+            shared memory.
     """
 
     number: int
@@ -71,7 +74,8 @@ class SharedMemoryExchange(Exchange):
         capacity: bytes of all gradients of one backward pass.
         buckets: the highest number of buckets of one backward pass.
         hosts: the ranks of each host; empty if one host has all ranks.
-        across: sums this rank's share over all hosts; `None` for one host, and for a rank without a share.
+        across: exchange that sums this rank's share of a bucket over all hosts; `None` on a single
+            host, and for a rank without a share.
     """
 
     exact = True
@@ -133,7 +137,7 @@ class SharedMemoryExchange(Exchange):
         )
 
     def _nodes(self, bucket: _Bucket, part: range) -> list[torch.Tensor]:
-        """Return elements `part` of each partial sum of a bucket that this host's ranks have written."""
+        """Return the elements with indices `part` of each partial sum by this host's ranks."""
         return [
             self._node(bucket, rank, node)[part.start : part.stop]
             for rank, count in enumerate(self._forest.counts)
@@ -141,7 +145,10 @@ class SharedMemoryExchange(Exchange):
         ]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return tensors in shared memory, which the caller fills with this rank's partial sums."""
+        """Return tensors in shared memory, which the caller fills with this rank's partial sums.
+
+        Each tensor is `extra` elements longer than `bucket`.
+        """
         self._number += 1
         numel, future = bucket.numel() + extra, torch.futures.Future[torch.Tensor]()
         announced = _Bucket(self._number, self._offset, numel, bucket.dtype, self._half, future)
@@ -152,7 +159,10 @@ class SharedMemoryExchange(Exchange):
         return [self._node(announced, rank, node) for node in range(self._forest.own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
+
+        `last` and `place` are as in `Exchange.start`.
+        """
         bucket, self._announced = self._announced, None
         assert bucket is not None, "start() without slots()"
         bucket.place, bucket.last = place, last
@@ -210,7 +220,7 @@ class SharedMemoryExchange(Exchange):
         return self._peers.all_signalled(SUMMED, bucket.number, wait=wait)
 
     def _write_sums(self) -> None:
-        """Wait until hosts have summed this rank's shares of buckets; write the sums to shared memory."""
+        """Wait for the sums over hosts of this rank's shares; write them to shared memory."""
         for bucket in self._waiting:
             if bucket.across is not None:
                 part = self._part(bucket)
@@ -236,7 +246,10 @@ def shares_of(hosts: Sequence[range]) -> int:
 def build(
     context: ExchangeContext, hosts: Sequence[range] = (), across: Exchange | None = None
 ) -> SharedMemoryExchange:
-    """Return a `SharedMemoryExchange` with memory for the gradients of the parameters in `context`."""
+    """Return a `SharedMemoryExchange` with memory for the gradients of the parameters in `context`.
+
+    `hosts` and `across` are arguments of `SharedMemoryExchange`.
+    """
     parameters = context.parameters
     size = sum((parameter.numel() + 1) * parameter.element_size() for parameter in parameters)
     return SharedMemoryExchange(

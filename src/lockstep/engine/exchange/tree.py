@@ -56,7 +56,10 @@ class GroupWire:
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
     ) -> Work:
-        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank."""
+        """Begin an all-to-all: each rank receives one part of the `outgoing` tensor of every rank.
+
+        The arguments are those of `Wire.scatter`.
+        """
         size = len(shares)
         self.sent += outgoing.nbytes * (size - 1) // size
         work: dist.Work | None = dist.all_to_all_single(
@@ -112,7 +115,10 @@ class TreeExchange(Exchange):
         return self._wire.sent
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return tensors for this rank's partial sums, in memory padded to equal shares for all ranks."""
+        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`.
+
+        The memory behind each tensor is padded, so that all ranks have equal shares of it.
+        """
         size, own = bucket.numel() + extra, self._forest.own
         padded = self._share(size) * self._forest.size
         if own == 1 and padded == bucket.numel():
@@ -121,7 +127,10 @@ class TreeExchange(Exchange):
         return [memory[i, :size] for i in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total."""
+        """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
+
+        `last` and `place` are as in `Exchange.start`.
+        """
         future = future_on(slots[0].device)
         with self._side.after(slots):  # so that the backward pass goes on while buckets are awaited
             scattered = self._scatter(slots, future)
@@ -133,7 +142,10 @@ class TreeExchange(Exchange):
         return future
 
     def _share(self, numel: int) -> int:
-        """Return the number of elements that each rank sums: at least one, since backends refuse zero."""
+        """Return the number of elements, out of `numel`, that each rank sums; at least 1.
+
+        Backends refuse to send 0 elements. All shares have the same size, so that the last may be padded.
+        """
         return max(1, -(-numel // self._forest.size))
 
     def _scatter(self, slots: list[torch.Tensor], future: Sum) -> _Pending:

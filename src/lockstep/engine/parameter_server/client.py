@@ -33,10 +33,11 @@ _BYE_SECONDS = 1.0
 
 
 class Client:
-    """A connection of a worker to one server.
+    """A worker's connection to one server.
 
-    Methods that send or receive raise a `PeerError` if the server or another worker has ended, and a
-    `ModelError` if the server could not do what a request says.
+    Methods that send or receive raise a `PeerError` if the server or another worker has ended, a
+    `ModelError` if the server cannot do the requested operation, and a `MismatchError` if workers have sent
+    different batches or settings.
     """
 
     def __init__(self, connection: socket.socket, index: int) -> None:
@@ -52,7 +53,12 @@ class Client:
     def authenticate(self, token: str, worker: Mapping[str, Any]) -> None:
         """Prove to the server that this worker has the launch's secret, and check the server's proof.
 
-        `token`: the secret of the launch, which is not sent. Another secret raises a `PeerError`.
+        Args:
+            token: the secret of the launch, which is not sent.
+            worker: model, rank, size, replicas and threads of the worker, for the server.
+
+        Raises:
+            PeerError: if the server has another secret.
         """
         nonces = str(self.receive(Kind.CHALLENGE).meta.get("nonce")), secrets.token_hex(16)
         meta = {**worker, "nonce": nonces[1], "proof": proof(token, "worker", nonces)}
@@ -62,7 +68,10 @@ class Client:
             raise self.strange("does not know the secret of this launch")
 
     def send(self, kind: Kind, tensors: Sequence[torch.Tensor] = (), **fields: Any) -> None:
-        """Send a message of this kind with `tensors`; `fields`: other arguments of `messages.pieces`."""
+        """Send a message with `tensors`; wait until it is handed to the operating system.
+
+        `fields`: other arguments of `messages.pieces`.
+        """
         views = deque(pieces(kind, tensors, **fields))
         self.sent += sum(one.nbytes for one in views)
         try:
@@ -76,7 +85,7 @@ class Client:
             raise self._last_error() from error
 
     def receive(self, kind: Kind, into: torch.Tensor | None = None) -> Message:
-        """Wait for a message of this kind, and return it.
+        """Wait for a message of this kind, and return it; store `VERSION` messages that precede it.
 
         `into`: memory for the message's tensor; by default new memory.
         """
@@ -91,14 +100,16 @@ class Client:
         return Message(header, meta, payload)
 
     def expect(self, tag: int, memory: Callable[[], torch.Tensor]) -> None:
-        """Prepare to receive the parameters of optimizer number `tag` after each update by the server.
+        """Prepare to receive new versions of the parameters of an optimizer from the server.
 
-        `memory`: returns the memory for one version of the parameters.
+        Args:
+            tag: number of the optimizer.
+            memory: function that returns a tensor of bytes for one version of the parameters.
         """
         self._memory[tag], self._versions[tag] = memory, deque()
 
     def version(self, tag: int) -> torch.Tensor:
-        """Wait until the server sends a new version of the parameters of optimizer `tag`; return it."""
+        """Wait for the next version of the parameters of optimizer `tag`, and return it."""
         while not self._versions[tag]:
             header, _ = self._next()
             if header.kind != Kind.VERSION:
@@ -117,7 +128,10 @@ class Client:
         self._fill(view(memory))
 
     def _next(self) -> tuple[Header, dict[str, Any]]:
-        """Receive the header and the JSON of the next message, which precede its tensors."""
+        """Receive and return the header and the JSON of the next message; its tensors are not read.
+
+        An error message of the server is raised as an exception.
+        """
         head = bytearray(HEADER.size)
         self._fill(memoryview(head))
         header = Header.unpack(head)
@@ -144,7 +158,7 @@ class Client:
             memory = memory[count:]
 
     def _last_error(self) -> RunError:
-        """Return the error that the server sent before it closed the connection, else a `PeerError`."""
+        """Read until the connection ends; return the server's error, or else a `PeerError`."""
         try:
             while True:
                 header, _ = self._next()
@@ -153,7 +167,7 @@ class Client:
             return error
 
     def strange(self, what: str) -> PeerError:
-        """Return the error for an unexpected message of the server; `what` describes it."""
+        """Return a `PeerError` for an unexpected message; `what` follows the server's name."""
         hint = "are its node and this one at the same version of Lockstep?"
         return PeerError(f"{self.name} {what}", hint=hint)
 
@@ -177,7 +191,7 @@ class Clients:
     Args:
         leads: whether this is rank 0, which sends initial parameters and prints the traffic.
         is_first: whether this is the first model of the run that uses servers.
-        release: called when the connections are closed.
+        release: function that is called once the connections are closed.
     """
 
     def __init__(
@@ -193,14 +207,14 @@ class Clients:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Number of bytes that this worker has sent to servers, and received from them."""
+        """Numbers of bytes that this worker has `sent` to servers and `received` from them."""
         return {
             "sent": sum(client.sent for client in self.all),
             "received": sum(client.received for client in self.all),
         }
 
     def traffic(self) -> list[str]:
-        """Return a line for each server: bytes received from and sent to all workers so far."""
+        """Return a line of text for each server: bytes received from and sent to all workers."""
         lines = []
         for client in self.all:
             client.send(Kind.TRAFFIC)

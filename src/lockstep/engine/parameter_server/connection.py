@@ -29,7 +29,7 @@ _TURN = 1 << 24
 
 
 class BrokenError(Exception):
-    """A connection has ended, or has sent a message that no worker sends."""
+    """A worker's connection has ended, or the worker has sent an invalid message."""
 
 
 class Pool:
@@ -44,11 +44,15 @@ class Pool:
         return free.pop() if free else torch.empty(size, dtype=torch.uint8)
 
     def give(self, memory: torch.Tensor) -> None:
-        """Put a tensor that `take` returned back into the pool."""
+        """Put `memory`, a tensor that `take` returned, back into the pool."""
         self._free[memory.numel()].append(memory)
 
     def shared(self, memory: torch.Tensor, references: int) -> Callable[[], None]:
-        """Return a function to be called `references` times; its last call puts `memory` into the pool."""
+        """Return a function that, when called for the last of `references` times, frees `memory`.
+
+        The tensor `memory` is put back into the pool. It is shared by several messages, each of which calls
+        the function once it is sent.
+        """
         left = references
 
         def release() -> None:
@@ -93,7 +97,8 @@ class Connection:
     def read(self, handle: Callable[[Connection, Message], None]) -> None:
         """Receive at most 16 MB without blocking, and call `handle` with each complete message.
 
-        A closed connection, or a message that no worker sends, raises a `BrokenError`.
+        Raises:
+            BrokenError: if the connection is closed, or the worker has sent an invalid message.
         """
         left = _TURN
         while left > 0 and isinstance(self._wanted, memoryview):
@@ -115,7 +120,10 @@ class Connection:
                     self._wanted = next(self._incoming)
 
     def _messages(self) -> Iterator[memoryview | Message]:
-        """Yield memory for the next bytes to receive, and each message when it is complete."""
+        """Yield memory for the next bytes to receive, and each message once it is complete.
+
+        The caller fills the memory before it advances this generator.
+        """
         while True:
             head = bytearray(HEADER.size)
             yield memoryview(head)
@@ -144,10 +152,13 @@ class Connection:
         release: Callable[[], None] | None = None,
         **fields: Any,
     ) -> None:
-        """Begin to send a message without blocking; `write` sends the rest.
+        """Begin to send a message without blocking; later calls of `write` send what remains.
 
-        `tensors` must not change before they are sent. `release` is called when the message has been sent,
-        or the connection is closed. `fields`: other arguments of `messages.pieces`.
+        Args:
+            kind: kind of the message.
+            tensors: contents of the message; they must not change before they are sent.
+            release: function that is called once the message is sent, or the connection is closed.
+            fields: other arguments of `messages.pieces`.
         """
         *first, last = pieces(kind, tensors, **fields)
         self._outgoing += [(piece, None) for piece in first]
@@ -155,7 +166,7 @@ class Connection:
         self.write()
 
     def write(self) -> None:
-        """Send waiting messages, as far as possible without blocking."""
+        """Send the bytes of waiting messages, as far as possible without blocking."""
         while self._outgoing:
             views = [self._outgoing[i][0] for i in range(min(len(self._outgoing), PIECES))]
             try:
@@ -182,6 +193,6 @@ class Connection:
                 release()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and discard messages that are not sent yet."""
         self._drop_all()
         self._socket.close()

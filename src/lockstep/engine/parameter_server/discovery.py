@@ -34,7 +34,7 @@ _CONNECT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterServerAddress:
-    """Address and port at which a server listens."""
+    """Host name or IP address, and port, at which a parameter server listens."""
 
     address: str
     port: int
@@ -48,16 +48,24 @@ def token_of(environ: Mapping[str, str]) -> str:
 
 
 def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
-    """Return a process's proof that it has the secret `token`; the proof is valid for one connection.
+    """Return a process's proof that it has the secret `token`, valid for one connection.
 
-    `role`: "worker" or "server". `nonces`: a random text of the server and one of the worker.
+    The proof is an HMAC-SHA256 in hexadecimal digits.
+
+    Args:
+        token: the secret of the launch.
+        role: `worker` or `server`, the process that proves itself.
+        nonces: a random text of the server and a random text of the worker.
     """
     text = "/".join((role, *nonces)).encode(errors="replace")
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def listen(address: str) -> tuple[socket.socket, ParameterServerAddress]:
-    """Return a socket that listens at `address`, and the address and port at which workers reach it."""
+    """Return a socket that listens at `address`, and the address and port at which workers reach it.
+
+    If this machine does not have `address`, as in a container, the socket listens at all addresses.
+    """
     if network.listens_locally(address):
         listener = network.listen(0, loopback=True)
         return listener, ParameterServerAddress(address=LOOPBACK, port=listener.getsockname()[1])
@@ -74,13 +82,22 @@ def listen(address: str) -> tuple[socket.socket, ParameterServerAddress]:
 
 
 def publish(environ: Mapping[str, str], index: int, place: ParameterServerAddress) -> None:
-    """Write the address of server number `index` to the launch's key-value store."""
+    """Write the address `place` of server number `index` to the launch's key-value store.
+
+    `environ`: environment variables, which have the address of the store.
+    """
     store = _store(environ.get(STORE), *launch_address(environ))
     store.set(str(index), json.dumps(asdict(place)))
 
 
 def find(world: World, count: int) -> list[ParameterServerAddress]:
-    """Wait for all servers' addresses in the launch's store; raise a `PeerError` after a timeout."""
+    """Wait until all `count` servers have written their addresses to the store; return them.
+
+    `world`: the world of this rank, which has the address of the launch's store.
+
+    Raises:
+        PeerError: after a timeout, or if the store has ended.
+    """
     assert world.address is not None
     assert world.port is not None
     store = _store(world.launch_file, world.address, world.port)
@@ -96,7 +113,11 @@ def find(world: World, count: int) -> list[ParameterServerAddress]:
 
 
 def connect(place: ParameterServerAddress, name: str) -> socket.socket:
-    """Connect to a server; raise a `PeerError` if it cannot be reached."""
+    """Return a connected socket to the server at `place`; `name` is used in error messages.
+
+    Raises:
+        PeerError: if the server cannot be reached.
+    """
     why: OSError | None = None
     for address in network.addresses_of(place.address):
         try:
@@ -113,7 +134,11 @@ def connect(place: ParameterServerAddress, name: str) -> socket.socket:
 
 
 def launch_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return address and port of the launch's store from `environ`; raise a `WorldError` if not set."""
+    """Return host and port of the launch's store, from environment variables.
+
+    Raises:
+        WorldError: if the variables are not set.
+    """
     address, port = master(environ)
     if address is None or port is None:
         raise WorldError("the environment of this server names no launch to serve")

@@ -28,7 +28,12 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Server:
-    """A parameter server: accepts, authenticates and serves the workers of a launch."""
+    """A parameter server: accepts, authenticates and serves the workers of a launch.
+
+    Args:
+        listener: the socket at which workers connect.
+        token: the secret of the launch.
+    """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         listener.setblocking(False)
@@ -50,14 +55,14 @@ class Server:
         self._moved = [0, 0]  # bytes received and sent by connections that are closed
 
     def end(self) -> None:
-        """Let `run` return as soon as no worker is connected; may be called by a signal handler."""
+        """Make `run` return as soon as no worker is connected; a signal handler may call this."""
         self._ending = True
         with contextlib.suppress(OSError):  # the pipe is full, or closed
             self._waker.send(b"\0")
 
     @property
     def traffic(self) -> str:
-        """Number of bytes received and sent, as text."""
+        """Megabytes received and sent over all connections so far, as text."""
         into, out = self._count()
         return f"{megabytes(into)} in, {megabytes(out)} out"
 
@@ -106,14 +111,20 @@ class Server:
         self._selector.unregister(self._listener)
 
     def _timeout(self) -> float | None:
-        """Return the seconds until `_check_unknown` must close or accept connections; `None` if never."""
+        """Return the seconds until `_check_unknown` must be called; `None` if there is no need.
+
+        The call is due at the next deadline of an unauthenticated connection, or at the end of a pause.
+        """
         due = [until for _, until in self._unknown.values()]
         if self._paused_until is not None and len(self._unknown) < _MOST_UNKNOWN:
             due.append(self._paused_until)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_unknown(self) -> None:
-        """Close connections that took too long to authenticate; after a pause, accept new ones again."""
+        """Close connections that took too long to authenticate; end a pause that is over.
+
+        During a pause (see `_pause`) the server accepts no connections.
+        """
         now = time.monotonic()
         for connection in [c for c, (_, until) in self._unknown.items() if until <= now]:
             self._drop(connection, BrokenError("it has not shown the token"))
@@ -141,7 +152,13 @@ class Server:
             self._workers[connection].handle(connection, message)
 
     def _authenticate(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Check that a worker has the launch's secret, and add the worker to those of its model."""
+        """Check that a worker has the launch's secret, and register the worker with its model.
+
+        `meta`: the JSON of the worker's first message: its proof, model, rank, and number of threads.
+
+        Raises:
+            BrokenError: if the proof is wrong.
+        """
         nonces = (self._unknown[connection][0], str(meta.get("nonce")))
         shown = str(meta.get("proof")).encode(errors="replace")
         # No other part of the message is read before.

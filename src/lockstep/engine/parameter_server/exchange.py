@@ -23,7 +23,7 @@ from lockstep.engine.parameter_server.messages import DTYPES, Kind
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A bucket that was sent to the servers, and whose sum was not received yet."""
+    """A bucket of gradients that was sent to the servers, but whose sum has not been received."""
 
     number: int
     like: torch.Tensor
@@ -31,7 +31,7 @@ class _Pending:
 
 
 class ServerExchange(Exchange):
-    """Sums buckets in the parameter servers.
+    """Exchange that sends buckets of gradients to the parameter servers, which sum them.
 
     A bucket is sent as soon as it is complete, while the backward pass computes the next one. The call of
     `start` for the last bucket waits for all sums.
@@ -53,7 +53,10 @@ class ServerExchange(Exchange):
         return self._clients.moved["sent"]
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return memory for each of this rank's tree nodes (sums over its replicas) of a bucket."""
+        """Return tensors for this rank's partial sums (over its replicas), one for each tree node.
+
+        Each tensor is `extra` elements longer than `bucket`.
+        """
         size, own = bucket.numel() + extra, self._forest.own
         if own == 1 and not extra:
             return [bucket]
@@ -61,7 +64,10 @@ class ServerExchange(Exchange):
         return [memory[node * size : (node + 1) * size] for node in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
-        """Send each server its share of the gradients, and return a future of their sum over all ranks."""
+        """Send each server its share of `slots`, this rank's sums; return a future of the total.
+
+        `last` and `place` are as in `Exchange.start`.
+        """
         self._number += 1
         future = future_on(slots[0].device)
         nodes = [slot.cpu() for slot in slots]
@@ -75,7 +81,10 @@ class ServerExchange(Exchange):
         return future
 
     def _shares(self, numel: int) -> list[tuple[Client, range]]:
-        """Return, for a bucket of `numel` elements, the connection to each server and the part it sums."""
+        """Return, for a bucket of `numel` elements, each server's connection and range of elements.
+
+        Servers without elements are left out.
+        """
         clients = self._clients.all
         shares = [share(numel, len(clients), index) for index in range(len(clients))]
         return [(client, part) for client, part in zip(clients, shares, strict=True) if part]

@@ -25,7 +25,7 @@ PIECES = 512
 
 
 class Kind(IntEnum):
-    """Kind of a message between a worker and a parameter server."""
+    """Kind of a message between a worker and a parameter server, sent as one byte."""
 
     CHALLENGE = 1  # the server's nonce, with which a worker authenticates itself
     HELLO = 2  # a worker authenticates itself, and names its model
@@ -66,7 +66,7 @@ class Header:
 
     @staticmethod
     def unpack(data: bytes | bytearray) -> Header:
-        """Return the header that `data` encodes."""
+        """Return the `Header` from `data`, its encoding of fixed size."""
         return Header(*HEADER.unpack(data))
 
 
@@ -75,6 +75,7 @@ class Message:
     """A message that was received completely.
 
     Attributes:
+        meta: the JSON object of the message.
         payload: the bytes of the tensors.
     """
 
@@ -92,7 +93,18 @@ def pieces(
     place: int = 0,
     meta: Mapping[str, Any] | None = None,
 ) -> list[memoryview]:
-    """Return the pieces of a message for `sendmsg`, without copies of the contiguous CPU `tensors`."""
+    """Return the memory of a message as a list of buffers for `socket.sendmsg`.
+
+    The first buffer has the header and the JSON.
+
+    Args:
+        kind: kind of the message.
+        tensors: contiguous tensors on the CPU, which are not copied.
+        tag: index of an element type or of an optimizer, depending on `kind`.
+        number: number of the bucket or the update.
+        place: number of the batch that the sender computes.
+        meta: JSON object of the message.
+    """
     text = b"" if meta is None else json.dumps(meta).encode()
     views = [view(tensor) for tensor in tensors]
     payload = sum(v.nbytes for v in views)
@@ -107,7 +119,11 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def parse(text: bytes | bytearray) -> dict[str, Any]:
-    """Parse the JSON object of a message; raise a `ValueError` if `text` is anything else."""
+    """Return the JSON object in `text`; an empty `text` gives an empty object.
+
+    Raises:
+        ValueError: if `text` is not a JSON object.
+    """
     meta = json.loads(text) if text else {}
     if not isinstance(meta, dict):
         raise ValueError("expected a JSON object")  # noqa: TRY004 - for callers it is a bad value
@@ -115,5 +131,5 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
 
 
 def megabytes(count: int) -> str:
-    """Return a number of bytes in megabytes, as text."""
+    """Return `count`, a number of bytes, as text in megabytes, such as `1.5 MB`."""
     return f"{count / 1e6:.1f} MB"

@@ -21,7 +21,13 @@ _BATCH_HINT = (
 
 
 class ModelWorkers:
-    """The workers that train one model, and the sums and optimizers that this server computes for them."""
+    """A server's connections to the workers that train one model, and its sums and optimizers.
+
+    Args:
+        size: number of workers.
+        replicas: number of replicas of the run.
+        pool: memory for messages.
+    """
 
     def __init__(self, size: int, replicas: int, pool: Pool) -> None:
         self._workers: dict[int, Connection] = {}
@@ -38,13 +44,17 @@ class ModelWorkers:
         return not self._workers
 
     def join(self, connection: Connection) -> None:
-        """Add a worker; if other workers have failed already, send it their error."""
+        """Add a worker's `connection`; if the model's workers have failed, send it an error."""
         self._workers[connection.rank] = connection
         if self._error is not None:
             connection.send(Kind.ERROR, meta=self._error)
 
     def leave(self, connection: Connection) -> None:
-        """Remove a worker whose connection has ended, and send an error to workers that wait for it."""
+        """Remove a worker whose `connection` has ended; send an error to workers that wait for it.
+
+        If the worker has not sent a last message (`BYE`), it counts as failed: all other workers get an
+        error.
+        """
         rank = connection.rank
         self._workers.pop(rank, None)
         for optimizer in self._optimizers.values():
@@ -57,7 +67,10 @@ class ModelWorkers:
         self._check_left()
 
     def handle(self, connection: Connection, message: Message) -> None:
-        """Process a worker's request; if that fails, send all workers the error."""
+        """Process a worker's `message`; if that fails, send all workers the error.
+
+        After an error all messages are ignored.
+        """
         if message.header.kind == Kind.BYE:
             connection.has_left = True
         if connection.has_left or self._error is not None:
@@ -95,13 +108,16 @@ class ModelWorkers:
             raise BrokenError("it asks for what servers don't do")
 
     def _check_left(self) -> None:
-        """If a worker that others wait for has disconnected, send all workers an error."""
+        """Send all workers an error if some wait for a worker that has disconnected."""
         waits = self._buckets or any(optimizer.waits for optimizer in self._optimizers.values())
         if waits and self._left is not None:
             self._fail(self._left, self._left_hint)
 
     def _fail(self, message: str, hint: str | None, *, kind: str = "peer") -> None:
-        """Send all workers an error that ends them; `kind`: a key of `FAILURES` in client.py, or "peer"."""
+        """Send all workers an error, which they raise; only the first error is sent.
+
+        `kind`: the type of the exception, as a key of `FAILURES` in client.py, or `peer`.
+        """
         if self._error is None:
             self._error = {"message": message, "hint": hint, "kind": kind}
             for worker in self._workers.values():
@@ -110,7 +126,13 @@ class ModelWorkers:
     # --- sums ------------------------------------------------------------------------------------
 
     def _send_sum(self, requests: Sequence[WorkerRequest]) -> None:
-        """Sum one bucket of gradients over all workers, in a fixed order, and send the sum to them."""
+        """Sum a bucket of gradients over all workers in a fixed order; send each worker the sum.
+
+        `requests`: the workers' messages for this bucket, in rank order.
+
+        Raises:
+            MismatchError: if the messages are of different batches, or of different sizes.
+        """
         first = requests[0].header
         size = first.payload // self._forest.counts[0]
         for rank, (request, count) in enumerate(zip(requests, self._forest.counts, strict=True)):

@@ -1,6 +1,7 @@
-"""Conversion of optimizers to JSON and back: class name, parameter groups, state; tensors are separate.
+"""Conversion of optimizers to JSON and back: class name, defaults, parameter groups, and state.
 
-A worker sends the description, and a server creates an equal optimizer. Nothing is unpickled.
+Tensors of the state are sent separately. A worker sends the description, and a server creates an equal
+optimizer. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lockstep.errors import ModelError
 def describe(optimizer: Optimizer) -> dict[str, Any]:
     """Return the module, class name and defaults of an optimizer, as JSON values.
 
-    A class that a server could not import raises a `ModelError`.
+    Raises:
+        ModelError: if a server cannot import the class, or JSON cannot represent a default.
     """
     kind = type(optimizer)
     if kind.__module__ == "__main__" or "<" in kind.__qualname__:
@@ -33,7 +35,11 @@ def describe(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, such as its learning rate, as JSON values."""
+    """Return the settings of each parameter group, such as its learning rate, as JSON values.
+
+    Raises:
+        ModelError: if JSON cannot represent a setting.
+    """
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -41,7 +47,9 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a setting or state value of an optimizer as a JSON value.
+    """Return `value`, a setting or state value of an optimizer, as a JSON value.
+
+    `name`: name of the value, for the error.
 
     Raises:
         ModelError: if JSON cannot represent the value.
@@ -58,7 +66,15 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def build(words: Mapping[str, Any], groups: Sequence[Sequence[torch.nn.Parameter]]) -> Optimizer:
-    """Create an optimizer from its description by `describe`; raise a `ModelError` if that fails."""
+    """Create an optimizer from a description that `describe` made.
+
+    Args:
+        words: the description: module, class name and defaults.
+        groups: the parameters of each parameter group.
+
+    Raises:
+        ModelError: if the class cannot be imported, or cannot be built from its defaults.
+    """
     kind = _find(str(words["module"]), str(words["name"]))
     known = inspect.signature(kind).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -92,7 +108,10 @@ def _find(module: str, name: str) -> type[Optimizer]:
 
 
 def set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set each parameter group's settings, such as its learning rate, to those in `groups`."""
+    """Set the settings of each parameter group, such as its learning rate.
+
+    `groups`: for each parameter group its settings, as returned by `settings_of`.
+    """
     for group, words in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: _tuples(value) for name, value in words.items()})
 
@@ -104,9 +123,10 @@ def _tuples(value: Any) -> Any:
 def pack(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return an optimizer's state of some parameters: a list for JSON, and a list of tensors.
+    """Return an optimizer's state of `parameters` as a list for JSON and a list of tensors.
 
-    In the JSON list a tensor is represented by its index in the list of tensors.
+    An item of the JSON list is `[index of the parameter, name, kind, value]`. If the kind is `tensor`, the
+    value is an index into the list of tensors; if it is `value`, the value itself.
     """
     entries: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
@@ -123,7 +143,10 @@ def pack(
 def unpack(
     entries: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer state that `pack` encoded; the keys are indices of parameters."""
+    """Return the optimizer state that `pack` encoded, keyed by index of the parameter.
+
+    `entries` and `tensors` are the two lists that `pack` returned.
+    """
     state: dict[int, dict[str, Any]] = {}
     for place, name, kind, value in entries:
         found = tensors[value].clone() if kind == "tensor" else _tuples(value)

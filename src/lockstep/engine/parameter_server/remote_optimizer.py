@@ -34,10 +34,12 @@ Node = Sequence[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Shard:
-    """The parameters that one server updates, and memory for messages to and from this server.
+    """The parameters of an optimizer that one server updates, and memory for its messages.
 
     Attributes:
+        client: connection to the server.
         places: indices of these parameters among those of the optimizer.
+        rows: layout of the parameters in a row of bytes.
         outgoing: memory for this rank's tree nodes (sums over its replicas), one row each.
         free: rows into which new versions of the parameters can be received.
         taken: rows with the versions that the worker stores, the oldest first.
@@ -51,12 +53,12 @@ class _Shard:
     taken: deque[torch.Tensor]
 
     def row(self) -> torch.Tensor:
-        """Return memory (a row of bytes) into which one version of the server's parameters is received."""
+        """Return a tensor of bytes into which a version of the server's parameters is received."""
         return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
 class _StateInServers(defaultdict[Any, Any]):
-    """Empty state of an optimizer on a worker, while the real state is in the servers."""
+    """Empty state of a worker's optimizer, while the actual state is in the servers."""
 
     def clear(self) -> None:
         """Raise a `StepError`: a script cannot clear the state in the servers."""
@@ -69,10 +71,11 @@ class RemoteOptimizer:
     Its methods raise the same errors as those of `Client`.
 
     Args:
+        number: number of the optimizer among those of the model.
         nothing: value that stands for each element of a missing gradient.
 
     Attributes:
-        has_begun: whether the servers have the parameters.
+        has_begun: whether the servers have the current parameters and state.
         coming: number of versions of the parameters that were requested, but not received yet.
     """
 
@@ -110,11 +113,14 @@ class RemoteOptimizer:
     # --- beginning -------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Mark parameters and state in the servers as outdated: the next step sends the worker's again."""
+        """Mark parameters and state in the servers as outdated: `begin` must send them again."""
         self.has_begun = False
 
     def bring_back(self) -> None:
-        """Copy the state from the servers to this worker's optimizer; the next step sends it back."""
+        """Copy the optimizer's state from the servers back to this worker's optimizer.
+
+        Parameters and state in the servers are marked as outdated.
+        """
         if not self.has_begun:
             return
         state = self._fetch_state()
@@ -124,7 +130,7 @@ class RemoteOptimizer:
             self.optimizer.state[self.parameters[place]] = own
 
     def begin(self, values: Sequence[torch.Tensor]) -> None:
-        """On rank 0, send the parameters and the optimizer's state to the servers.
+        """Make the servers create the optimizer; rank 0 sends them its parameters and state.
 
         `values`: the newest version of the parameters; all versions must have been received.
         """
@@ -157,10 +163,17 @@ class RemoteOptimizer:
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, nodes: Sequence[Node], place: int) -> None:
-        """Send gradients to the servers, which update the parameters; `receive` returns the new version.
+        """Send gradients to the servers, which then update the parameters.
 
-        `nodes`: this rank's tree nodes (sums over its replicas), each with a gradient per parameter.
-        `place`: number of the batch; the servers check that all ranks send the same.
+        The new version of the parameters is returned by `receive`.
+
+        Args:
+            nodes: this rank's tree nodes (sums over its replicas), each with a gradient per
+                parameter.
+            place: number of the batch; the servers check that all ranks send the same number.
+
+        Raises:
+            StepError: if the script has changed the optimizer's hooks, parameters or state.
         """
         self._check_hooks()
         self._check_parameters()
@@ -184,7 +197,10 @@ class RemoteOptimizer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _check_hooks(self) -> None:
-        """Raise a `StepError` if the optimizer has step hooks: only servers have gradients and state."""
+        """Raise a `StepError` if the optimizer has step hooks, which would not see the gradients.
+
+        The step runs in the servers, where the gradients and the state are.
+        """
         own = self.optimizer
         hooks = [
             *(own._optimizer_step_pre_hooks.values(), own._optimizer_step_post_hooks.values()),
@@ -211,9 +227,12 @@ class RemoteOptimizer:
             )
 
     def _fill(self, shard: _Shard, nodes: Sequence[Node]) -> list[int]:
-        """Copy this rank's gradients into the messages to one server, the rows `shard.outgoing`.
+        """Copy this rank's gradients into the memory for one server, the rows of `shard.outgoing`.
 
-        Return the indices of the server's parameters without a gradient on this rank.
+        Return the indices of the server's parameters that have no gradient on this rank.
+
+        Raises:
+            StepError: if there are no gradients of this batch.
         """
         if len(nodes) != len(shard.outgoing):
             raise StepError(
@@ -235,7 +254,10 @@ class RemoteOptimizer:
     # --- versions --------------------------------------------------------------------------------
 
     def receive(self) -> list[torch.Tensor]:
-        """Receive the next version of the parameters; its memory stays in use until `keep` frees it."""
+        """Receive the next version of the parameters; return one tensor per parameter.
+
+        The memory of the tensors stays in use until `keep` frees it.
+        """
         values: list[Any] = [None] * len(self.parameters)
         for shard in self._shards:
             row = shard.client.version(self._number)
@@ -246,7 +268,7 @@ class RemoteOptimizer:
         return values
 
     def keep(self, count: int) -> None:
-        """Free the memory of all versions of the parameters except the newest `count`."""
+        """Free the memory of all received versions of the parameters except the newest `count`."""
         for shard in self._shards:
             while len(shard.taken) > count:
                 shard.free.append(shard.taken.popleft())
@@ -261,7 +283,7 @@ class RemoteOptimizer:
         return {**own, "state": dict(sorted(self._fetch_state().items()))}
 
     def _fetch_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state in the servers after all updates, keyed by index of the parameter."""
+        """Return the state in the servers after all updates, keyed by the parameter's index."""
         state: dict[int, dict[str, Any]] = {}
         for shard in self._shards:
             shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
@@ -273,10 +295,10 @@ class RemoteOptimizer:
 
 
 def deal(sizes: Sequence[int], servers: int) -> list[int]:
-    """Return, for each parameter, the index of the server that updates it.
+    """Return, for each parameter, the index of the server that updates the parameter.
 
-    The largest parameter is assigned first; each goes to the server with the fewest elements so far.
-    `sizes`: number of elements of each parameter.
+    The parameters are assigned from the largest to the smallest, each to the server with the fewest
+    elements so far. `sizes`: number of elements of each parameter. `servers`: number of servers.
     """
     loads, owners = [0] * servers, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):

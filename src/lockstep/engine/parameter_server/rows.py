@@ -1,7 +1,7 @@
-"""Layout of several tensors in one row of bytes, equal on a worker and its server.
+"""Layout of several tensors in one row of bytes, the same on a worker and its server.
 
-Tensors keep their strides (such as channels last). An optimizer's kernels process elements in the order
-of memory, and round the last few elements differently from those that fill a vector register.
+Tensors keep their strides (such as channels last), since an optimizer's kernels process elements in the
+order of memory, and round the last few elements differently from those that fill a vector register.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Type, shape and strides of a tensor without gaps in memory."""
+    """Type, shape and strides of a tensor; its elements fill the memory without gaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -27,14 +27,18 @@ class Spec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Spec:
-        """Return type, shape and strides of `tensor`; contiguous strides if it has gaps in memory."""
+        """Return the `Spec` of `tensor`; its strides are contiguous if the tensor has gaps."""
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
         stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
         return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride))
 
     @staticmethod
     def parse(words: Sequence[Any]) -> Spec:
-        """Return the `Spec` from JSON values that `words()` made; raise a `ValueError` if invalid."""
+        """Return the `Spec` from `words`, the JSON values that `Spec.words` returned.
+
+        Raises:
+            ValueError: if no tensor has these values.
+        """
         name, shape, stride = words
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
@@ -42,7 +46,7 @@ class Spec:
         return Spec(dtype, tuple(map(int, shape)), tuple(map(int, stride)))
 
     def words(self) -> list[Any]:
-        """Return the type, shape and strides as values for JSON."""
+        """Return the type, shape and strides as a list of JSON values."""
         return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.stride)]
 
     @property
@@ -58,7 +62,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a row whose elements have one type; bounds are in bytes.
+    """A range of bytes of a row (flat tensor of bytes) whose elements have one type.
 
     A complex number counts as two real elements, since torch's addition of complex numbers may change the
     sign of a zero.
@@ -69,15 +73,15 @@ class Segment:
     stop: int
 
     def of(self, row: torch.Tensor) -> torch.Tensor:
-        """Return a view of the segment's elements in `row`."""
+        """Return the segment's elements in `row`, a tensor of bytes, as a view of their type."""
         return row[self.start : self.stop].view(self.dtype)
 
 
 class RowLayout:
-    """Layout of several tensors in one row of bytes.
+    """Layout of several tensors in one row of bytes (a flat tensor).
 
     Attributes:
-        segments: parts of the row whose elements have one type; larger types come first.
+        segments: ranges of the row whose elements have one type; larger types come first.
         bytes: length of the row.
     """
 
@@ -103,7 +107,7 @@ class RowLayout:
         self.bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return each tensor as a view of its bytes in `row`."""
+        """Return each tensor of the layout as a view of its bytes in `row`."""
         return [
             row[start : start + spec.bytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
             for spec, start in zip(self.specs, self._starts, strict=True)

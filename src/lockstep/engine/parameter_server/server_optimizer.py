@@ -1,4 +1,4 @@
-"""Optimizer in a parameter server, which updates its parameters once per global batch.
+"""Optimizer in a parameter server, which updates the server's parameters once per global batch.
 
 The server steps as soon as it has received the gradients of a batch from all workers. After every update it
 sends the new parameters to all workers.
@@ -38,7 +38,8 @@ class WorkerRequest:
 class ServerOptimizer:
     """One server's part of an optimizer: the parameters that this server updates, and their state.
 
-    If the script loads other values, rank 0 sends them to the server before its next gradients.
+    If the script loads other parameters or state, rank 0 sends them to the server before its next
+    gradients.
     """
 
     def __init__(self, number: int, forest: Forest, pool: Pool) -> None:
@@ -57,7 +58,12 @@ class ServerOptimizer:
         return bool(self._updates or self._states)
 
     def begin(self, message: Message) -> None:
-        """Create the optimizer that `message` describes, with its parameters, or raise a `ModelError`."""
+        """Create the optimizer from rank 0's `message`: parameters, settings and state.
+
+        Raises:
+            ModelError: if the optimizer's class cannot be imported, or not be built from its
+                defaults.
+        """
         meta = message.meta
         self._rows = RowLayout([Spec.parse(words) for words in meta["parameters"]])
         state = RowLayout([Spec.parse(words) for words in meta["tensors"]])
@@ -72,17 +78,23 @@ class ServerOptimizer:
         self._optimizer, self._version = made, message.header.number
 
     def update(self, request: WorkerRequest) -> None:
-        """Store one worker's gradients of a batch; step when all workers' gradients are stored."""
+        """Store one worker's gradients of a batch; step when all workers' gradients have arrived.
+
+        After the step, send the new parameters to all workers.
+        """
         self._updates[request.header.number][request.connection.rank] = request
         self._advance()
 
     def request_state(self, request: WorkerRequest) -> None:
-        """Send the optimizer's state to a worker, once the update with the request's number is done."""
+        """Send the optimizer's state to a worker, once the update with the request's number is done.
+
+        The number is in the message's header; the state is that after exactly this update.
+        """
         self._states.append(request)
         self._advance()
 
     def forget(self, connection: Connection) -> None:
-        """Drop the requests of a worker that has disconnected."""
+        """Drop the requests for state of a worker that has disconnected."""
         self._states = [r for r in self._states if r.connection is not connection]
 
     def _advance(self) -> None:
@@ -125,7 +137,10 @@ class ServerOptimizer:
         self._version += 1
 
     def _sum(self, messages: Sequence[Message]) -> torch.Tensor:
-        """Sum the gradients of all workers, in a fixed order, into the memory of the first message."""
+        """Sum the gradients of all workers in a fixed order; return the sum as a row of bytes.
+
+        `messages`: one message per worker, in rank order. The sum overwrites the first message's gradients.
+        """
         rows: list[torch.Tensor] = [
             row
             for message, count in zip(messages, self._forest.counts, strict=True)
@@ -149,10 +164,10 @@ class ServerOptimizer:
 
 
 def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a `ModelError` if a step has changed settings of parameter groups, such as learning rates.
+    """Raise a `ModelError` if a step has changed settings of parameter groups, such as `lr`.
 
-    Workers send the settings with each batch's gradients, so the change would be lost. `given`: the
-    settings that they have sent for this step.
+    The change would be lost, since workers send the settings with each batch's gradients. `given`: the
+    settings of each group that the workers have sent for this step.
     """
     for now, words in zip(optimizer_codec.settings_of(optimizer), given, strict=True):
         changed = [name for name, value in words.items() if repr(now[name]) != repr(value)]

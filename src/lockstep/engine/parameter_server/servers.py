@@ -33,7 +33,13 @@ _END_SECONDS = 5.0
 
 
 class Servers:
-    """The parameter servers of a run; started by the launcher, or else on rank 0 by this object."""
+    """The parameter servers of a run; started by the launcher, or else on rank 0 by this object.
+
+    Args:
+        count: number of servers.
+        directory: run directory, for the servers' logs.
+        threads: number of threads of torch in each server.
+    """
 
     def __init__(
         self, rendezvous: RankRendezvous, count: int, directory: Path, threads: int
@@ -45,9 +51,12 @@ class Servers:
         self._found: tuple[Sequence[ParameterServerAddress], str] | None = None
 
     def connect(self, context: ModelContext) -> Clients:
-        """Connect to all servers for one model, and start them if necessary; all ranks call this together.
+        """Connect to all servers for one model; all ranks call this together.
 
-        A server that has ended, cannot be found, or cannot be started raises a `PeerError`.
+        The first call starts the servers if no launcher has done so.
+
+        Raises:
+            PeerError: if a server has ended, cannot be found, or cannot be started.
         """
         addresses, token = self._find()
         self._users += 1
@@ -75,7 +84,10 @@ class Servers:
         return made
 
     def _find(self) -> tuple[Sequence[ParameterServerAddress], str]:
-        """Return the addresses of the servers and the secret of the launch, for authentication."""
+        """Return the addresses of the servers, and the secret of the launch.
+
+        All ranks call this together, since the first call may start the servers.
+        """
         rendezvous, world = self._rendezvous, self._rendezvous.world
         if self._found is None and world.environment == "lockstep":
             addresses = discovery.find(world, self._count)
@@ -87,7 +99,10 @@ class Servers:
         return self._found
 
     def _start(self) -> str:
-        """Start the servers, and return their addresses and a new secret as JSON."""
+        """Start the servers on this node; return their addresses and a new secret as JSON.
+
+        The secret authenticates workers and servers.
+        """
         world, token = self._rendezvous.world, secrets.token_hex(16)
         is_local = world.address is None or world.local_size == world.size
         address = LOOPBACK if is_local else str(world.address)
@@ -111,7 +126,11 @@ class Servers:
         return json.dumps([started, token])
 
     def _read(self, index: int, seconds: float) -> ParameterServerAddress:
-        """Wait until a server prints the address at which it listens, and return it."""
+        """Wait until child process `index`, a server, prints its address; return the address.
+
+        Raises:
+            PeerError: if the server ends, or prints nothing for `seconds`.
+        """
         process = self._processes[index]
         output = process.stdout
         assert output is not None

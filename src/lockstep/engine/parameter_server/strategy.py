@@ -39,6 +39,9 @@ def wrap(
 ) -> ServedModel | RemoteModel:
     """Wrap `module`, of which every worker has a copy, and connect to the servers of the run.
 
+    `settings`: keyword arguments of `run.model` for the strategy. The result is a `RemoteModel` if the run
+    has a staleness, else a `ServedModel`.
+
     Raises:
         PeerError: if a server has ended, cannot be found, or cannot be started.
         ExactnessError: with `exact`, for a staleness on a GPU.
@@ -60,7 +63,10 @@ def wrap(
 
 
 def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
-    """Print each server's traffic once per run; return the numbers of bytes this rank sent and received."""
+    """Print each server's traffic, once per run; return the bytes that this rank sent and received.
+
+    Rank 0 prints, for the first model that uses servers. The keys of the result are `sent` and `received`.
+    """
     if clients.leads and clients.is_first:
         for line in clients.traffic():
             context.say(line)
@@ -71,7 +77,10 @@ def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
 
 
 class ServedModel(ReplicatedModel):
-    """A model of which each worker has a copy: servers sum gradients, and each worker updates its copy."""
+    """A model of which each worker has a copy; parameter servers sum the gradients.
+
+    Each worker updates its own copy with the sum.
+    """
 
     def __init__(
         self,
@@ -84,7 +93,10 @@ class ServedModel(ReplicatedModel):
         self._clients, self._context = clients, context
 
     def ends(self) -> dict[str, int]:
-        """Print the servers' traffic; return the numbers of bytes that this rank sent and received."""
+        """Print the servers' traffic once per run; return bytes sent and received by this rank.
+
+        The keys of the result are `sent` and `received`.
+        """
         return _end(self._clients, self._context)
 
 
@@ -133,7 +145,8 @@ class RemoteModel(WrappedModel):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Replace `optimizer.step` by a function that sends gradients to servers, which then step.
 
-        Frozen parameters, or a class that servers cannot import, raise a `ModelError`.
+        Raises:
+            ModelError: if the optimizer has frozen parameters, or servers cannot import its class.
         """
         own = {id(p) for p in self.parameters}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
@@ -174,6 +187,9 @@ class RemoteModel(WrappedModel):
 
         The result has one list of gradients for each partial sum. There are several if the fixed order of
         additions first adds some of this rank's replicas to those of other ranks.
+
+        Raises:
+            StepError: if the run has several replicas, and the script has changed a gradient.
         """
         if not self.several_replicas:
             return [[parameter.grad for parameter in remote.parameters]]
@@ -208,13 +224,16 @@ class RemoteModel(WrappedModel):
             self.versions.add(remote.parameters, remote.receive())
 
     def _wait(self) -> None:
-        """Wait until the servers have made all updates, and receive the parameters after each of them."""
+        """Receive all versions of the parameters that are still to come from the servers.
+
+        There is one version after each update.
+        """
         with self._waiting() if any(one.coming for one in self._remotes) else nullcontext():
             for remote in self._remotes:
                 self._receive_all(remote)
 
     def show_newest(self) -> None:
-        """Receive the parameters after the latest update from the servers, and copy them to the module."""
+        """Wait for the parameters after the servers' latest update; copy them to the module."""
         self._wait()
         super().show_newest()
 
@@ -226,12 +245,18 @@ class RemoteModel(WrappedModel):
         return super().state()
 
     def extras(self) -> dict[str, Any]:
-        """Wait for pending updates; return the older versions of the parameters that are still needed."""
+        """Wait for pending updates; return the older versions of the parameters, still in use.
+
+        Gradients lack the latest updates, so that these versions belong to the saved state.
+        """
         self._wait()
         return super().extras()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the model's `state_dict`; the next step sends it, and optimizers' state, to the servers."""
+        """Load the model's `state_dict`, and fetch the optimizers' state from the servers.
+
+        The next step sends parameters and optimizers' state to the servers again.
+        """
         self._wait()
         for remote in self._remotes:
             remote.bring_back()
@@ -240,14 +265,18 @@ class RemoteModel(WrappedModel):
             remote.keep(0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` of an optimizer, with its state fetched from the servers."""
+        """Return the `state_dict` of `optimizer`, with its state fetched from the servers."""
         self._wait()
         return next(one for one in self._remotes if one.optimizer is optimizer).state()
 
     # --- the end ---------------------------------------------------------------------------------
 
     def ends(self) -> dict[str, int]:
-        """Print the servers' traffic; return the numbers of bytes that this rank sent and received."""
+        """Print the servers' traffic once per run; return bytes sent and received by this rank.
+
+        Before that, wait until the servers have made all updates. The keys of the result are `sent` and
+        `received`.
+        """
         self._wait()
         return _end(self._clients, self._context)
 
@@ -257,7 +286,12 @@ class RemoteModel(WrappedModel):
 
 
 def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelContext) -> None:
-    """Raise an error for settings that a staleness excludes; warn of DDP arguments without effect."""
+    """Raise an error for settings that a staleness excludes; warn of DDP arguments without effect.
+
+    Raises:
+        ModelError: for `broadcast_buffers=False`.
+        ExactnessError: with `exact`, on a GPU.
+    """
     if not shares_buffers(settings):
         raise ModelError(
             f"broadcast_buffers=False with staleness={staleness}: all workers have replica 0's buffers "
@@ -279,5 +313,5 @@ def _check_settings(settings: Mapping[str, Any], staleness: int, context: ModelC
 
 
 def _version(gradient: torch.Tensor | None) -> int:
-    """Return autograd's count of in-place changes of a gradient; 0 if `gradient` is `None`."""
+    """Return the number of in-place changes of `gradient` (its `_version`); 0 if it is `None`."""
     return 0 if gradient is None else gradient._version

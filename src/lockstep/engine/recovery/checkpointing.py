@@ -42,14 +42,17 @@ _LOOKED_UNTIL = 1 << 14
 
 
 class StateSaver(PointListener):
-    """Saves the state as snapshots in memory and as checkpoints on disk, after batches and epochs.
+    """Saves a run's state, after batches and epochs: as snapshots in memory, checkpoints on disk.
 
     Args:
-        schedule: schedule of snapshots; `None` without a launcher whose memory outlives this process.
-        aligned: whether one launcher started all ranks, so that they take snapshots after the same batches.
-        apart: whether each launcher's ranks have only a part of the state, so that all ranks must agree on
-            the steps of snapshots.
-        variables: returns fingerprints of the script's variables, of the same length on all ranks.
+        schedule: schedule of snapshots; `None` if the run takes none, as without a launcher of
+            Lockstep.
+        aligned: whether one launcher started all ranks, so that they take snapshots after the same
+            batches.
+        apart: whether each launcher's ranks have only a part of the state, so that all ranks must
+            agree on the steps of snapshots.
+        variables: function that returns fingerprints of the script's variables as text, of the same
+            length on all ranks.
     """
 
     def __init__(
@@ -84,7 +87,10 @@ class StateSaver(PointListener):
         self._is_alone = context.group is None or not context.settings.exact
 
     def ask(self, best: float | None) -> None:
-        """Request a checkpoint after the current batch or epoch; `best`: its score, larger is better."""
+        """Request a checkpoint after the current batch or epoch.
+
+        `best`: score of the checkpoint, larger is better; `None` for a checkpoint without a score.
+        """
         self._is_asked = True
         self._best = self._best if best is None else best
 
@@ -94,10 +100,12 @@ class StateSaver(PointListener):
         self._coordination.ask("stop")
 
     def at_point(self) -> None:
-        """Take a snapshot or write a checkpoint if due or requested, after a batch, epoch or `run.save`.
+        """Take a snapshot or write a checkpoint, if one is due or requested.
+
+        Called after each batch, epoch and `run.save`. Afterwards the run ends if its end was requested.
 
         Raises:
-            Preempted: if the run was asked to end; the state is on disk then.
+            Preempted: if the end of the run was requested; the state is on disk then.
             CheckpointError: if a checkpoint cannot be written.
         """
         steps, schedule = self._loop.steps, self._schedule
@@ -154,7 +162,10 @@ class StateSaver(PointListener):
         self._state.epoch_begins()
 
     def arrived(self) -> None:
-        """At the saved position of a resumed run, warn of evaluation loops that it has run again."""
+        """Warn of evaluation loops that ran again before a resumed run reached its saved position.
+
+        Called at the saved position.
+        """
         self._steps = self._loop.steps
         again = sorted(set(self._loop.progress.evaluated_again))
         if again:
@@ -165,10 +176,12 @@ class StateSaver(PointListener):
             )
 
     def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
-        """End the run inside of `loop`, which only evaluates; save the state from before the loop.
+        """End the run inside `loop`, which only evaluates; save the state from before the loop.
 
-        `counters`: the run's counts of steps, loops and loaders when the loop began. If a metric (such as
-        `run.mean`) around the loop also trains, the run does not end here.
+        Inside a metric (such as `run.mean`), the state is that from before the metric. If the metric also
+        trains, or is inside another metric, do nothing.
+
+        `counters`: the run's counts of steps, loops and loaders when the loop began.
 
         Raises:
             Preempted: when the state is saved.
@@ -186,7 +199,10 @@ class StateSaver(PointListener):
         raise Preempted(self._loop.steps)
 
     def _save_now(self, at: SavedPosition | None = None) -> None:
-        """Compare the state between ranks, and write it as a checkpoint; `at`: the position to record."""
+        """Compare the state between ranks, and write it as a checkpoint.
+
+        `at`: the position in the script to record; by default the current one.
+        """
         captured = self._state.capture()
         if not self._is_alone:
             self._check_same(captured)
@@ -361,9 +377,9 @@ def _coordination(context: Context, *, aligned: bool) -> Coordination:
 
 
 def _store_of(context: Context, purpose: str) -> dist.Store | None:
-    """Return a new client of the key-value store, with key prefix `purpose`, for use in another thread.
+    """Return a new client of the key-value store for another thread; `None` for a single rank.
 
-    The main thread's client may be blocked in a wait. For a single rank, return `None`.
+    The main thread's client may be blocked in a wait. `purpose`: prefix of the new client's keys.
     """
     if context.world.size == 1:
         return None

@@ -105,7 +105,7 @@ class Evaluations:
     def trained(self) -> None:
         """Hash the models after a loop that trains, so that later changes by the script are detected.
 
-        If loops are so short that hashing would take more than 1 % of the time, models are not hashed; a
+        If loops are so short that hashing would take more than 1 % of the time, models are not hashed. A
         run that is asked to end during an evaluation then ends after the evaluation.
         """
         began = time.monotonic()

@@ -50,7 +50,7 @@ class Signals:
         self.handled: list[signal.Signals] = []
 
     def listen(self) -> None:
-        """Install the signal handlers."""
+        """Install the signal handlers, one for each signal that requests the end of the run."""
         wanted = chosen_signals(os.environ)
         if threading.current_thread() is not threading.main_thread():
             return

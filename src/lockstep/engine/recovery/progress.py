@@ -50,12 +50,14 @@ class _Level:
 
 
 class Progress:
-    """Counts steps, epochs and loops of a run; tells a resumed run which calls only repeat earlier ones.
+    """Counts steps, epochs and loops of a run; decides which calls of a resumed script are repeats.
 
     Attributes:
-        stretch: number that differs for every epoch and call of `run.epochs`; random seeds depend on it.
+        stretch: number that differs for every epoch and call of `run.epochs`; random seeds depend
+            on it.
         is_replaying: whether a resumed run has not reached the saved position yet.
-        evaluated_again: numbers of the loaders whose loops only evaluate and ran again during replay.
+        evaluated_again: numbers of the loaders whose loops only evaluate and ran again during
+            replay.
     """
 
     def __init__(self) -> None:
@@ -324,7 +326,7 @@ class Progress:
     # --- levels ----------------------------------------------------------------------------------
 
     def _expect(self, kind: type[EventT], name: object = None) -> EventT | None:
-        """Return the recorded loop or call that a resumed script now repeats; `None` if it is a new one.
+        """Return the recorded event that a resumed script now repeats; `None` for a new call.
 
         A script may decide by a value, such as a best score, whether to save or evaluate, and may lack this
         value while it repeats earlier calls. So it may leave out recorded saves and metrics, or make more.
@@ -411,9 +413,9 @@ class Progress:
 
 
 def _name(event: Event) -> object:
-    """Return the name by which a recorded event is found again: the key of a loop, or the name of a metric.
+    """Return the key of a loop or the name of a metric, by which a recorded event is identified.
 
-    `None` for other events, which are found by their class alone.
+    `None` for other events, which are identified by their class alone.
     """
     if isinstance(event, LoopEvent):
         return event.key

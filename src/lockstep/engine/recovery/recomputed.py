@@ -1,8 +1,8 @@
 """`RecomputedLosses`: compares losses of batches computed again after a crash with those before the crash.
 
 The launcher keeps the losses of each rank's last microbatches in shared memory, which outlives the ranks. A
-batch that is computed again has another loss if the saved state lacks anything that the script keeps, such
-as a dropout probability that it has changed.
+batch that is computed again has another loss if the saved state lacks a value that the script has
+changed, such as a dropout probability.
 """
 
 from __future__ import annotations

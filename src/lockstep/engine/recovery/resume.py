@@ -36,7 +36,7 @@ _VARIABLES = {"resume": "LOCKSTEP_RESUME=1", "run_dir": "LOCKSTEP_RUN_DIR="}
 
 @dataclass(frozen=True, slots=True)
 class ResumeInfo:
-    """Facts about earlier starts of a run, read by the main rank from the run's directory."""
+    """Facts about earlier starts of a run, which the main rank reads from the run's directory."""
 
     generations: int = 0  # number of times that the run's processes were started before
     replicas: int | None = None  # number of replicas that the run began with; `None` for a new run

@@ -107,8 +107,8 @@ class State:
         """Load a state that `capture` returned into the models, optimizers and other objects of the run.
 
         Args:
-            state: its tensors are used nowhere else; those that this rank need not read completely (see
-                `needed_whole`) may be `StoredTensor` objects, which read parts from disk or memory.
+            state: the saved state. Tensors that are not in `needed_whole` may be `StoredTensor` objects,
+                which read parts from disk or memory. The loaded objects may keep the tensors.
             whole: whether the script must have made all saved objects; if not, missing ones are left out.
 
         Raises:
@@ -295,7 +295,7 @@ def _fill(
 
 
 def _modes(model: WrappedModel) -> str:
-    """Return a text with `1` for each module in training mode, and `0` for each in evaluation mode."""
+    """Return a text with one character per module of `model`: `1` in training mode, else `0`."""
     return "".join("1" if part.training else "0" for part in model.module.modules())
 
 

@@ -19,7 +19,7 @@ class RunScope:
     """The place where a converted script makes the `lockstep.Run`.
 
     `scope` is the function that makes the run, or the module. `block` is the list of statements in which
-    the run is made, and `start` the index there of the first statement under `with lockstep.Run(…)`.
+    the run is made, and `start` the index in `block` from which statements go under `with lockstep.Run(…)`.
     """
 
     scope: Scope
