@@ -193,7 +193,10 @@ def _show_given(options: argparse.Namespace) -> int:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise an error before the measurements if their results could not be written."""
+    """Raise a `UsageError` if `--json` or `--html` names a file that cannot be written.
+
+    It is called before anything is measured. With `--html` it also raises if plotly is not installed.
+    """
     if options.html is not None:
         from lockstep.tools.report.page import graph_objects
 

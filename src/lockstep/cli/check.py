@@ -52,7 +52,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Check the scripts; return the exit code."""
+    """Check or edit the scripts, or list the rules, as `options` say; return the exit code."""
     if options.list or options.explain:
         return _print_rules(options.explain)
     from lockstep.tools.check import engine, fix

@@ -61,7 +61,10 @@ def given(options: argparse.Namespace, chosen: Iterable[str]) -> dict[str, Any]:
 
 
 def words(options: argparse.Namespace, chosen: Iterable[str]) -> list[str]:
-    """Return the given flags of `chosen` settings as command-line words, for a child process."""
+    """Return the flags that the user gave for settings in `chosen`, as words of a command line.
+
+    The words are for another `lockstep` process, which gets the same settings by them.
+    """
     found = []
     for name, value in given(options, chosen).items():
         option = TABLE[name].option

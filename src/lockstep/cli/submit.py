@@ -133,7 +133,8 @@ def _spec(options: argparse.Namespace, backend: Backend) -> LaunchSpec:
     They are checked here, before the job is submitted.
 
     Raises:
-        UsageError: if a flag is invalid, or the script does not exist.
+        UsageError: if a flag is invalid, or the script does not exist. The script of a remote
+            backend is in its image, and is not looked for.
     """
     from lockstep.launch.flag_settings import FlagSettings
     from lockstep.launch.spec import LaunchSpec, parse_ranks

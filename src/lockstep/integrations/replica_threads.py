@@ -132,9 +132,9 @@ class ReplicaThreads:
     def _turn(self, batch: Any, rest: Any, results: Any) -> Iterator[dict[str, Any]]:
         """Run each replica's `training_step` up to its next optimizer step, or to its end.
 
-        The arguments are those of `train`. Yields for each replica a dictionary for `run.sum`. The number
-        `open` in it is 1 if the replica waits for an optimizer step. At the end it is 0, and the dictionary
-        has the logged and returned values.
+        Yields a dictionary for each replica, which `run.sum` adds up. In it, `open` is 1 while the replica
+        waits for an optimizer step, and 0 at the end or without samples. At the end, the dictionary has the
+        logged and returned values. The arguments are those of `train`.
         """
         run = self._strategy.run
         for data in batch:

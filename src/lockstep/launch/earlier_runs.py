@@ -71,9 +71,9 @@ def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
 
 
 def stamp(spec: LaunchSpec, name: str) -> str | None:
-    """Return the directory's name, in `runs/NAME/`, of the run that this launcher would resume.
+    """Return the name of the directory in `runs/NAME/` whose run this launcher would resume.
 
-    `name` stands for NAME. Returns `None` if the launcher would begin a new run.
+    `name` stands for NAME. Return `None` if the launcher would begin a new run.
     """
     found = _find(spec, name) if spec.run_dir is None and _resumes(spec) else []
     return found[0].directory.name if found else None
@@ -116,9 +116,9 @@ def _resumes(spec: LaunchSpec) -> bool:
 
 
 def _identity(spec: LaunchSpec) -> dict[str, Any]:
-    """Return the settings and arguments by which the unfinished runs of a launch are recognized.
+    """Return the settings and arguments that an unfinished run must have to belong to a launch.
 
-    Their values must be the same in the run; `None` stands for any value.
+    `None` stands for any value.
     """
     names = ("seed", "replicas", "threads", "precision")
     fixed = {name: spec.settings.value(name, os.environ) for name in names}

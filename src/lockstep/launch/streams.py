@@ -48,9 +48,10 @@ class Streams:
         )
 
     def prefixes(self, rank: int, local_rank: int, name: str) -> tuple[str | None, str | None]:
-        """Return the prefixes of lines of stdout and stderr on the terminal; `None` for a hidden stream.
+        """Return the prefixes that a process's lines get on the terminal: for stdout, for stderr.
 
-        `rank` is negative for a parameter server. `name` is the name of the process in its prefixes.
+        `None` stands for a stream that is not shown. `rank` is negative for a parameter server. `name` is
+        the name of the process in its prefixes.
         """
 
         def prefix(bit: int) -> str | None:

@@ -14,7 +14,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 def of_servers(strategy: str, staleness: int | None, device: str) -> str:
     """Return `close` if parameter servers run the optimizer for ranks on GPUs, else `exact`.
 
-    Servers compute on CPUs, which round differently from GPUs.
+    Servers compute on CPUs, which round differently from GPUs. They run the optimizer if `strategy` has
+    servers and `staleness` is not `None`.
     """
     return "close" if updates_in_servers(strategy, staleness) and device != "cpu" else "exact"
 

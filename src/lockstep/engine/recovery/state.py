@@ -239,9 +239,10 @@ class State:
         }
 
     def forgotten_attributes(self) -> str | None:
-        """Return the class of an optimizer and its attributes that are not saved, as one line of text.
+        """Return one line with an optimizer's class and its attributes that are not saved.
 
-        If there is no such optimizer, return `None`.
+        Such attributes exist only for models that are split over ranks. The first optimizer that has some
+        counts. Return `None` if there is none.
         """
         for optimizer in self.optimizers:
             if self._holder(optimizer) is not None:

@@ -74,11 +74,11 @@ def check(
 def taken_by(
     strategy: StrategyEntry, settings: Mapping[str, Any], *, exact: bool, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Return the keywords of `run.model` that are to be passed to the strategy's function `check`.
+    """Return the keywords of `run.model` that the strategy's `check` function gets.
 
-    Keywords of other strategies are left out, so that one script runs with all strategies. For `pipeline`
-    and `tensor`, whose `check` is that of DDP, their own keywords are left out, too. Keywords that no
-    strategy has, and DDP keywords with a forbidden value, remain: `check` raises an error for them.
+    Keywords of other strategies are left out, so that one script runs with all strategies. `pipeline` and
+    `tensor` use the `check` of DDP, so their own keywords are left out, too. Keywords that no strategy has,
+    and DDP keywords with a forbidden value, remain: `check` raises an error for them.
 
     `settings`: the keywords given to `run.model`. `is_trained`: whether the model has trainable parameters.
 
@@ -246,7 +246,10 @@ def refuse_unconverted(module: nn.Module) -> None:
 
 
 def refuse_changing(module: nn.Module) -> None:
-    """Raise a `ModelError` if a layer's forward pass changes or creates parameters."""
+    """Raise a `ModelError` for a layer whose forward pass changes or creates parameters.
+
+    Such layers are embeddings with `max_norm`, and lazy modules that were not called yet.
+    """
     for name, part in module.named_modules():
         what = f"the layer {name or '(the model itself)'}, a {type(part).__name__},"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:

@@ -84,10 +84,11 @@ class GradientAccumulation:
         return len(self._merges) - self._collected
 
     def check(self, module: nn.Module, *expected: int) -> None:
-        """Raise a `StepError` if only some of this rank's replicas had a backward pass.
+        """Raise a `StepError` if `missing`, a number of replicas, is not one of `expected`.
 
-        With each replica on a rank of its own, the others would wait for the missing gradients. `expected`:
-        allowed values of `missing`, this rank's number of replicas without gradients.
+        `missing` counts this rank's replicas without gradients. Another number means that only some
+        replicas had a backward pass. If each replica had its own rank, ranks would wait for the missing
+        gradients. `module` is for the message.
         """
         if self.missing not in expected:
             raise StepError(

@@ -125,9 +125,10 @@ class Reducer:
 def make_reducer(
     parameters: Sequence[torch.Tensor], context: ModelContext, column: int
 ) -> Reducer | None:
-    """Return the `Reducer` of gradients of one part of the model; `None` if only one rank holds the part.
+    """Return a `Reducer` for the gradients of one model part; `None` if no sum is needed.
 
-    `parameters`: those of the part. `column`: index of the part, the same on all ranks that hold it.
+    No sum is needed if only one rank holds the part, or if the part has no `parameters`. `column`: index of
+    the part, the same on all ranks that hold it.
     """
     assert context.group is not None
     if context.forest.size == 1 or not parameters:

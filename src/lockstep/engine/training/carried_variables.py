@@ -235,7 +235,11 @@ class CarriedVariables(PointListener):
                 )
 
     def _cause(self, change: VariableChange) -> str:
-        """Return what causes a change, such as `fetch` for the fetching of samples: a key of `_WORDS`."""
+        """Return the key of `_WORDS` for a variable's change: `pass`, `fetch`, or an empty text.
+
+        `pass`: computing a microbatch changes the variable. `fetch`: fetching samples changes it. The empty
+        text stands for anything else in the loop.
+        """
         audit = self._loop.audit
         if audit is not None and change.name in audit.changed:
             return "pass"
@@ -408,9 +412,11 @@ class _OwnObjects:
         }
 
     def attributes(self, *, changed: bool) -> dict[VariableId, Value]:
-        """Return fingerprints of modules' attributes that a `state_dict` leaves out, such as `Dropout.p`.
+        """Return fingerprints of attributes that a `state_dict` lacks, such as `Dropout.p`.
 
-        `changed`: whether to leave out modules whose attributes are the same as when the run got them.
+        The attributes are those of modules of the run's models and registered objects. `changed`: whether
+        to leave out modules whose plain attributes are still those that they had when the script gave them
+        to the run.
         """
         found: dict[VariableId, Value] = {}
         for number, (name, one) in enumerate(self._parts):

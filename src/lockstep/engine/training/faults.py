@@ -38,10 +38,10 @@ class Faults(PointListener):
     def of(environ: Mapping[str, str], world: World) -> Faults | None:
         """Return the faults that `LOCKSTEP_FAULTS` sets for this rank; `None` if it sets none.
 
-        `kill@STEP` kills the last rank. Of several such words the first applies before any restart, the
-        second after the first restart, and so on. `term@STEP` sends SIGTERM to rank 0. `flip:RANK@STEP`
-        flips a bit on that rank, and `flip@STEP` on the last rank, also after a restart. RANK is the rank
-        at the first start, even if the launcher has left out ranks since then.
+        `kill@STEP` kills the last rank. If the variable has several kills, the first one applies before any
+        restart, the second one after the first restart, and so on. `term@STEP` sends SIGTERM to rank 0.
+        `flip:RANK@STEP` flips a bit on that rank, and `flip@STEP` on the last rank, also after a restart.
+        RANK is the rank at the first start, even if the launcher has left out ranks since then.
 
         Raises:
             UsageError: if the variable cannot be parsed.

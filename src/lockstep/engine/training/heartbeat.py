@@ -57,10 +57,10 @@ class Heartbeat(Listener):
 
     @staticmethod
     def begin(slot: ProgressSlot | None, environ: Mapping[str, str]) -> Heartbeat:
-        """Return a new heartbeat that counts in `slot`, this rank's part of the status page.
+        """Return a new heartbeat, which writes to `slot`, this rank's part of the status page.
 
-        `slot` is `None` without a launcher. With one, this process also gets ready to write its stack to a
-        file when the launcher asks for it.
+        `slot` is `None` without a launcher. With a launcher, a signal handler is installed that writes this
+        process's stacks to a file; `environ` names the file's directory.
         """
         if slot is not None:
             stacks.offer(environ)
@@ -128,7 +128,7 @@ class Heartbeat(Listener):
     # --- callbacks of the loop --------------------------------------------------------------------
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Write the number of the finished step to the launcher's memory; count a sign of progress."""
+        """Write the number of the finished step to the status page, and count it as progress."""
         self._slot.step = step
         self.moves()
 

@@ -110,7 +110,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
 
 
 def _check_servers(settings: Settings, world: World) -> None:
-    """Raise `UsageError` if the number of servers or the staleness does not fit other settings."""
+    """Raise a `UsageError` if `servers` or `staleness` contradicts strategy or precision."""
     strategy, late = settings.strategy, settings.staleness
     if STRATEGIES.find(strategy).has_servers or world.environment == "lockstep":
         check_servers(strategy, settings.servers)

@@ -67,9 +67,10 @@ class ReplayedSteps(PointListener):
     def of(
         environ: Mapping[str, str], loop: Loop, state: State, save: Callable[[None], None]
     ) -> ReplayedSteps | None:
-        """Return the listener for the steps that `lockstep replay` has set in `environ`.
+        """Return the listener for the steps that `environ` requests; `None` if it requests none.
 
-        Return `None` in any other run. `save` requests a checkpoint after the current batch.
+        `lockstep replay` sets the request. `save` is called to request a checkpoint after the current
+        batch.
         """
         text = environ.get(VARIABLE)
         return None if not text else ReplayedSteps(Request(**json.loads(text)), loop, state, save)
@@ -98,7 +99,10 @@ class ReplayedSteps(PointListener):
             self._trace.microbatch_begins(microbatch)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Switch anomaly detection off after the requested step; save the state after the last one."""
+        """End anomaly detection and the trace after their step; save the state after the last.
+
+        The request of `lockstep replay` says which of these it wants, and at which steps.
+        """
         if self._request.anomaly and step == self._request.step:
             torch.autograd.set_detect_anomaly(False)
         if self._trace is not None and step == self._request.traces:

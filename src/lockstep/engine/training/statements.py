@@ -91,11 +91,11 @@ def _is_in(node: ast.stmt, place: tuple[int, int]) -> bool:
 
 
 def parts(node: Any) -> tuple[Block, list[Block], Block]:
-    """Return the inner lists of statements of a compound statement: first, alternatives, last.
+    """Return the blocks of a compound statement: the first, the alternatives, and the last.
 
-    One of the alternatives runs after the first list and before the last one. For a `try` the first list is
-    its body, the alternatives are `else` and the handlers, and the last list is `finally`. An `if` has only
-    alternatives.
+    A block is a list of statements. The first block runs, then one of the alternatives, then the last
+    block. For a `try` the first is its body, the alternatives are `else` and the handlers, and the last is
+    `finally`. An `if` has only alternatives.
     """
     if isinstance(node, ast.If):
         return (), [node.body, node.orelse], ()

@@ -52,7 +52,10 @@ def _is_users_module(value: Any) -> bool:
 
 
 def is_data(kind: type) -> bool:
-    """Whether objects of a class are datasets or samplers."""
+    """Whether `kind` is a class of datasets or samplers.
+
+    Such a class is torch's or derived from it, or a class of the script with `__getitem__`.
+    """
     return issubclass(kind, _DATA) or (is_of_script(kind) and hasattr(kind, "__getitem__"))
 
 

@@ -88,7 +88,7 @@ class Watchdog(Listener):
     # --- the main thread -------------------------------------------------------------------------
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Record the beginning of a loop over a loader, which the thread compares with other ranks.
+        """Record that a loop over a loader begins; the watchdog compares loops between ranks.
 
         The arguments are those of `Listener.loop_begins`.
         """
@@ -114,9 +114,9 @@ class Watchdog(Listener):
             self._in_backward = True
 
     def backward_ends(self) -> None:
-        """Record the end of a backward pass, if it is the one in this rank's last microbatch.
+        """Record the end of the backward pass that `backward_begins` recorded, if there is one.
 
-        This backward pass counts as one collective call.
+        This is the backward pass in this rank's last microbatch. It counts as one collective call.
         """
         if self._in_backward:
             self._collectives += 1
@@ -141,7 +141,10 @@ class Watchdog(Listener):
             self._row = before
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Write to the key-value store after which batch this rank has ended a loop over a loader."""
+        """Write to the key-value store that this rank has ended a loop, and after which batch.
+
+        The arguments are those of `Listener.loop_ends`.
+        """
         self._leave_backward()
         self._store.set(f"{self._loop}/{self._rank}", f"{step} {self._collectives} {early:d}")
         self._loop, self._collectives = self._outer.pop()

@@ -339,10 +339,10 @@ def _what(failure: Failure, killed_for_memory: bool | None) -> str:
 
 
 def _briefly(failure: Failure, what: str, killed_for_memory: bool | None) -> str:
-    """Return one short line about a failed process, without its name.
+    """Return one short line that says how a process failed, without the name of the process.
 
-    `what` is the full description of the failure. `killed_for_memory` is whether the kernel's out-of-memory
-    killer has ended a process; `None` if unknown.
+    `what`: the full description; its first line is used if the process reported an exception.
+    `killed_for_memory`: whether the kernel's out-of-memory killer has ended a process; `None` if unknown.
     """
     report, code = failure.report, failure.code
     if report is not None:

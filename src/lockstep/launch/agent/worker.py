@@ -46,9 +46,9 @@ def job(launch: Launch) -> Job:
 
 
 def or_server(spec: LaunchSpec, job: Job) -> Job:
-    """Return a function that tells workers and parameter servers apart.
+    """Return a function that runs `job` in a worker, and a parameter server in a server's process.
 
-    In a worker process it calls `job`; in a parameter-server process it runs a parameter server.
+    The function's argument, a `ForkRequest`, says which kind of process it is.
     """
     # The launcher of a function is the user's interpreter: do not fork servers from it.
     forks = spec.start == "fork" and spec.kind != "function"

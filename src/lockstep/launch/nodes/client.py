@@ -266,7 +266,10 @@ class CoordinatorClient:
             self._receive(connection, _ANSWER_SECONDS)
 
     def _receive(self, connection: _Connection, seconds: float) -> bool:
-        """Store answers that arrive within `seconds`; return whether there is a new report to send."""
+        """Wait up to `seconds` for the coordinator's answers, and store them.
+
+        Return whether this launcher has a new report to send.
+        """
         changed, answers = connection.receive(seconds)
         for fields in answers:
             self._store(decode(Answer, fields))

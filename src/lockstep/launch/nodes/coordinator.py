@@ -135,10 +135,11 @@ class Coordinator:
         self._gone.setdefault(index, now)
 
     def note(self, lost: Sequence[int], newcomers: Sequence[str], now: float) -> None:
-        """Record launchers that are cut off from launcher 0, and new launchers; then decide.
+        """Record lost launchers and waiting newcomers; then make a decision if one is due.
 
-        `lost` are indices of launchers that lost their connection, and `newcomers` the names of launchers
-        that wait to join.
+        The decision is to restart the workers, to change the launchers, or to end the launch. `lost`:
+        indices of launchers that are cut off from launcher 0. `newcomers`: names of launchers that wait to
+        join. `now`: current time in seconds.
         """
         for index in lost:
             if index > 0:
@@ -223,9 +224,10 @@ class Coordinator:
             self._decide(Decision(kind="restart", text=line))
 
     def _judge_consequences(self, now: float) -> None:
-        """Decide on failures if each may be a consequence of another rank's failure.
+        """Decide on failures of which each may be a consequence of another rank's failure.
 
-        The decision is made after a wait, since the rank that failed first may not have been reported yet.
+        The rank that failed first may not have been reported yet. The decision therefore waits some
+        seconds, and as long as a launcher is silent. It is made at once if all launchers report failures.
         """
         if self._first_failed is None:
             self._first_failed = now

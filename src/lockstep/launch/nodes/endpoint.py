@@ -172,9 +172,13 @@ def host_lock(name: str) -> Iterator[bool]:
 
 
 def _open_file(directory: Path, config: RendezvousConfig, check: Check) -> RendezvousFile:
-    """Open the rendezvous file of a launch; if an earlier launch still uses it, wait for its end.
+    """Open a launch's rendezvous file in `directory`; wait while it is that of an ended launch.
 
-    `check` is called repeatedly during the wait, and may raise to end it.
+    A launcher of the ended launch may still hold the file's lock. `check` is called repeatedly during the
+    wait, and may raise to end it.
+
+    Raises:
+        WorldError: if the ended launch has not released its file after `config.seconds`.
     """
     deadline = time.monotonic() + config.seconds
     while True:

@@ -112,7 +112,9 @@ class RendezvousKeys:
         self._count_heard(number)
 
     def check_failed(self, number: int) -> None:
-        """Raise the error of a rendezvous round that cannot begin, if one was written.
+        """Raise the error that the store has for rendezvous round `number`, if it has one.
+
+        The error says why the round cannot begin.
 
         Raises:
             WorldError: the same on all launchers.
@@ -176,7 +178,7 @@ class RendezvousKeys:
         return arrival
 
     def arrived(self, number: int) -> int:
-        """Return how many launchers have begun to join a rendezvous round.
+        """Return how many launchers have begun to join rendezvous round `number`.
 
         Some of them may not have written their entry yet.
         """

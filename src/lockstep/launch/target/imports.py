@@ -252,11 +252,11 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_change(node: ast.AST, file: _File) -> bool:
-    """Whether a node may change later imports, such as `os.environ[…] = …` or `sys.path.insert(…)`.
+    """Whether `node` may change later imports, such as `os.environ[…] = …` or `sys.path.insert(…)`.
 
     Such nodes are calls of the user's functions, assignments to attributes and items, and calls whose
-    result is unused. Assignments and calls on names from installed packages are taken as harmless. `file`
-    has these two kinds of names.
+    result is unused. Assignments to parts of installed packages, and unused calls of their functions, are
+    taken as harmless. `file` lists which names are the user's and which are from installed packages.
     """
     match node:
         case ast.Attribute() | ast.Subscript():

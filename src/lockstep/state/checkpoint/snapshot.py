@@ -280,10 +280,11 @@ class Snapshots:
     def _targets(
         self, layout: Layout, data: memoryview, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, slice | None]]:
-        """List the copies that this rank makes: triples of a tensor's name, a target tensor and a slice.
+        """Return this rank's copies into a snapshot: triples of name, target and slice.
 
-        The target is a view of the shared memory `data`. The slice selects elements of the flattened
-        tensor; `None` means all elements that this rank has.
+        `tensors`: the state by name. The target is a view of the shared memory `data`, at the place that
+        `layout` gives. The slice selects elements of the flattened tensor; `None` means all elements that
+        this rank has.
         """
         first = layout.size * self._part // self.parts
         stop = layout.size * (self._part + 1) // self.parts

@@ -181,9 +181,10 @@ def link(directory: Path, later: Path) -> None:
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """Return the fields of `run.json` that name the script's next run and the parent run.
+    """Return the fields `next` and `parent` of `run.json` in `directory`, as far as it has them.
 
-    These fields stay when the file is overwritten.
+    They name the script's next run and the parent run, and stay when the file is overwritten. A damaged
+    file counts as one without these fields.
     """
     recorded: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # damaged as it is, it is replaced

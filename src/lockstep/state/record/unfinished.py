@@ -49,14 +49,14 @@ def find(
 def require(
     found: list[UnfinishedRun], what: str, where: Path, *, resume: str, run_dir: str
 ) -> Path:
-    """Return the directory of the newest run of `found`, which is sorted by `find`.
+    """Return the directory of the first run of `found`, which is the newest.
 
     Args:
-        found: unfinished runs.
+        found: unfinished runs, the newest first, as `find` returns them.
         what: script and arguments, for the error message, as all further arguments.
         where: directory in which the runs were searched.
         resume: flag or variable that resumes an unfinished run, such as `--resume`.
-        run_dir: text before a directory that sets the run directory: `LOCKSTEP_RUN_DIR=`.
+        run_dir: text before a directory that sets the run directory, such as `LOCKSTEP_RUN_DIR=`.
 
     Raises:
         UsageError: if `found` is empty.

@@ -151,10 +151,10 @@ def _refusal(
     batches: Batches | None,
     cost: Cost | None,
 ) -> str | None:
-    """Return why no model can be fitted to the rows of one strategy and exchange; `None` if one can.
+    """Return why no model can be fitted to rows of one strategy and exchange; `None` if one can.
 
-    `usable` are the rows with measured steps, `used` those of them that the fit uses, as points. `batches`
-    and `cost` are `None` if they are not known.
+    `usable`: the rows whose steps were measured. `used`: a point for each usable row that the fit can use.
+    `batches` and `cost` are `None` if they are not known.
     """
     checks = [
         (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
@@ -212,8 +212,8 @@ def parameters_of(model: Model, link: Link) -> Row:
 def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
     """Return the predicted step time and speed on a layout, as a row of the results file.
 
-    On several hosts the row also has the step times with further algorithms that sum gradients.
-    `rate_of_rank`: measured samples per second of one rank.
+    On several hosts the row may also have, for comparison, the step times if gradients were summed by other
+    algorithms. `rate_of_rank`: measured samples per second of one rank.
     """
     ranks = layout.ranks
     efficiency = model.rate(layout) / ranks / rate_of_rank

@@ -74,10 +74,10 @@ def cost_of(
     gradients: float | None,
     on_cpu: bool = True,
 ) -> Cost | None:
-    """Return how gradients are summed over ranks in one step; `None` if the bytes are not known.
+    """Return the `Cost` of summing gradients in one step; `None` if the bytes are not known.
 
-    `sent` is a layout, and the bytes that each of its ranks sent in a step. `gradients` is the size of all
-    gradients in bytes. `on_cpu`: whether the ranks compute on CPUs.
+    `sent`: a layout, and the bytes that each of its ranks sent in a step; `None` if they are not known.
+    `gradients`: size of all gradients in bytes, or `None`. `on_cpu`: whether the ranks compute on CPUs.
     """
     way = way_of(exchange, strategy, on_cpu=on_cpu)
     is_sharded = strategy in SHARDED

@@ -143,9 +143,10 @@ _BETWEEN: Mapping[ReduceAlgorithm, Callable[[Layout, int], Traffic]] = {
 
 
 def sent_by_rank(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -> float:
-    """Return the bytes that a run records as sent by each rank, per byte of gradients that is summed.
+    """Return how many bytes a run records as sent by each rank, per byte of summed gradients.
 
-    `replicas`: number of replicas of the run; `None` if there are as many as ranks.
+    `way`: algorithm of the sum. `replicas`: number of replicas of the run; `None` if there are as many as
+    ranks.
     """
     made = traffic(way, layout, replicas)
     if way == ReduceAlgorithm.SERVERS:

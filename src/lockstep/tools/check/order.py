@@ -36,9 +36,10 @@ def conditions(script: Script, node: ast.AST, depth: int = 4) -> set[ast.AST]:
 
 
 def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call | None:
-    """Return the call, such as `DDP(…)`, that has wrapped the model `node` earlier; `None` without one.
+    """Return a call of one of `wrappers` that has wrapped the model `node` before `node` runs.
 
-    `node` is an expression whose value is a model. `wrappers` are the names of the functions to look for.
+    Return `None` if there is no such call. `node`: an expression whose value is a model. `wrappers`: names
+    of functions, such as `DDP`.
     """
     module = script.module
     for call in [

@@ -129,7 +129,10 @@ def latest(script: Script, node: Variable) -> list[ast.expr | UnpackedElement]:
 def _latest(
     script: Script, node: ast.expr, values: list[ast.expr | UnpackedElement]
 ) -> list[ast.expr | UnpackedElement]:
-    """Return the one of `values` that was assigned last before `node`; several in different branches."""
+    """Return the one of `values` that is assigned last before `node`.
+
+    If different branches assign different values, return each value that may be the last.
+    """
     module = script.module
     conditions = set(module.above(node))
 

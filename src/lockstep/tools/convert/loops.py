@@ -79,9 +79,9 @@ def _epochs(draft: Draft, loop: ast.AST) -> None:
 
 
 def _counted(draft: Draft, over: ast.AST) -> tuple[ast.Call | None, ast.Call | None]:
-    """Return the calls in the head of a loop that count: `tqdm(…)`, and `range(…)` or `trange(…)`.
+    """Return the calls that a loop iterates over: `tqdm(…)`, and `range(…)` or `trange(…)`.
 
-    A missing call is `None`.
+    `over`: the loop, or the expression that it iterates over. A missing call is `None`.
     """
     match over:
         case ast.For(iter=node) | ast.AsyncFor(iter=node) | ast.NamedExpr(value=node):

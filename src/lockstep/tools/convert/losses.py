@@ -85,9 +85,10 @@ def _adds_up(script: Script, call: ast.Call) -> bool:
 
 
 def _parts(draft: Draft, node: ast.expr) -> list[ast.expr]:
-    """Return the operands of an arithmetic `node`, or the expressions that a variable is set to.
+    """Return the expressions of which the value of `node` is directly made.
 
-    For a call, return the other expressions from which its value may come.
+    They are the operands of `+`, `-` and `*`, and the left operand of other operators. For a variable they
+    are the expressions that it is set to; for a call, other expressions from which its value may come.
     """
     match node:
         case ast.BinOp(left=left, op=ast.Mult() | ast.Add() | ast.Sub(), right=right):

@@ -18,9 +18,10 @@ _NUMBERS = ("detach", "item", "data", "shape", "size")
 
 
 def convert(draft: Draft) -> None:
-    """Edit loops with several optimizer steps per batch: each step gets its own loop over microbatches.
+    """Edit loops with two optimizer steps per batch: each step gets its own loop over microbatches.
 
-    The user is asked about loops with more than two steps per batch.
+    Several calls of `backward` before a step are joined. The user is asked about loops with more than two
+    steps per batch.
     """
     for loop in draft.script.step_loops:
         starts = _starts(loop.body)

@@ -94,7 +94,10 @@ def _save(draft: Draft, call: ast.Call, statement: ast.Expr) -> None:
 
 
 def _by_value(draft: Draft, node: ast.AST) -> bool:
-    """Whether `node` is in a training loop, or under an `if` whose condition may differ between ranks."""
+    """Whether `node` is in a training loop, or under an `if` that compares values.
+
+    The result of such a comparison may differ between ranks.
+    """
     for parent in draft.module.above(node):
         if parent in draft.script.step_loops:
             return True

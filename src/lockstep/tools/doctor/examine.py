@@ -172,7 +172,7 @@ def _join(config: RendezvousConfig | None, nodes: Nodes) -> tuple[NodeGroup, Fin
 
 
 def _results(looks: dict[str, Child]) -> dict[str, Any]:
-    """Return the facts by check name, from the child processes in `looks` that gather them.
+    """Wait for the child processes in `looks`; return the facts of each, by check name.
 
     The key `problems` has the error of each process that failed or exceeded its check's timeout.
     """

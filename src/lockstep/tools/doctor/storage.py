@@ -113,9 +113,10 @@ def storage(facts: Facts) -> list[Finding] | str:
 
 
 def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts:
-    """Test locks between nodes: node 0 locks a new file in the run directory, then the others try to.
+    """Test locks between nodes: node 0 locks a new file in the run directory, the others try to.
 
-    Return whether this node sees the file, whether it gets the lock, and the problem if there was one.
+    Return three facts: `sees`, whether this node sees the file; `takes`, whether this node gets a lock that
+    node 0 holds; `problem`, the text of an error. Return `None` if there is only one node.
     """
     if rendezvous.alone:
         return None

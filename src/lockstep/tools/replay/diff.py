@@ -85,8 +85,9 @@ def _locate(
 ) -> None:
     """Replay both runs up to `step`, and write the first step and module that differ to `result`.
 
-    The replays begin at states of step `begin` or earlier. They hash every step, so they may find that an
-    earlier step differs than the records show. Then the runs are replayed again up to that step.
+    The replays begin at states of step `begin` or earlier. They hash every step, and may find a difference
+    at an earlier step than the records show. Then the runs are replayed again up to that step. `scratch`:
+    directory for the replays.
     """
     started = [RecordedRun.of(run.directory) for run in runs]
     placed = [as_recorded(run, scratch / f"source-{n}") for n, run in enumerate(started)]

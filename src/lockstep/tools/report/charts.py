@@ -132,7 +132,8 @@ def _measured(generation: Generation, kind: str) -> list[Event]:
 def machine_charts(run: ReportedRun, clock: Clock, prefix: str) -> list[Chart]:
     """Return charts of memory and utilisation over time, with one line for each rank.
 
-    `prefix` begins the titles of the charts.
+    With many ranks, the lines are the highest, median and lowest values instead. `prefix` begins the titles
+    of the charts.
     """
     measures: list[tuple[str, str, float]] = [
         ("host", "Memory of the host (GiB)", _GIB),

@@ -222,7 +222,10 @@ def _copy_constants(graph: fx.Graph, constants: dict[str, Any]) -> None:
 
 
 def _remove_checks(graph: fx.Graph) -> None:
-    """Remove torch.fx's assertions that arguments have their defaults; `Program.bind` does this check."""
+    """Remove the assertions by which torch.fx checks that arguments have their default values.
+
+    `Program.bind` does this check instead.
+    """
     for node in graph.nodes:
         is_check = getattr(node.target, "__name__", "") in ("_assert", "_assert_is_none")
         checked = node.all_input_nodes[:1] if is_check else []

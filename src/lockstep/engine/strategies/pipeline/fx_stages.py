@@ -60,11 +60,11 @@ def cut_traced(module: nn.Module, count: int, split: Sequence[str] | None) -> Pr
 
 
 def _open(module: nn.Module, count: int, split: Sequence[str]) -> ForwardGraph:
-    """Return the graph of `module`; submodules that are too large for a stage are traced into.
+    """Return the graph of the forward pass of `module`, for a division into `count` stages.
 
-    They are traced into only if the largest of `count` stages then has at least 10 % fewer bytes. `split`:
-    names of submodules at which the user cuts. If there are any, only the submodules that contain them are
-    traced into.
+    A submodule is one node, or is traced into if it is too large for a stage. This is done only if the
+    largest stage then has at least 10 % fewer bytes. `split`: names of submodules at which the user cuts.
+    If there are any, only the submodules that contain them are traced into.
     """
     opened = frozenset(name[:end] for name in split for end, c in enumerate(name) if c == ".")
     traced = best = trace(module, opened)
@@ -112,7 +112,13 @@ def _too_heavy(module: nn.Module, traced: ForwardGraph, count: int, closed: set[
 
 
 def _begin(name: str, traced: ForwardGraph) -> int:
-    """Return the index of the first step (node of the graph) that calls the submodule `name`."""
+    """Return the index in `traced.steps` of the first call of the submodule `name`.
+
+    If the submodule is traced into, the first call of one of its parts counts.
+
+    Raises:
+        ModelError: if the forward pass does not call the submodule.
+    """
     for place, node in enumerate(traced.steps):
         if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
             return place

@@ -378,9 +378,13 @@ class _ModelCall:
 def _dismantled(
     values: Values, inputs: dict[str, str]
 ) -> tuple[Values, list[torch.Tensor], list[str]]:
-    """Split a call's arguments; return their structure, the tensors, and each tensor's argument name.
+    """Replace the tensors in a call's arguments by indices; return arguments, tensors, and names.
 
-    `values`: the arguments by key. `inputs`: for each argument of `forward`, its key in `values`.
+    The names say for each tensor which argument it comes from. `values`: the arguments by key. `inputs`:
+    for each argument of `forward`, its key in `values`.
+
+    Raises:
+        ModelError: if an argument contains objects that stages cannot send, such as a user's class.
     """
     tensors: list[torch.Tensor] = []
     arguments: list[str] = []

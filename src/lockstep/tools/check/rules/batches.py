@@ -201,7 +201,7 @@ def plain_learning_rate(script: Script) -> Iterator[Violation]:
     default=False,
 )
 def dropped_training(script: Script) -> Iterator[Violation]:
-    """Find samplers and per-rank loaders of training data with `drop_last=True`."""
+    """Find `drop_last=True` in samplers and per-rank DataLoaders of training data."""
     for name, place in (("DistributedSampler", 5), ("DataLoader", 8)):
         for call in script.calls(name):
             drops = true(argument(call, "drop_last", place)) and not for_evaluation(script, call)

@@ -98,7 +98,10 @@ def unordered(script: Script) -> Iterator[Violation]:
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
-    """Whether a call numbers the elements of a set: `enumerate(…)`, or `list(…)` in a dataset class."""
+    """Whether `call` numbers the elements of a set, whose order may differ between processes.
+
+    Such calls are `enumerate` of a set, and in a dataset class also `list` of a set.
+    """
     match call:
         case ast.Call(func=ast.Name(id="enumerate" | "list" as name), args=[first, *_]):
             made = isinstance(first, ast.Call) and dotted(first.func) in ("set", "frozenset")

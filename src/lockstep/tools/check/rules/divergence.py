@@ -146,7 +146,11 @@ def _by_own_loss(script: Script, branch: ast.If) -> bool:
 
 
 def _by_own_samples(script: Script, branch: ast.If) -> bool:
-    """Whether an `if` ends training because of a metric that is not reduced over ranks."""
+    """Whether `branch` seems to end training because of a metric that is not reduced over ranks.
+
+    This is judged by names in the condition, such as `patience`, by samplers of evaluation data, and by the
+    absence of reductions.
+    """
     early = re.search(r"patience|early_?stop|should_stop|no_improve", ast.unparse(branch.test))
     if not early or not _in_training(script, branch):
         return False

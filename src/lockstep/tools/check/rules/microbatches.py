@@ -86,7 +86,10 @@ def counts_otherwise(script: Script, call: ast.Call) -> Iterator[str]:
     """,
 )
 def per_microbatch(script: Script) -> Iterator[Violation]:
-    """Find model averages, gradient changes and step counters that a loop updates once per microbatch."""
+    """Find what a loop does once per microbatch, and should do once per global batch.
+
+    This is: updates of model averages, changes of parameters, reads of gradients, and step counters.
+    """
     updates = [call for call in script.module.calls if _updates(script, call)]
     model = (
         "this is done with the model once per microbatch: do it between the batches of run.batches"
@@ -116,7 +119,11 @@ def _in_step(script: Script, node: ast.AST) -> bool:
 
 
 def _updates(script: Script, call: ast.Call) -> bool:
-    """Whether a call statement gives other code a model of the run, or an object made from one."""
+    """Whether `call` gives a model of the run to other code in each microbatch, for no result.
+
+    An example is `ema.update(model)`. Methods of an object that was made from a model count, too; calls for
+    output, such as `print`, do not.
+    """
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
     if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):

@@ -40,7 +40,7 @@ _SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "floa
     """,
 )
 def waits_each_step(script: Script) -> Iterator[Violation]:
-    """Find copies of GPU tensors to the host, such as `loss.item()`, in every training step."""
+    """Find copies of GPU tensors to the host in each training step, such as `loss.item()`."""
     if not script.cuda or "lockstep" in script.flavours:
         return
     for call in script.module.calls:

@@ -274,7 +274,7 @@ def _raise(job: str, stderr: str) -> None:
 
 
 def _words(text: str) -> str:
-    """Return the error output of kubectl as one line, without the lines that kubectl logs."""
+    """Return `text`, which kubectl wrote to stderr, as one line, without its log messages."""
     lines = [line.strip() for line in text.splitlines()]
     return "; ".join(line for line in lines if line and not _LOGGED.match(line))
 
