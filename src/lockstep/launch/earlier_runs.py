@@ -95,7 +95,8 @@ def check(spec: LaunchSpec, name: str, common: Common) -> None:
 def note(spec: LaunchSpec, name: str) -> str | None:
     """Return a note about the command's newest unfinished run, if the launch begins a new run.
 
-    Returns `None` if the launch resumes a run, or there is no unfinished one.
+    `name` is the name of the directory in `runs/` that is searched. Returns `None` if the launch resumes a
+    run, or there is no unfinished one.
     """
     found = _find(spec, name) if spec.run_dir is None and not _resumes(spec) else []
     return unfinished.note(found, **_FLAGS) if found else None

@@ -398,7 +398,11 @@ def _shared_environment(
 
 
 def arguments(spec: LaunchSpec, local_rank: int) -> tuple[str, ...]:
-    """Return the script's arguments for the worker with this local rank."""
+    """Return the script's arguments for a worker.
+
+    If the script has an option `--local_rank` or `--local-rank`, the option with the value `local_rank`
+    comes first.
+    """
     option = spec.local_rank_option
     given = (f"{option}={local_rank}",) if option.startswith("--") else ()
     return (*given, *spec.args)

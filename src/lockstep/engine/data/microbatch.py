@@ -109,10 +109,11 @@ class Observer(Protocol):
     """Interface by which loaders report the progress of their loops to the run; `Loop` implements it."""
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
-        """Begin a loop over loader number `loader`; return its `Start`, at batch 0 or later after a resume.
+        """Begin a loop over loader number `loader`; return its first global batch as a `Start`.
 
-        `batching`: function that returns the loader's settings. It is called after the run has loaded its
-        state, since a sampler's length may depend on that state.
+        The first batch is later than batch 0 if a resumed run is in the middle of the loop. `batching`:
+        function that returns the loader's settings. It is called after the run has loaded its state, since
+        a sampler's length may depend on that state.
         """
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:

@@ -48,7 +48,9 @@ def build(context: ExchangeContext) -> Exchange:
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
-    """Raise an error unless gradients can be summed over MPI: they are in CPU memory, and MPI works.
+    """Raise an error unless gradients can be summed over MPI.
+
+    `device` is the type of the gradients' device. `one_host` is not used.
 
     Raises:
         UsageError: if gradients are not in CPU memory.

@@ -29,10 +29,10 @@ DEFAULTS = {
 
 
 class PowerSGDExchange(CompressedExchange):
-    """PowerSGD with error feedback: a rank adds the error of its compression to its next gradient.
+    """PowerSGD with error feedback: each rank adds its last compression error to its next gradient.
 
-    Buckets are summed one after the other. PyTorch's hook starts three collectives per bucket in threads,
-    whose order over several buckets could differ between ranks.
+    Buckets are summed one after the other. The reason is that PyTorch's hook starts the three collectives
+    of a bucket in threads: with several buckets at a time, their order could differ between ranks.
     """
 
     name = "powersgd"

@@ -79,9 +79,9 @@ def nodes(block: range, replicas: int) -> list[Interval]:
 def fold(
     values: Sequence[Value], counts: Sequence[int], add: Callable[[Value, Value], Value]
 ) -> list[Value]:
-    """Push `values` on a stack; after value `i`, `counts[i]` times, replace the top two by their sum.
+    """Push `values` on a stack; after value `i`, `counts[i]` times, `add` the two topmost values.
 
-    Returns the stack.
+    The sum replaces the two values. Returns the final stack.
     """
     stack: list[Value] = []
     for value, count in zip(values, counts, strict=True):

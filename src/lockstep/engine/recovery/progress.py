@@ -239,9 +239,10 @@ class Progress:
         return any(isinstance(level.of, PhaseEvent) for level in self._levels)
 
     def _check_batching(self, loop: LoopEvent, batching: Batching) -> None:
-        """Raise `RunDirectoryError` if the loader's `batching` differs from the one recorded in `loop`.
+        """Raise `RunDirectoryError` if `batching` differs from the settings recorded in `loop`.
 
-        Call it for a loop that continues in its middle.
+        `batching` has the loader's settings. The method is called if a resumed run is in the middle of
+        `loop`.
         """
         differences = loop.batching.differences(batching)
         if differences:
@@ -267,10 +268,10 @@ class Progress:
         self.steps = loop.steps
 
     def loop_ends(self, loop: LoopEvent, *, early: bool) -> None:
-        """Record that `loop` ends; it need not be the innermost loop, since a script may `zip` loaders.
+        """Record that `loop` ends.
 
-        `early`: whether the script left the loop before its last batch, or replay repeated only a part of
-        it.
+        `loop` need not be the innermost loop, since a script may `zip` loaders. `early`: whether the script
+        left the loop before its last batch, or a replay repeated only a part of the loop.
         """
         level = self._level_of(loop)
         if self._target is not None and level.ahead is None and not early:
@@ -300,7 +301,7 @@ class Progress:
         return event
 
     def metric_ends(self, event: MetricEvent, value: Any, key: int | None) -> None:
-        """Record the `value` that a metric, such as `run.mean`, returns; forget the loops inside of it.
+        """Record the result `value` of a metric, such as `run.mean`; forget the metric's loops.
 
         `event`: the result of `metric_begins`. `key`: the seed that the random generators have after the
         call, or `None` if the call has not changed it.

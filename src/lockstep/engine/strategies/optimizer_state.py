@@ -154,9 +154,10 @@ def _plain(values: dict[str, Any], aliases: set[int]) -> dict[str, Any]:
 
 
 def _into(now: Any, saved: Any, device: torch.device) -> Any:
-    """Copy the value `saved` into the current value `now`, if their types allow this; return the result.
+    """Return the value `saved`, copied into the current value `now` where their types allow it.
 
-    Otherwise return a new value, with its tensors on `device`.
+    A tensor is copied into a tensor of equal shape and dtype, and elements into a dictionary or list. Other
+    values are new, with their tensors on `device`; a scalar tensor keeps its device.
     """
     if isinstance(saved, torch.Tensor):
         if isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (saved.shape, saved.dtype):

@@ -48,10 +48,10 @@ class Averages(Listener):
         return own
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Add the model of torch's `update_bn` until the loop ends, if `update_bn` runs the loop.
+        """If torch's `update_bn` runs the loop, add the model that it updates to `followed`.
 
-        Also remove modules that the script has passed to `run.model` in the meantime. The arguments are
-        those of `Listener.loop_begins`.
+        `loop_ends` removes this model. Modules that the script has passed to `run.model` in the meantime
+        are removed from `followed` now. The arguments are those of `Listener.loop_begins`.
         """
         for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
             one.leave()  # the script has passed it to `run.model` since
@@ -63,7 +63,7 @@ class Averages(Listener):
             self._passing.append(added)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Remove the model that `loop_begins` added for the duration of this loop.
+        """Remove the model of `update_bn` that `loop_begins` has added to `followed`, if any.
 
         The arguments are those of `Listener.loop_ends`.
         """

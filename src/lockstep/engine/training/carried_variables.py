@@ -107,7 +107,7 @@ class CarriedVariables(PointListener):
         self._is_new = True
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Assign numbers to the script's stack frames around a loop that begins.
+        """Number the script's stack frames; a frame keeps its number until the loop ends.
 
         Before the run's first loop, the main rank also records fingerprints of the script's variables. The
         arguments are those of `Listener.loop_begins`.

@@ -133,7 +133,10 @@ class Heartbeat(Listener):
         self.moves()
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Count the beginning of a loop as a sign of progress, which the launcher watches."""
+        """Report the beginning of a loop to the launcher, as a sign of progress.
+
+        The arguments are those of `Listener.loop_begins`.
+        """
         self.moves()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:

@@ -222,11 +222,15 @@ class _Reads:
 def _follow(
     way: Sequence[StatementPosition], reads: _Reads, question: str, *, at_for: bool
 ) -> None:
-    """Collect in `reads` the variables that the script reads from its current position on.
+    """Collect in `reads` the variables that the script reads after its current position.
 
-    `way`: the current position, as `way_of` returns it. `question`: where reading begins: `next` is the
-    next iteration of the innermost loop, `around` the next iteration of the second innermost loop, and
-    `after` the code behind the innermost loop. `at_for`: whether a `for` is taking its next item.
+    Args:
+        way: the current position, as `way_of` returns it.
+        reads: collects the names of the variables.
+        question: where the code to analyze begins: `next` is the next iteration of the innermost
+            loop, `around` the next iteration of the loop around that one, and `after` the code
+            behind the innermost loop.
+        at_for: whether the current position is a `for` that is about to take its next item.
     """
     stands, assigned = list(way), NONE
     here: Any = stands[-1].now
@@ -261,8 +265,9 @@ def _follow(
 class _Flow(NamedTuple):
     """Data flow of a statement: the variables that it reads, and those that it assigns or changes.
 
-    `acts`: variables whose values have effects besides output. `is_change`: whether the statement changes
-    objects in place. `is_item`: whether it is a `for`, which assigns its items.
+    `acts` has the variables whose values affect more than output, such as arguments of calls other than
+    `print`. `is_change`: whether the statement changes objects in place. `is_item`: whether it is a `for`,
+    which assigns its items.
     """
 
     reads: Names

@@ -134,7 +134,7 @@ class Metrics:
             raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
-        """Return `compute()` and record its text; in a replay, return the recorded text instead.
+        """Return the text that `compute()` returns, and record it; a replay returns the record.
 
         `call`: name of the run's method. Before a rank's last microbatch of a batch the text is recorded
         under another name, since only ranks that compute several replicas make the call there.

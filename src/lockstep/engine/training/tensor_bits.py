@@ -64,7 +64,7 @@ def read(hashes: Sequence[Bits]) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=16)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` odd numbers, random but always the same: the factors of rows and columns in `bits`."""
+    """Return `count` random odd integers, the same in every call: the weights in `bits`."""
     generator = torch.Generator().manual_seed(0x10C45)
     drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, dtype=torch.int64)
     return (drawn | 1).to(device)

@@ -197,11 +197,12 @@ class _Walk:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Record a variable's fingerprint; queue an object without one, to read its parts.
+        """Record the fingerprint of the variable `place`, whose value is `value`.
 
-        `place`: the variable. `line`: line of the script that assigns or reads it. `depth`: levels of parts
-        that may still be read. `kind`: as in `Value`; by default it follows from the value. With `goes_on`
-        the variable counts as changed in each observation, whatever its fingerprint is.
+        If the value has no fingerprint, record the name of its class, and queue it so that its attributes
+        are recorded later. `line`: line of the script that assigns or reads the variable. `depth`: levels
+        of attributes that may still be read. `kind`: as in `Value`; by default it follows from the value.
+        With `goes_on` the variable counts as changed in each observation, whatever its fingerprint is.
         """
         is_known = place in self.values or id(value) in self._skip
         if is_known or self._left < 0 or "cache" in place.name:
@@ -316,10 +317,10 @@ class _Walk:
         return None
 
     def _element(self, value: Any, depth: int) -> str:
-        """Return the fingerprint of a container's element; `?` if nothing but its class is known.
+        """Return the fingerprint of `value`, an element of a container; `?` if it has none.
 
-        The fingerprint of an object of the script lists its attributes. `depth`: levels that may still be
-        read.
+        For an object whose class the script defines, the fingerprint lists the attributes. `depth`: levels
+        of containers and attributes that may still be read.
         """
         text = self._safe_text(value, depth)
         if text is None and depth > 0 and is_of_script(type(value)):

@@ -169,9 +169,10 @@ def _report(verdict: Verdict, progress: float) -> FailureReport:
 
 
 def verdict(positions: Sequence[RankPosition], size: int, timeout: float) -> Verdict:
-    """Return the message about ranks that hang; its first line names the likely cause.
+    """Return the message about ranks that hang; the first line names the likely cause.
 
-    `size` is the number of ranks in the launch, `timeout` the number of seconds without progress.
+    `positions`: where each rank of this launcher stands in the script. `size` is the number of ranks in the
+    launch, `timeout` the number of seconds without progress.
     """
     cause, *others = sorted(positions, key=lambda position: position.order)
     rank = cause.worker.rank

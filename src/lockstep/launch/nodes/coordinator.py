@@ -238,10 +238,11 @@ class Coordinator:
             self._judge()
 
     def _release(self, now: float) -> None:
-        """Decide to continue without the launchers that want to leave, after a short wait.
+        """Decide to continue without the launchers that want to leave.
 
-        In this time more launchers may ask to leave. If too few would stay, all ranks save the run's state
-        and exit instead.
+        If these launchers can wait, the decision comes a short time after the first of them asked, since
+        more may ask. If too few launchers would stay then, all ranks save the run's state and exit instead.
+        `now` is the current time.
         """
         if self._first_leaves is None:
             self._first_leaves = now

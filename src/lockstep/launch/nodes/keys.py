@@ -131,7 +131,10 @@ class RendezvousKeys:
             self.store.add(f"round/{number}/heard", 1)
 
     def linger(self, number: int) -> None:
-        """If a rendezvous round has failed, wait up to 3 s until all launchers have read the error."""
+        """If rendezvous round `number` has failed, wait until its launchers have read the error.
+
+        The wait ends after 3 s at the latest.
+        """
         heard, deadline = f"round/{number}/heard", time.monotonic() + _LINGER_SECONDS
         if not self._has(f"round/{number}/failed"):
             return
@@ -229,7 +232,7 @@ class RendezvousKeys:
     # Launcher 0 of a round.
 
     def reaches(self, number: int) -> bool:
-        """Return whether launcher 0 of a rendezvous round answers over the network."""
+        """Return whether round `number` is the newest, and its launcher 0 answers a ping."""
         newest, cards = self.newest()
         return newest == number and any(card.address.answers() for card in cards[:1])
 

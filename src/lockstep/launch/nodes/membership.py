@@ -63,10 +63,11 @@ class LaunchEnded(Exception):  # noqa: N818 - an end, and no error
 
 
 def owns(index: int, nodes: Sequence[int], things: Sequence[Sequence[object]]) -> bool:
-    """Return whether launcher `index` shares its CPUs or GPUs with no other launcher on its node.
+    """Return whether launcher `index` has CPUs or GPUs that no other launcher on its node has.
 
-    `nodes` has the node of each launcher, and `things` the CPUs or GPUs of each. Returns false for the only
-    launcher of a node. Schedulers may give each launcher of a node its own CPUs.
+    `nodes` has the node of each launcher, and `things` the CPUs or GPUs of each. The result is false if the
+    launcher shares any of them, and also if it is the only launcher of its node. Schedulers may give each
+    launcher of a node its own CPUs.
     """
     same = [k for k, node in enumerate(nodes) if node == nodes[index] and k != index]
     mine = set(things[index])

@@ -123,7 +123,7 @@ class CoordinatorServer:
 
     @contextlib.contextmanager
     def locked(self, number: int) -> Iterator[Coordinator | None]:
-        """Context manager: lock and yield the coordinator of a rendezvous round.
+        """Context manager: lock and yield the coordinator of rendezvous round `number`.
 
         It yields `None` before the round begins. If the coordinator's answers have changed when the context
         ends, they are sent to the other launchers.

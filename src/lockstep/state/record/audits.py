@@ -63,9 +63,9 @@ class Audits:
         return True
 
     def differs(self, step: int, **who: Any) -> dict[str, Any]:
-        """Add an audit of step `step`, which found a difference, to `found`; return the new element.
+        """Record in `found` an audit of step `step` that found a difference; return the record.
 
-        `who`: number, host and device of the rank that computed wrongly; nothing if it is not known.
+        `who`: number, host and device of the rank that computed wrongly; no arguments if that is not known.
         """
         self.unconfirmed = True
         self.found.append({"step": step, "confirmed": self.confirmed, **who})

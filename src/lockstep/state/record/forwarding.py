@@ -196,7 +196,10 @@ class Forwarding:
         return ", ".join(name for name, _ in self._open)
 
     def _close_all(self, ended: bool, failed: bool) -> None:
-        """Forward the remaining values, then close all loggers at the same time, each in a thread."""
+        """Forward the remaining values, then close all loggers at the same time, each in a thread.
+
+        The arguments are those of `close`.
+        """
         self._forward(ended=ended)
 
         def close(logger: tuple[str, Backend]) -> None:

@@ -220,10 +220,7 @@ class Recorder:
                 self._write("running")
 
     def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """If the loop trains, begin to measure its pace, and show its progress bar.
-
-        A loop trains if gradients are enabled, and no loop around it trains. A replay shows no bar.
-        """
+        """Begin to measure the pace of an outermost loop with gradients, and show its progress bar."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
         if trains:
@@ -278,11 +275,7 @@ class Recorder:
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Write the end of a loop to the trace; if the loop trains, write its pace, too.
-
-        `early`: whether the loop ended before its last batch. The other arguments are those of
-        `Listener.loop_ends`.
-        """
+        """Write a loop's end to the trace (`early`: before the last batch); if it trains, its pace, too."""
         trains = self._loops.pop()
         if self._trace is not None:
             self._trace_seen(self._trace, loader)

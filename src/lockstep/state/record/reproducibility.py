@@ -37,12 +37,16 @@ def fingerprint(identity: Identity, settings: Iterable[str]) -> str:
 
 
 def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> str | None:
-    """Return a warning about an earlier run that has another digest than `digest`, or `None`.
+    """Return a warning if an earlier run of the same script has another digest; otherwise `None`.
 
-    Earlier runs are those in sibling directories of `directory` with the same identity and source files, by
-    their hash in `fingerprint`. A run with other settings counts only if its number of ranks is not
-    `ranks`: a learning rate that the script multiplies by the number of ranks makes the result depend on
-    the layout.
+    Args:
+        directory: the run directory; earlier runs are searched in the directories beside it.
+        fingerprint: result of the function `fingerprint`. Its first part, a hash of identity and
+            source files, must be equal in the earlier run. If the second part differs, the earlier
+            run counts only if it had another number of ranks: a learning rate that the script
+            multiplies by the number of ranks makes the result depend on the layout.
+        digest: digest of the run.
+        ranks: number of ranks of the run.
     """
     source = fingerprint.partition(".")[0]
     runs = sorted(directory.parent.glob(f"*/{run_file.NAME}"), reverse=True)

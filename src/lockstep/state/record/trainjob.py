@@ -82,9 +82,10 @@ class TrainJobStatus(Backend):
 
 
 def _progress(pace: Mapping[str, Any]) -> dict[str, int]:
-    """Return percentage done and seconds left of a run, from its newest event `pace`.
+    """Return the percentage done and the seconds left of a run, as fields of a TrainJob's status.
 
-    The result is empty if the run does not know its number of epochs, or of batches in an epoch.
+    `pace` is the run's newest event of this kind. The result is empty if the run does not know its number
+    of epochs, or of batches in an epoch.
     """
     epochs, batches = pace.get("epochs"), pace.get("batches")
     if not epochs or not batches:

@@ -193,7 +193,10 @@ def _residual(model: Model, point: FitPoint) -> Row:
 
 
 def parameters_of(model: Model, link: Link) -> Row:
-    """Return the parameters of a step-time model as a row; its field `given` names those set by `link`."""
+    """Return the parameters of a step-time model as a dictionary, for the table of results.
+
+    The element `given` lists the names of the parameters that the user has set in `link`.
+    """
     per_byte = model.parameters.seconds_per_byte
     local = model.parameters.local_seconds_per_byte
     return {

@@ -19,9 +19,11 @@ _COLLECTIVE = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft of a DDP script: remove its setup, which the run does, and replace its barriers.
+    """Edit the draft of a DDP script: remove the setup of DDP, and replace barriers.
 
-    Devices are replaced in any script. The user is asked about collectives.
+    Removed are process groups, `set_epoch`, `set_device` and the variables `MASTER_…`. Collectives are
+    removed in an evaluation; about other ones the user is asked. Devices are replaced in any script, with
+    DDP or without.
     """
     _device_names(draft)
     _devices_of_ranks(draft)
@@ -91,7 +93,11 @@ def _sampler(draft: Draft, call: ast.Call) -> None:
 
 
 def _batch(draft: Draft, call: ast.Call) -> None:
-    """Edit the `batch_size` of a DDP script's loader, which is per rank: multiply it by the replicas."""
+    """Edit the `batch_size` of a DDP loader: from a size per rank to that of a global batch.
+
+    A size is multiplied by the number of replicas; a division by the number of ranks is removed. If the
+    size depends on the number of ranks in another way, the user is asked.
+    """
     script, given = draft.script, argument(call, "batch_size", 1)
     match given:
         case None:
@@ -194,7 +200,10 @@ def _known_before(
 
 
 def _without_rank(script: Script, node: ast.expr) -> ast.expr:
-    """Return the expression `node` of a seed without a rank that is added: `42` for `42 + rank`."""
+    """Return the expression of a seed without the rank that is added to it: `42` for `42 + rank`.
+
+    Any other expression `node` is returned as it is.
+    """
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and script.is_rank(node):
         return node.left if script.is_rank(node.right) else node.right
     return node

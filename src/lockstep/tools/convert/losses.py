@@ -41,7 +41,10 @@ def convert(draft: Draft) -> None:
 
 
 def _note_shown_means(draft: Draft) -> None:
-    """Add a note for each division, by a length, of what a training loop has added up with `+=`."""
+    """Add a note for each sum of a training loop that the script divides by a length.
+
+    Only sums that the loop computes with `+=` and divisors with `len(…)` count.
+    """
     script, module = draft.script, draft.module
     for loop in script.step_loops:
         added = [one for one in ast.walk(loop) if isinstance(one, ast.AugAssign)]

@@ -134,9 +134,10 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
 
 
 def _taken(loop: Loop) -> tuple[ast.expr, ast.expr | None, ast.expr] | None:
-    """Return a loop's loader, its counter by `enumerate` or `None`, and its variable of the batch.
+    """Return a loop's loader, counter and batch variable; `None` if it has another form.
 
-    Return `None` if the loop has another form.
+    The loop is `for batch in loader` or `for counter, batch in enumerate(loader)`; without `enumerate`, the
+    counter is `None`.
     """
     match loop:
         case ast.For(

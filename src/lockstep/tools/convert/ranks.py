@@ -78,7 +78,7 @@ def _named(key: object) -> str:
 
 
 def _number(draft: Draft, node: ast.expr) -> ast.expr:
-    """Return the call `int(…)` around `node`, or `node` itself if there is no such call."""
+    """Return the call `int(…)` if `node` is an argument of such a call; otherwise `node` itself."""
     parent = draft.module.parents.get(node)
     return parent if isinstance(parent, ast.Call) and dotted(parent.func) == "int" else node
 

@@ -64,7 +64,7 @@ def _is_guarded(draft: Draft, node: ast.AST) -> bool:
 def _writes(draft: Draft, call: ast.Call) -> bool:
     """Whether a call writes a file: `open` judged by its mode, other functions by their names.
 
-    Functions other than `open` do not count in a statement about which the user is asked already.
+    In a statement about which the user is asked already, only calls of `open` count.
     """
     name = draft.script.name(call.func)
     if name.rpartition(".")[2] == "open":

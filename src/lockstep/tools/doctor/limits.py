@@ -66,7 +66,11 @@ def _look_limits(_: Options) -> Facts:
 
 @check_each("limits", look=_look_limits)
 def limits(facts: Facts) -> list[Finding] | str:
-    """Judge a node's limits for a process: open files, address space, locked memory, processes."""
+    """Return warnings about a node's low limits for a process, or a text if none is low.
+
+    Limits are the numbers of open files and of processes, the address space, and locked memory. The text
+    states how many files a process may open.
+    """
     limited = {name: limit for name, limit in facts.items() if limit != _UNLIMITED}
     files, processes = limited.get("files", _FILES), limited.get("processes", _FILES)
     addresses, locked = (binary_size(limited.get(name, 0)) for name in ("addresses", "locked"))

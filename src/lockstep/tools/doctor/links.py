@@ -82,8 +82,9 @@ def _measure(
 ) -> dict[str, Facts]:
     """Measure the link between this node and the other one of `pair`; return bandwidth and latency.
 
-    The first node of the pair sends for `seconds`, then the second. `addresses` has, by node, the port of
-    its `listener` and a secret token for connecting. The latency is measured by the first node only.
+    The first node of the pair sends for `seconds`, then the second. Only the first node measures the
+    latency. `addresses` has, by node, the port of its `listener` and a secret token for connecting. If a
+    connection fails, the result has only the field `failure`, with the reason.
     """
     first, second = pair
     port, token = addresses[second]

@@ -223,10 +223,11 @@ class VerifyResult:
 
 
 def judge(outcomes: Sequence[LayoutResult]) -> VerifyResult:
-    """Compare the results on all layouts with the first one; return the first difference and coverage.
+    """Compare the results on all layouts with the first one; return the first difference.
 
-    Steps that were repeated after a restart are compared with their first results. Of a script with several
-    runs, each run is compared with the run of the same number.
+    The result also has the samples that a loop visited twice or never. Steps that were repeated after a
+    restart are compared with their first results. Of a script with several runs, each run is compared with
+    the run of the same number.
     """
     count = max(len(outcome.traces) for outcome in outcomes)
     runs = [[(*one.traces, *[Traces()] * count)[run] for one in outcomes] for run in range(count)]

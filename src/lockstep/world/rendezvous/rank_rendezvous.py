@@ -253,10 +253,15 @@ def _complete(world: World, store: dist.Store, number: int, wait: timedelta) -> 
 
 
 def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -> None:
-    """Run the connectivity check on the first rank of each node; set its interface on all ranks.
+    """Check the network between the nodes, and make Gloo and NCCL use the interface that was found.
 
-    The interface is set in the variables of Gloo and NCCL, such as `GLOO_SOCKET_IFNAME`. `names` are the
-    host names of the nodes, for messages; `store` is a store for this check alone.
+    The first rank of each node takes part in the check. All ranks set the interface in variables such as
+    `GLOO_SOCKET_IFNAME`. `names` are the host names of the nodes, for messages; `store` is the store
+    through which the nodes and ranks exchange results.
+
+    Raises:
+        UnreachableError: if nodes cannot connect to each other, or the first rank of the node is
+            missing.
     """
     mine = f"interface/{world.node_rank}"
     if world.local_rank == 0:

@@ -189,9 +189,10 @@ def wrap_local_sgd(
 def wrap_diloco(
     module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
 ) -> LocalModel:
-    """Wrap a model for DiLoCo, whose outer optimizer takes the mean change over ranks as gradient.
+    """Wrap a model for DiLoCo: an outer optimizer uses the ranks' mean change as its gradient.
 
-    Ranks average every 50 steps by default, the smallest number that Douillard et al. compare (50 to 2000).
+    The change is that of the parameters since the last average. Ranks average every 50 steps by default,
+    the smallest number that Douillard et al. compare (50 to 2000).
     """
     return _wrap("diloco", module, context, settings, context.sync_every or 50, Nesterov)
 

@@ -68,10 +68,10 @@ class Program:
         return replace(self, stages=tuple(kept))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call of the model, by the names that they have in `Stage.takes`.
+        """Return the arguments of a call of the model, by their names in `Stage.takes`.
 
-        The stages were cut for the default values of the arguments in `fixed`: for such an argument, any
-        other value raises a `ModelError`.
+        `args` and `kwargs` are the arguments of the call. The stages were cut for the default values of the
+        arguments in the attribute `fixed`: for such an argument, any other value raises a `ModelError`.
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()

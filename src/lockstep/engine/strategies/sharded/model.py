@@ -300,7 +300,7 @@ class ShardedModel(CutState, WrappedModel):
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the total norm of the gradients of `parameters`; collective.
 
-        Each whole gradient is gathered for it. The bits are the same as in a single process.
+        The sharded gradients are gathered one at a time. The bits are the same as in a single process.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Gathered one at a time, to save memory.
