@@ -23,7 +23,8 @@ def bits(tensor: torch.Tensor) -> Bits:
     """Return a hash of a tensor's bits; of a tensor that is sharded over ranks, of this rank's shard.
 
     Words of eight bytes are read as integers and arranged in a matrix. The hash is a weighted sum of row
-    sums, and one of column sums, modulo 2^64: a single bit that changes always changes both.
+    sums, and one of column sums, modulo 2^64: a single bit that changes always changes both. CPU tensors of
+    at most 16 KiB are hashed with BLAKE2b.
     """
     data = _bytes(local(tensor).detach())
     if data.device.type == "cpu" and len(data) <= _SMALL:
