@@ -41,10 +41,10 @@ mpi: $(MPI)
 demo: install
 	$(BIN)/lockstep run -n 2 examples/digits.py
 
-# Five at a time: most tests wait for processes that they have started.
+# Four at a time: most tests wait for processes that they have started.
 # More combinations of what these tests show are in `make test-wide`.
 test: install mpi
-	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 5 $(TESTS)
+	$(MAKE) --no-print-directory --output-sync=target --keep-going -j 4 $(TESTS)
 
 test-cli:
 	$(PYTEST) tests/cli/test_[a-o]*.py

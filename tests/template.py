@@ -67,7 +67,7 @@ class Template:
     def close(self) -> None:
         """End it."""
         self.socket.close()
-        assert self._process.wait(timeout=10) == 0, "the template has failed"
+        assert self._process.wait(timeout=60) == 0, "the template has failed"
         self.pids.discard(self._process.pid)
 
 

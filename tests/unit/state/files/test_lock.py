@@ -91,17 +91,22 @@ def test_a_run_that_fails_in_a_process_that_lives_on_leaves_nothing(tmp_path: Pa
 def test_a_child_does_not_keep_it(tmp_path: Path) -> None:
     held = DirectoryLock(tmp_path, MINE)
     reader, writer = os.pipe()
+    started, begins = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
+        os.write(begins, b"x")
         os.read(reader, 1)  # until the parent is done
         os._exit(0)
-    os.close(reader)
-    held.close()
-    (tmp_path / lock.NAME).write_text("")
-    DirectoryLock(tmp_path, dataclasses.replace(MINE, pid=1, launch="x")).release(ends=True)
-    os.close(writer)
-    os.waitpid(child, 0)
+    os.read(started, 1)  # its functions after a fork have run
+    try:
+        held.close()
+        (tmp_path / lock.NAME).write_text("")
+        DirectoryLock(tmp_path, dataclasses.replace(MINE, pid=1, launch="x")).release(ends=True)
+    finally:
+        for end in (reader, writer, started, begins):
+            os.close(end)
+        os.waitpid(child, 0)
 
 
 def test_the_launcher_is_responsible_for_its_ranks() -> None:
