@@ -72,7 +72,11 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + "\nexamples:\n" * bool(lines) + "".join(lines)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse `args`; raise `UsageError` for unknown arguments that are not the script's."""
+        """Parse `args`; return the options and an empty list.
+
+        For a command that takes a script, unknown arguments at the end become the option `script_args`.
+        Other unknown arguments raise a `UsageError`.
+        """
         options, left = super().parse_known_args(args, namespace)
         if left and self._are_of_script(args, left):
             options.script_args = left

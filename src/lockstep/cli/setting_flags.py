@@ -48,7 +48,7 @@ def _keywords(setting: Setting) -> dict[str, Any]:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add an argument group `training` with the flags of all settings in this group."""
+    """Add the flags of all training settings to `parser`, in an argument group `training`."""
     title = "training", "Each flag wins over the argument of lockstep.Run."
     add_group(parser.add_argument_group(*title), "training")
 

@@ -90,7 +90,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
-        """Return a loader of this rank's microbatches, or of all batches while models are in eval mode."""
+        """Return a loader of this rank's microbatches, or of all batches in eval mode.
+
+        `data_loader` gives the batches. The other arguments are those of Accelerate, and are not used.
+        """
         return _PreparedLoader(self, data_loader)
 
     # --- a step ----------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class GlobalResults(_ResultCollection):
         self._settings.update(entries)
 
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
-        """Log a value as Lightning does; while a microbatch is computed, collect it instead.
+        """Log a value as Lightning does; during a microbatch, store it instead.
 
         Args:
             fx: name of the hook that logs, such as `training_step`.

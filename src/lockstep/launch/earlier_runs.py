@@ -54,12 +54,10 @@ def mark_complete(spec: LaunchSpec, directory: Path) -> None:
 
 
 def resumed(spec: LaunchSpec, name: str) -> LaunchSpec:
-    """Return `spec` with the directory of the unfinished run to resume; `spec` itself for a new run.
+    """Return `spec` with the directory of the unfinished run that this launch resumes.
 
-    `name` is the name of the run's directory in `runs/`.
-
-    `spec` is also returned for a launch on several nodes: there the launchers choose the directory
-    during their rendezvous, with `stamp` and `check`.
+    `spec` is returned unchanged for a new run, and on several nodes, where the launchers choose the
+    directory in their rendezvous. `name`: the name of the run's directory in `runs/`.
 
     Raises:
         UsageError: if `--resume` is set and there is no unfinished run.
@@ -80,7 +78,7 @@ def stamp(spec: LaunchSpec, name: str) -> str | None:
 
 
 def check(spec: LaunchSpec, name: str, common: Common) -> None:
-    """Check that a launch on several nodes with `--resume` has found a run to resume.
+    """Raise an error if a launch on several nodes has `--resume`, but no run to resume.
 
     `name` is the name of the run's directory in `runs/`. `common` are the constants that the first launcher
     chose, such as the run to resume.

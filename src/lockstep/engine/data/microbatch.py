@@ -106,7 +106,11 @@ class Start:
 
 
 class Observer(Protocol):
-    """Interface by which loaders report the progress of their loops to the run; `Loop` implements it."""
+    """Interface by which a loader reports its progress to the run, and asks what to do next.
+
+    The run chooses, for example, the first batch, the microbatch to audit, and which microbatches the
+    script gets. `Loop` implements the interface.
+    """
 
     def loop_begins(self, loader: int, batching: Callable[[], Batching]) -> Start:
         """Begin a loop over loader number `loader`; return its first global batch as a `Start`.

@@ -25,9 +25,9 @@ def is_possible(blocks: Sequence[range], replicas: int) -> bool:
 
 
 def pays(blocks: Sequence[range], replicas: int) -> bool:
-    """Return whether hosts should sum by recursive halving.
+    """Return whether recursive halving is possible and faster for sums between hosts.
 
-    This holds if it is possible and there are at least `FEWEST` hosts, so that it is faster. `blocks`: the
-    replicas of each host.
+    It counts as faster from `FEWEST` hosts on. `blocks`: the replicas of each host. `replicas`: number of
+    replicas of the run.
     """
     return len(blocks) >= FEWEST and is_possible(blocks, replicas)

@@ -36,7 +36,11 @@ class RecomputedLosses:
         self._pending: deque[tuple[torch.Event, torch.Tensor, int, Microbatch]] = deque()
 
     def saw(self, loss: torch.Tensor, points: int, microbatch: Microbatch) -> None:
-        """Record the loss of a backward pass; `points`: number of batches and epochs completed before."""
+        """Record the loss of a backward pass; warn if it differs from its value before a crash.
+
+        `points`: number of batches and epochs completed before. A loss on an accelerator is recorded later,
+        when its copy to the CPU is complete.
+        """
         first = LossRing.key(points, microbatch.replica, 0)
         self._nth = self._nth + 1 if first == self._last else 0
         self._last, key = first, LossRing.key(points, microbatch.replica, self._nth)

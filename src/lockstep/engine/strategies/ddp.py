@@ -173,8 +173,8 @@ class ReplicatedModel(WrappedModel):
     def _sum(self, parameters: list[torch.Tensor], gradients: torch.Tensor, *, last: bool) -> Sum:
         """Begin to sum the `gradients` of one bucket over all ranks; return a future of the total.
 
-        `parameters`: those of the bucket. With the `last` bucket, `_notes` further elements are sent: the
-        batch's number, and for each parameter whether the loss used it.
+        `parameters`: those of the bucket. With the `last` bucket, `_notes` further elements are sent, which
+        describe the batch for the other ranks.
         """
         size = gradients.numel()
         if self._stateful is not None:

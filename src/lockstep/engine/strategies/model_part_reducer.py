@@ -47,10 +47,10 @@ class SpreadModel(WrappedModel):
         return nodes[0] if self._reducer is None else self._reducer(nodes, microbatch.place)
 
     def _warn_of_draws(self, where: str) -> None:
-        """Mark the model as approximate, and warn that its random numbers depend on its split over ranks.
+        """Set the model's exactness to `approximate`, and print a warning of its random numbers.
 
-        The warning is printed once. `where`: how random numbers are drawn, such as "on each rank for its
-        part".
+        The numbers depend on how the model is split over ranks. The warning is printed only once. `where`:
+        how the numbers are drawn, such as "on each rank for its part".
         """
         if self.exactness != "approximate":
             self.exactness = "approximate"

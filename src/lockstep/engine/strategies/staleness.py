@@ -76,11 +76,10 @@ class Versions:
 
     @contextlib.contextmanager
     def updating(self, among: Collection[int], name: str) -> Iterator[None]:
-        """Return a context manager for the step of an optimizer; at its end the new values are stored.
+        """Return a context manager for an optimizer's step; it stores the parameters' new values.
 
-        During the step the parameters have their newest values. If parameter servers update the parameters,
-        the context manager does nothing. `among`: ids of the optimizer's parameters. `name`: name of the
-        optimizer, for messages.
+        Inside of it, parameters have their newest values. If servers update the parameters, nothing is
+        done. `among`: ids of the optimizer's parameters. `name`: its name in messages.
         """
         if not self._made_here:
             yield

@@ -22,7 +22,10 @@ from lockstep.world.rendezvous.store import TIMEOUT
 
 
 def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -> nn.Module:
-    """Make BatchNorm layers of `module` use statistics of the global batch; see `Run.sync_batchnorm`."""
+    """Return `module` with BatchNorm layers that use statistics of the global batch.
+
+    See `Run.sync_batchnorm`.
+    """
     _check(context, state, module)
     replicas, ranks = context.replicas, context.dims.mesh.data
     if replicas > ranks:

@@ -338,7 +338,10 @@ def _word(name: str) -> str:
 
 
 def _initial(text: str) -> str:
-    """Return a fingerprint as Python code for a hint; `…` for a long one, a tensor or an array."""
+    """Return a variable's first value as Python code for a hint, from `text`, its fingerprint.
+
+    The result is `…` for a fingerprint of more than 12 characters, of a tensor or of an array.
+    """
     return text if len(text) <= 12 and not text.startswith(("tensor", "array")) else "…"
 
 

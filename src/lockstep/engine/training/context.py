@@ -355,9 +355,9 @@ def find_slot(environ: Mapping[str, str], world: World) -> ProgressSlot | None:
 
 
 def _descriptors(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
-    """Return the launcher's shared memory, this rank's number in it, and the number of its ranks.
+    """Return the launcher's shared memory, this rank's index in it, and the number of its ranks.
 
-    Return `None` without such memory, or if the memory has no room for this rank.
+    Return `None` if there is no such memory, or if it has no room for this rank.
     """
     descriptors = Descriptors.find(environ) if world.environment == "lockstep" else None
     text, _, number = environ.get(SLOT_VARIABLE, "").partition("/")

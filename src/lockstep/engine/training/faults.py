@@ -96,7 +96,7 @@ class Faults(PointListener):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Record that step number `step` is done."""
+        """Store `step` as the number of the last step that is done; `microbatch` is not used."""
         self.step = step
 
     def at_point(self) -> None:

@@ -144,5 +144,8 @@ class Heartbeat(Listener):
         self.moves()
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Count the end of a loop over a loader as a sign of progress, which the launcher watches."""
+        """Note the end of a loop over a loader as progress; none of the arguments is used.
+
+        The launcher watches for progress, to find a rank that hangs.
+        """
         self.moves()

@@ -428,7 +428,11 @@ class Loop:
             listener.loop_ends(*ended.key, step, early=early)
 
     def saw_loss(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
-        """Record the loss of a backward pass; the loop is known to train from then on."""
+        """Note that a backward pass computes gradients of `loss`: the loop counts as training.
+
+        If the run has one replica and no other loop is open, the loss is recorded too. A replay instead
+        sets `loss` to its recorded value, since the script may read it after the loop.
+        """
         if self.evaluations is not None:
             self.evaluations.learns()
         if self.audit is not None:

@@ -60,9 +60,10 @@ class Scaler(Listener):
     # --- a backward pass -------------------------------------------------------------------------
 
     def before_backward(self, models: Iterable[WrappedModel]) -> None:
-        """Multiply the gradients that `models` have already by the scale; only with one replica.
+        """Multiply the gradients that `models` already have by the loss scale.
 
-        The next backward pass, of a loss multiplied by the scale, adds its gradients to them.
+        The next backward pass adds gradients of a scaled loss to them, so that both must have the same
+        scale. Nothing is done in a run of several replicas.
         """
         for model in models:
             waiting = [] if model.several_replicas else gradients_of(model)
@@ -111,7 +112,11 @@ class Scaler(Listener):
         return found
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Halve the scale if step number `step` was skipped; double it after `INTERVAL` good steps."""
+        """Halve the loss scale if the step was skipped; double it after `INTERVAL` good steps.
+
+        A step is good if no gradient overflowed. `step`: number of the step, for the warning. `microbatch`
+        is not used.
+        """
         before = self.scale
         if self._skipped:
             self.scale, self._good, self._skipped = self.scale * BACKOFF, 0, False

@@ -75,7 +75,11 @@ class RankStatistics(Listener):
             self._begun = _LoopStart((loader, epoch, round_), id(frame), seen, self._passes())
 
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Warn of the variables that the loop has changed, if it ran no backward pass."""
+        """Warn of variables that the loop computed from this rank's samples only.
+
+        Nothing is done if the loop ran a backward pass. `loader`, `epoch` and `round_` tell which loop has
+        ended.
+        """
         begun = self._begun
         if begun is None or begun.key != (loader, epoch, round_):
             return

@@ -66,9 +66,10 @@ def is_for(code: CodeType, offset: int) -> bool:
 
 @functools.cache
 def way_of(code: CodeType, offset: int) -> tuple[StatementPosition, ...]:
-    """Return the position of the instruction at bytecode `offset` in each list of statements around it.
+    """Return where the instruction at bytecode `offset` is in each list of statements around it.
 
-    The statements of the function or module come first, those of the innermost loop or `if` last.
+    Each position names the statement of the list that contains the instruction. The list of the function or
+    module comes first, that of the innermost loop or `if` last.
     """
     positions = itertools.islice(code.co_positions(), offset // 2, None)
     line, _, column, _ = next(positions, (0, 0, 0, 0))

@@ -80,7 +80,11 @@ class StepHashes(PointListener):
         self._seconds += time.monotonic() - began
 
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
-        """Hash parameters and buffers if this is an `every`-th step; choose the next step to hash."""
+        """Hash parameters and buffers if `step` is a multiple of the interval between hashes.
+
+        If the user has not set the interval, it is chosen anew from the measured time of steps. Nothing is
+        hashed while each rank has parameters of its own.
+        """
         if not self._is_due(step):
             return
         began = time.monotonic()

@@ -226,11 +226,10 @@ class _Walk:
             self.looks_into(*self._open.popleft())
 
     def looks_into(self, place: VariableId, value: Any, line: int, depth: int) -> None:
-        """Record fingerprints of the parts of an object, and of variables in its functions.
+        """Record fingerprints of the parts of `value`, and of the variables that its functions use.
 
-        Variables of functions are those of closures, and globals. `place`: the variable that holds the
-        object. `line`: line of the script that assigns or reads it. `depth`: levels of parts that may still
-        be read.
+        These variables are closures and globals. `place`: the variable that holds `value`. `line`: line of
+        the script that assigns or reads it. `depth`: levels of parts that may still be read.
         """
         for function in functions(value):
             code, file = function.__code__, function.__code__.co_filename

@@ -104,9 +104,10 @@ class Watchdog(Listener):
         self._leave_backward()
 
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
-        """Record that a backward pass begins, if it is the one in this rank's last microbatch.
+        """Note that a backward pass begins, if `microbatch` is the last of this rank's batch.
 
-        Only this one is a collective call. `models`: numbers of the models whose gradients it computes.
+        Only in that pass do ranks wait for each other. `models`: numbers of the models whose gradients the
+        pass computes.
         """
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)

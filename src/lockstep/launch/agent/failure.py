@@ -122,7 +122,10 @@ def kind(report: Report | None, code: int, *, consequence: bool) -> Kind:
 
 
 def _is_transient(report: Report) -> bool:
-    """Whether an exception was caused by the machine (disk, network, memory) and may not happen again."""
+    """Return whether the failure in `report` was caused by the machine and may not happen again.
+
+    Such causes are errors of the disk, the network or the memory.
+    """
     if report.exception in set(_names(errors.UsageError)):
         return False
     if _TRANSIENT.intersection(report.errnos) or report.exception in _ENVIRONMENT:

@@ -39,7 +39,11 @@ class Interrupts:
     _until: float = 0.0  # before this moment, a repeated signal is ignored
 
     def receive(self, signum: int, frame: FrameType | None = None) -> None:
-        """Signal handler: record the signal."""
+        """Signal handler: record the first signal, and count all signals.
+
+        Slurm preempts a job with several signals. So under Slurm a repeat within a second of the first
+        signal is ignored, if runs save on this signal.
+        """
         if self.is_preemption and signum in self.preempting and time.monotonic() < self._until:
             return
         self.first = self.first or signal.Signals(signum)

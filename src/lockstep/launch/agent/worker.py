@@ -95,7 +95,10 @@ def run_guarded(body: Callable[[], object], environ: Mapping[str, str], home: st
 
 
 def exit_code(leave: SystemExit) -> int:
-    """Return the exit code of a `SystemExit`; print its message as Python does."""
+    """Return the exit code that a process has after the `SystemExit` `leave`.
+
+    A message instead of a code is printed to stderr, as Python does; the code is then 1.
+    """
     if leave.code is None:
         return 0
     if isinstance(leave.code, int):

@@ -106,7 +106,10 @@ class RendezvousKeys:
     # Errors of a round.
 
     def fail(self, number: int, error: WorldError) -> None:
-        """Write the error of a rendezvous round that cannot begin; only the first error is stored."""
+        """Write the error of rendezvous round `number`, which cannot begin, to the store.
+
+        Only the first error of a round is stored. This launcher then counts as one that knows the error.
+        """
         if self.store.add(f"round/{number}/failures", 1) == 1:
             self._write(f"round/{number}/failed", [error.message, error.hint])
         self._count_heard(number)

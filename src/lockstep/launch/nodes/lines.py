@@ -41,7 +41,10 @@ class Waker:
         self._writer.setblocking(False)
 
     def wake(self) -> None:
-        """End the other thread's current wait; if it does not wait, its next wait ends at once."""
+        """End the current wait of the thread that waits for messages.
+
+        If the thread does not wait, its next wait ends at once. Any other thread may call this method.
+        """
         with contextlib.suppress(OSError):  # closed, or full of calls that were not read yet
             self._writer.send(b"\0")
 

@@ -149,10 +149,10 @@ class StatusPage:
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The last two planned snapshots, each as a pair: the step after which it is due, and its number.
+        """The last two planned snapshots, each as (step after which it is due, number).
 
-        The launcher's first rank sets both pairs, the other ranks read them. Two are kept, since another
-        rank may read the step of a snapshot after the first rank has taken it and has planned the next one.
+        The launcher's first rank writes both pairs, the others read them. Two are kept, since the first
+        rank may plan the next snapshot before another rank has read the step of this one.
         """
         words = self._words
         return (words[4], words[5]), (words[6], words[7])
@@ -201,7 +201,9 @@ class StatusPage:
 
 
 class LossRing:
-    """Ring buffer with the losses of a rank's latest microbatches, as bits of float64 numbers.
+    """Ring buffer in shared memory with the losses of a rank's latest microbatches.
+
+    It outlives the rank. A loss is stored as the bits of a float64 number.
 
     Args:
         words: the shared memory with the losses of all ranks of this launcher, from `memory`.
@@ -213,7 +215,10 @@ class LossRing:
 
     @staticmethod
     def memory(descriptor: int) -> memoryview:
-        """Map the shared memory with the recent losses of all ranks of this launcher, and return it."""
+        """Map the shared memory at `descriptor`, with the losses of all ranks of this launcher.
+
+        Return it as a view of 64-bit integers.
+        """
         return memoryview(mmap.mmap(descriptor, _LOSS_BYTES)).cast("q")
 
     @staticmethod

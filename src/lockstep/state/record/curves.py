@@ -68,10 +68,10 @@ def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
 
 
 def curves(ranks: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, float]]:
-    """Return, by the name of a logged number, its value at each step: the weighted mean over replicas.
+    """Return curves by the name of the logged number; a curve has its value at each step.
 
-    `ranks` are the events of each rank. Of a step that was computed again, only the last values are used.
-    Values logged outside of a loop over a loader are those of the lowest rank.
+    A value is the weighted mean over replicas; outside of a loop over a loader, that of the lowest rank.
+    `ranks`: events of each rank. Of a step that was computed again, only the last values are used.
     """
     means: defaultdict[str, defaultdict[int, Mean]] = defaultdict(lambda: defaultdict(Mean))
     main = min(ranks, default=0)

@@ -202,7 +202,7 @@ class _UserLogger(Backend):
         self._logger = logger
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Pass the values to the object's `log`."""
+        """Pass `values` and `step` to the method `log` of the user's logger."""
         self._logger.log(values, step)
 
 

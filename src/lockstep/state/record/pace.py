@@ -61,7 +61,10 @@ class Pace:
         self.begin()
 
     def exchanging(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return the stopwatch `exchange` as a context manager; on a GPU, one that does nothing."""
+        """Return a context manager that measures how long the CPU takes to exchange gradients.
+
+        On a GPU (`device` is not `cpu`) it measures nothing, since the CPU does not wait for the GPU.
+        """
         # On a GPU the host continues: how long it waits is no measure of the exchange.
         return self.exchange if device == "cpu" else contextlib.nullcontext()
 

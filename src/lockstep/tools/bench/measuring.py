@@ -129,9 +129,10 @@ def _all(recorded: RunRecords, kind: str) -> list[Event]:
 
 
 def _first_step(recorded: RunRecords, generation: int, since: float) -> float | None:
-    """Return the seconds from the Unix time `since` to the end of rank 0's first step in a generation.
+    """Return the seconds from `since`, a Unix time, to the end of a generation's first step.
 
-    `generation` is the number of restarts before that step. Return `None` if there is no such step.
+    The step is that of rank 0. `generation`: number of restarts before that step. Return `None` if there is
+    no such step.
     """
     found = split_generations(recorded.ranks.get(0, []))[generation : generation + 1]
     paces = _of(found[0].events, "pace") if found else []

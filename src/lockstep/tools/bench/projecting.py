@@ -275,9 +275,10 @@ def _named(layout: Layout) -> str:
 
 
 def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[FitPoint]) -> list[str]:
-    """Return the assumptions of the fit about the exchange of gradients, as lines of text.
+    """Return lines of text that say what the fit assumes about the exchange of gradients.
 
-    `cost` is the measured exchange, from which that of `model` may differ; `used` are the measured points.
+    `cost`: the exchange that was measured; that of `model` may be another, for several hosts. `link`: the
+    bandwidths that the user gave. `used`: the measured points.
     """
     several = [one for one in used if one.ranks > 1]
     lines = []

@@ -98,7 +98,10 @@ def traffic(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -
 
 
 def _everywhere(way: ReduceAlgorithm, count: int) -> Traffic:
-    """Return the traffic of one sum over `count` ranks if all links between ranks are alike."""
+    """Return the traffic of one sum over `count` ranks if all links between them are alike.
+
+    `way`: algorithm of the sum. The result has messages, and bytes for each byte of gradients.
+    """
     if way == ReduceAlgorithm.SERVERS:  # a server's link carries the gradients of every rank
         return Traffic(2, count)
     return Traffic(2 * (count - 1), 2 * (count - 1) / count)

@@ -126,8 +126,9 @@ class Editor(cst.CSTTransformer):
         original: cst.SimpleStatementLine | cst.SimpleStatementSuite,
         updated: cst.SimpleStatementLine | cst.SimpleStatementSuite,
     ) -> list[cst.BaseStatement] | None:
-        """Split a line such as `a = 1; b = 2`: return its edited statements, each on a line of its own.
+        """Split a line such as `a = 1; b = 2` into edited statements, each on a line of its own.
 
+        `original`: the line before any edit. `updated`: the same line after edits inside of its statements.
         Return `None` if no statement of the line has an edit.
         """
         if not any(self._start(small) in self._statements for small in original.body):

@@ -56,7 +56,10 @@ def wrapped_before(script: Script, node: ast.expr, *wrappers: str) -> ast.Call |
 
 
 def _bound(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values assigned to the variable `node` earlier in its function; else `[node]`."""
+    """Return the expressions that are assigned to the variable `node` earlier in the same function.
+
+    Return `[node]` if nothing is assigned to it there, or if a value comes from unpacking a tuple.
+    """
     name = node.id if isinstance(node, ast.Name) else ""
     bound = script.module.bound.get((script.module.scope(node), name), [])
     values = [value for value in bound if isinstance(value, ast.expr)]

@@ -63,9 +63,9 @@ def _others(draft: Draft, loop: Loop) -> None:
 
 
 def _gone_over(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the expressions, such as `DataLoader(…)`, that make the iterable `node` of a loop.
+    """Return the expressions that may be the iterable `node` of a loop, such as `DataLoader(…)`.
 
-    A progress bar (`tqdm`) around the iterable is skipped.
+    Variables are followed to their values, and a progress bar (`tqdm`) to the iterable inside of it.
     """
     found: list[ast.expr] = []
     for origin in origins(script, node):

@@ -60,10 +60,10 @@ def _note_shown_means(draft: Draft) -> None:
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:
-    """Return (part, question) for the first part of the loss `node` that is no mean over samples.
+    """Return (part, question to the user) for a part of the loss that is no mean over samples.
 
-    A part is a sum or a weighted mean. Return `None` if no such part is found. The values of variables are
-    followed over `depth` levels.
+    Such a part of the expression `node` is a sum, or a mean over something else, such as tokens. Return
+    `None` without one. Values of variables are followed over `depth` levels.
     """
     match node:
         case ast.Call() if any(counts_otherwise(draft.script, node)):

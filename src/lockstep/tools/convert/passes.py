@@ -162,7 +162,10 @@ def _needed(first: Sequence[ast.stmt], second: Sequence[ast.stmt]) -> list[str]:
 
 
 def _goes_through(draft: Draft, second: Sequence[ast.stmt], name: str) -> bool:
-    """Whether the statements `second` read the variable `name` in a way that needs its autograd graph."""
+    """Return whether the statements `second` may need the autograd graph of the variable `name`.
+
+    They do not if they only read attributes such as `name.detach()`, `name.item()` or `name.shape`.
+    """
     reads = [one for one in variables(*second) if dotted(one) == name]
     above = [draft.module.parents[one] for one in reads]
     return any(not isinstance(one, ast.Attribute) or one.attr not in _NUMBERS for one in above)

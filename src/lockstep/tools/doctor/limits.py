@@ -100,7 +100,10 @@ def _look_memory(_: Options) -> Facts:
 
 @check_each("memory", look=_look_memory)
 def memory(facts: Facts) -> list[Finding] | str:
-    """Judge the memory that a node has free, in all and in this process's control group."""
+    """Judge whether a node has enough free memory, also within this process's control group.
+
+    Return a text if at least 1 GiB is free, otherwise a finding: a warning, or a failure below 256 MiB.
+    """
     group = facts["group"]
     left = facts["free"] if group is None else min(facts["free"], group)
     by = "" if left == facts["free"] else " by its control group"

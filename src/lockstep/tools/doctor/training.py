@@ -63,9 +63,10 @@ def training(seen: NodeReports) -> Iterator[Finding]:
 
 
 def _compare(seen: NodeReports, good: dict[tuple[str, str], Facts]) -> Iterator[Finding]:
-    """Compare the digests of a short training between devices of the same kind; yield the findings.
+    """Compare the digests of a short training between devices of one kind; yield the findings.
 
-    `good` has the results of the devices that passed the exact training, by node and device.
+    `seen`: reports of the nodes, with their versions. `good`: results of the devices that passed the exact
+    training, by node and device.
     """
     versions = dict(seen.of("versions"))
     kinds: dict[tuple[str, str], dict[str, str]] = {}

@@ -159,9 +159,10 @@ def machine_charts(run: ReportedRun, clock: Clock, prefix: str) -> list[Chart]:
 
 
 def share_chart(run: ReportedRun, prefix: str) -> Chart | None:
-    """Return a chart of each rank's step time by its parts; `None` if no step times are recorded.
+    """Return a chart of how each rank's step time divides into its parts.
 
     The parts are computing, exchanging gradients and waiting for data. `prefix` begins the chart's title.
+    Return `None` if no step times are recorded.
     """
     spent = {rank: _spent(found) for rank, found in run.by_generation.items()}
     known = {rank: parts for rank, parts in spent.items() if sum(parts.values()) > 0}

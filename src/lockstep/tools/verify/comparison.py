@@ -121,9 +121,9 @@ def _compare_made(
 
 
 def redone(traces: Traces, name: str) -> Difference | None:
-    """Return the difference of the first step that had another result when computed again, or `None`.
+    """Return the first step that gave another result when it was computed again after a crash.
 
-    A layout computes steps again after a crash. `name` names the layout in messages.
+    The result is a `Difference`, or `None` if there is no such step. `name` names the layout in messages.
     """
     if not traces.redone:
         return None

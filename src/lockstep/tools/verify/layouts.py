@@ -75,9 +75,9 @@ def parse(
     random_kills: RandomKills | None = None,
     strategies: Sequence[str | None] = (None,),
 ) -> list[Layout]:
-    """Parse words such as `1,2,4` or `2,kill@30` to layouts, each once for each of `strategies`.
+    """Parse words such as `1,2,4` or `2,kill@30`; return their layouts for each of `strategies`.
 
-    With `random_kills`, a layout with these kills on the largest number of ranks is added.
+    With `random_kills`, one more layout is added: the largest number of ranks, with these kills.
 
     Raises:
         UsageError: if a word cannot be parsed, or there are fewer than two layouts.

@@ -18,7 +18,8 @@ _STALE = 10.0
 class RankView:
     """The newest event of each kind, and the newest logged values, of one rank.
 
-    A restart of the rank clears its events. The logged values are cleared only if it starts at step 0.
+    When the rank restarts, its events are cleared. Its logged values are cleared only if the rank then
+    begins at step 0.
     """
 
     newest: dict[str, Event] = field(default_factory=dict)  # the last event of each kind

@@ -10,7 +10,7 @@ from lockstep.world.model import World
 
 
 def most_nodes(environ: Mapping[str, str], name: str) -> int:
-    """Return the number of nodes in variable `name`; the maximum if its value is `MIN:MAX`.
+    """Return the number of nodes in the variable `name` of `environ`; of `MIN:MAX`, the maximum.
 
     Raises:
         WorldError: if the variable is absent, or has no number.

@@ -32,9 +32,10 @@ from lockstep.registry import EXCHANGES
 
 
 class LocalModel(WrappedModel):
-    """A model that each rank trains by itself, until ranks average their parameters.
+    """A model that each rank trains by itself; now and then the ranks average their parameters.
 
-    `every`: steps between two averages. `outer`: updates parameters by their mean change over all ranks.
+    `every`: number of steps between two averages. `outer`: object that updates the parameters at an
+    average, from their mean change over all ranks.
     """
 
     exactness = "approximate"

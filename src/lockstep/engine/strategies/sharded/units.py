@@ -291,10 +291,10 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 
 
 def refuse_graphs_of_gradients(name: str, output: object) -> None:
-    """Register hooks that raise a `StepError` in a backward pass with `create_graph=True` from `output`.
+    """Make a backward pass with `create_graph=True` from `output` raise a `StepError`.
 
-    The gradients of such a pass cannot be differentiated, since parameters are resharded after it. `name`:
-    name of the model, for the message.
+    Its gradients could not be differentiated, since parameters are resharded after the pass. `name`: the
+    model's name in the message.
     """
 
     def check(_gradient: torch.Tensor) -> None:

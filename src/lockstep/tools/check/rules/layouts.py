@@ -114,7 +114,10 @@ def _per_sample(script: Script, node: ast.AST) -> bool:
 
 
 def _kept(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a random generator that is made outside of training steps and `__getitem__`."""
+    """Return whether `node` may be a random generator that is made outside of training steps.
+
+    A generator made in `__getitem__` of a dataset does not count either.
+    """
     return any(
         _makes_generator(home, value)
         and not _per_sample(script.of(home), value)

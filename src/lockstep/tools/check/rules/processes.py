@@ -101,9 +101,10 @@ def _starts_fresh(script: Script, call: ast.Call, *, always: bool) -> bool:
 
 
 def _at_import(script: Script, call: ast.Call, depth: int = 4) -> bool:
-    """Whether importing the module executes a call that no `if __name__ == "__main__"` guards.
+    """Return whether importing the module executes `call` without a guard.
 
-    The call is at the top level, or in a function that code at the top level calls.
+    A guard is an `if` such as `if __name__ == "__main__"`. The call is at the top level, or in a function
+    that code at the top level calls. `depth`: levels of callers to follow.
     """
     scope = script.module.scope(call)
     for node in script.module.above(call):

@@ -51,7 +51,10 @@ def waits_each_step(script: Script) -> Iterator[Violation]:
 
 
 def _reads(script: Script, call: ast.Call) -> str:
-    """Return the source of a call that copies a tensor to the host, such as `loss.item()`, or ""."""
+    """Return a short text for a call that copies a tensor to the host, such as `loss.item()`.
+
+    For a function that shows a tensor, the text is such as `print of loss`. Return "" for other calls.
+    """
     match call.func:
         case ast.Attribute(value=of, attr="item" | "tolist" | "cpu" | "numpy" as method):
             text = ast.unparse(of)
@@ -146,7 +149,10 @@ def barrier_each_step(script: Script) -> Iterator[Violation]:
     """,
 )
 def no_no_sync(script: Script) -> Iterator[Violation]:
-    """Find optimizer steps every n-th iteration (accumulated gradients), in programs without `no_sync`."""
+    """Find optimizer steps that are made only every n-th iteration, in programs that use DDP.
+
+    Such a program accumulates gradients. It is skipped if it uses `no_sync`, or a trainer library.
+    """
     if "DDP" not in script.called or not script.plain:
         return
     if script.matches(r"no_sync|grad_sync|gradient_sync"):

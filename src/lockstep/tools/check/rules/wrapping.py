@@ -106,7 +106,10 @@ def late_sync_batchnorm(script: Script) -> Iterator[Violation]:
 
 
 def always_wrapped(script: Script, model: ast.expr, wrapper: str) -> bool:
-    """Whether every path to the expression `model` has wrapped the model in `wrapper`, such as `DDP`."""
+    """Return whether `model` is surely wrapped in `wrapper`, such as `DDP`, where it is used.
+
+    It is not if the wrapping depends on a condition that the use does not depend on.
+    """
     wrapped = wrapped_before(script, model, wrapper)
     if wrapped is None:
         return False
