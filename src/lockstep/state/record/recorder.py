@@ -204,11 +204,7 @@ class Recorder:
         self._progress, self._digests = progress, digests
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
-        """Record the length of a new loader, and checksums of its `dataset` and sampler.
-
-        The main rank writes the checksums to `run.json`, and warns if they differ from those recorded
-        there. `settings`: the loader's settings, such as its sampler.
-        """
+        """Write checksums of a new loader's data to `run.json`; warn if they differ from earlier ones."""
         self._lengths[loader.number] = _length(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
@@ -318,11 +314,7 @@ class Recorder:
             self._write("running")
 
     def audit_differs(self, step: int, **who: Any) -> None:
-        """Record in the events and `run.json` that an audit of `step` found a difference.
-
-        `who`: number, host and device of the rank that computed wrongly; empty if it is not known. Only the
-        main rank writes.
-        """
+        """Record that an audit of `step` found a difference, and the rank (`who`) that caused it."""
         found = self.audits.differs(step, **who)
         if self._world.is_main:
             self._events.add(kind="audit", **found)
@@ -335,11 +327,7 @@ class Recorder:
             self._events.add(kind="traffic", model=model, **moved)
 
     def checkpoint(self, step: int, name: str, seconds: float, best: float | None) -> None:
-        """Record that a checkpoint was written after step `step`; any thread may call this.
-
-        `name`: name of the checkpoint. `seconds`: how long the writing took. `best`: the score that the
-        script gave to the checkpoint, if any.
-        """
+        """Add an event for a checkpoint, written after step `step`; any thread may call this."""
         self._events.put(
             kind="checkpoint", step=step, name=name, seconds=round(seconds, 3), best=best
         )
