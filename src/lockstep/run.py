@@ -187,8 +187,10 @@ class Run(RunMetrics):
 
         Raises:
             ExactnessError: with `exact` and more replicas than ranks, since a rank computes its
-                replicas one after the other.
-            ModelError: if `run.model` has taken the module, or a layer cannot be converted.
+                replicas one after the other. With `exact=False`, statistics are then those of the
+                replicas that compute at the same time.
+            ModelError: if `run.model` has taken the module, a layer cannot be converted, or ranks
+                have different numbers of replicas.
         """
         session = self._session
         return synchronise(session.context, session.state, self._loop, module)  # type: ignore[return-value]

@@ -24,7 +24,8 @@ from lockstep.world.rendezvous.store import TIMEOUT
 def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -> nn.Module:
     """Return `module` with BatchNorm layers that use statistics of the global batch.
 
-    See `Run.sync_batchnorm`.
+    With more replicas than ranks, they are statistics of one microbatch of each rank. See
+    `Run.sync_batchnorm`.
     """
     _check(context, state, module)
     replicas, ranks = context.replicas, context.dims.mesh.data

@@ -355,7 +355,7 @@ def find_slot(environ: Mapping[str, str], world: World) -> ProgressSlot | None:
 
 
 def _descriptors(environ: Mapping[str, str], world: World) -> tuple[Descriptors, int, int] | None:
-    """Return the launcher's shared memory, this rank's index in it, and the number of its ranks.
+    """Return the launcher's shared memory, this rank's index in it, and how many ranks use it.
 
     Return `None` if there is no such memory, or if it has no room for this rank.
     """

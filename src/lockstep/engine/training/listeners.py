@@ -35,8 +35,8 @@ class Listener(Protocol):
     def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
         """Called when a loop over loader number `loader` ends.
 
-        `epoch` and `round_`: as in `loop_begins`. `early`: whether the script left the loop before its end.
-        `step`: number of the batch in which it was left; of a complete loop, the number of batches.
+        `epoch` and `round_`: as in `loop_begins`. `early`: whether the script left the loop early, in batch
+        number `step`; otherwise `step` is the number of batches.
         """
         return
 

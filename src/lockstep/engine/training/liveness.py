@@ -279,7 +279,7 @@ class _Flow(NamedTuple):
 
 @functools.cache
 def _analysis(code: CodeType, returns: bool) -> tuple[Names, Names]:
-    """Return two sets of a function's variables: loop variables, and variables that matter.
+    """Return two sets of variables of the function `code`: loop variables, and those that matter.
 
     Loop variables, such as `epoch`, are assigned only by `for` statements; a restarted script assigns them
     again. Variables that matter affect more than output. `returns`: whether the function's return value

@@ -82,8 +82,8 @@ class StepHashes(PointListener):
     def step_ends(self, step: int, microbatch: Microbatch) -> None:
         """Hash parameters and buffers if `step` is a multiple of the interval between hashes.
 
-        If the user has not set the interval, it is chosen anew from the measured time of steps. Nothing is
-        hashed while each rank has parameters of its own.
+        If the user has not set the interval, it may then be adapted to the measured time of steps. Nothing
+        is hashed while each rank has parameters of its own.
         """
         if not self._is_due(step):
             return

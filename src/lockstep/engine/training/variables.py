@@ -228,8 +228,8 @@ class _Walk:
     def looks_into(self, place: VariableId, value: Any, line: int, depth: int) -> None:
         """Record fingerprints of the parts of `value`, and of the variables that its functions use.
 
-        These variables are closures and globals. `place`: the variable that holds `value`. `line`: line of
-        the script that assigns or reads it. `depth`: levels of parts that may still be read.
+        `place`: the variable that holds `value`. `line`: line of the script that assigns or reads it.
+        `depth`: levels of parts that may still be read.
         """
         for function in functions(value):
             code, file = function.__code__, function.__code__.co_filename

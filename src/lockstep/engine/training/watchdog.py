@@ -106,8 +106,8 @@ class Watchdog(Listener):
     def backward_begins(self, microbatch: Microbatch, models: Sequence[int]) -> None:
         """Note that a backward pass begins, if `microbatch` is the last of this rank's batch.
 
-        Only in that pass do ranks wait for each other. `models`: numbers of the models whose gradients the
-        pass computes.
+        Only that pass counts as a collective call. `models`: numbers of the models whose gradients it
+        computes.
         """
         if microbatch.last:
             batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)

@@ -70,8 +70,8 @@ def _nearest(own: Generation, generations: Sequence[Generation]) -> int:
 def curves(ranks: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, float]]:
     """Return curves by the name of the logged number; a curve has its value at each step.
 
-    A value is the weighted mean over replicas; outside of a loop over a loader, that of the lowest rank.
-    `ranks`: events of each rank. Of a step that was computed again, only the last values are used.
+    `ranks`: events of each rank. Values are weighted means over replicas; outside of a loop over a loader,
+    those of the lowest rank. Of a step computed again, only the last values count.
     """
     means: defaultdict[str, defaultdict[int, Mean]] = defaultdict(lambda: defaultdict(Mean))
     main = min(ranks, default=0)
