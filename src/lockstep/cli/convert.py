@@ -40,7 +40,10 @@ def add_flags(parser: Parser) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Convert the script; return the exit code."""
+    """Convert a script to Lockstep; print a diff, or write the result; return the exit code.
+
+    The exit code is 1 if the conversion leaves questions to the user.
+    """
     out = None if options.output in (None, "-") else Path(options.output)
     if out is not None and out.exists() and not options.force:
         raise UsageError(f"{out} exists", hint="--force overwrites it; without -o a diff is shown")

@@ -44,7 +44,7 @@ def add_shared_flags(
 def run_command(
     options: argparse.Namespace, *chosen_here: str
 ) -> tuple[RunCommand, Sequence[str | None]]:
-    """Return the command for all launches, and the strategies to run it with.
+    """Return the command that all launches have in common, and the strategies to run it with.
 
     A strategy `None` stands for the one that the script chooses. The command leaves out the flags of
     settings in `chosen_here`, which the caller sets for each launch.

@@ -44,10 +44,10 @@ class StepMetrics:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Context manager: inside it, metrics are reset; at its end, they get their earlier states again.
+        """Return a context in which metrics begin empty; at its end restore their earlier states.
 
-        The microbatch's updates are kept for `taken`. In manual optimization, where microbatches overlap,
-        an update of a metric inside the context is an error.
+        The states that metrics have reached inside are kept for `taken`. In manual optimization, where
+        microbatches overlap, metrics are not reset, and an update of a metric inside is an error.
         """
         metrics = self.named()
         before = {name: _state_of(metric) for name, metric in metrics.items()}

@@ -64,10 +64,13 @@ def check_precision(plugin: Any) -> None:
 
 
 def check_trainer(trainer: Any, strategy: Any) -> None:
-    """Raise an error if options, callbacks or methods make the result depend on the layout.
+    """Raise an error if the trainer or its module would make the result depend on the layout.
+
+    Options and callbacks of `trainer` are checked, and methods of its module. `strategy` shows whether the
+    trainer was to synchronize BatchNorm layers.
 
     Raises:
-        UsageError: for the first such option; the hint says what to use instead.
+        UsageError: for the first problem; the hint says what to use instead.
     """
     for name, (allowed, instead) in _TRAINER.items():
         if getattr(trainer, name) != allowed:

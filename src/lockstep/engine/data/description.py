@@ -26,7 +26,10 @@ _INDICES, _ITEMS, _ELEMENTS = 4096, 64, 16384
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A dataset and its sampler; methods return checksums of their state at the time of the call."""
+    """A dataset and its sampler; their checksums show whether they have changed.
+
+    The methods return the checksums as of the time of the call.
+    """
 
     dataset: Any
     sampler: Any = None  # the script's sampler or batch sampler; `None` for the loader's own order

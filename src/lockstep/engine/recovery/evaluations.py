@@ -82,9 +82,10 @@ class Evaluations:
 
     Args:
         state: the run's models and registered objects, which such a loop must leave unchanged.
-        coordination: knows whether the end of the run was requested.
+        coordination: object that tells whether a signal has requested the end of the run.
         agreement: chooses the batch after which all ranks end; `None` in a world of one rank.
-        leave: saves the state and ends the run; called with the loop and the counters from its beginning.
+        leave: function that saves the state and ends the run; its arguments are the loop, and the
+            run's counters at the beginning of the loop.
     """
 
     def __init__(

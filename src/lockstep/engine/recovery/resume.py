@@ -103,9 +103,11 @@ def _parent_of(recorded: Mapping[str, Any]) -> str | None:
 def _choose(
     rendezvous: RankRendezvous, run_dir: Path | None, launch: str | None, settings: Settings
 ) -> tuple[Path | None, str | None]:
-    """Return the run's directory (`None`: a new one), and a message about an unfinished run or `None`.
+    """Choose the run directory; return it, or `None` for a new one, and a message or `None`.
 
-    `launch`: name that `lockstep run` gave this launch, or `None`.
+    If `settings.resume` is set, the directory of an unfinished run is chosen. Otherwise `run_dir` is
+    returned, and the message tells of an unfinished run that could be resumed. `launch`: name that
+    `lockstep run` gave this launch, or `None`.
     """
     world, is_first = rendezvous.world, rendezvous.number == 0
     if world.environment == "lockstep" or not (settings.resume or (run_dir is None and is_first)):

@@ -279,10 +279,10 @@ class WrappedModel(abc.ABC):
         self._interrupted = False
 
     def _after_accumulation(self, _parameter: torch.Tensor) -> None:
-        """Record gradients that are added after `run.backward`, such as those of `loss.backward()`.
+        """Record that a gradient was computed after `run.backward` had summed the gradients.
 
-        Autograd calls this hook after it has accumulated the gradient of the model's first parameter.
-        `check_gradients` raises an error for the record.
+        A call of `loss.backward()` does this, for example. Autograd calls this hook after it has
+        accumulated the gradient of the model's first parameter. `check_gradients` later raises an error.
         """
         self._was_added_to |= self._is_summed and not self._interrupted
 

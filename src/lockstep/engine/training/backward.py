@@ -291,10 +291,10 @@ def _check_loss(loss: torch.Tensor) -> None:
 def _check_whole(
     microbatch: Microbatch, models: Sequence[WrappedModel], loss: torch.Tensor
 ) -> None:
-    """Raise `StepError` if the loss, of weight 0 and not finite, comes from a split model.
+    """Raise `StepError` if one of `models`, from which the loss comes, is split over ranks.
 
-    The backward pass of a model split over ranks cannot be left out, since all ranks with parts of the
-    model run it together.
+    This is called for a loss of weight 0 that is not finite, whose backward pass is to be left out. That is
+    impossible for a split model, since all ranks with parts of it run the backward pass together.
     """
     for model in models:
         if model.is_split:

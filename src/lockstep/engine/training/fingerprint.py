@@ -70,7 +70,10 @@ def title(name: str, exactness: str, replicas: int, ranks: int) -> str:
 
 
 def unset(name: str, replicas: int) -> str:
-    """Return a note that `replicas` was not set, and that the result depends on the number of ranks."""
+    """Return a message for users that `replicas` is not set, so that ranks change the result.
+
+    `name`: name of the run. `replicas`: the number of ranks, which is the number of replicas by default.
+    """
     return (
         f"lockstep: {name}: replicas is not set, so that {replicas} ranks mean {replicas} replicas, and "
         f"changing the number of ranks changes the result; replicas={replicas} gives the same on 1 to "

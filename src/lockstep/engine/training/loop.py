@@ -404,7 +404,11 @@ class Loop:
             call(progress.steps, microbatch)
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        """Record that a loop ends: after all `step` batches, or early in batch `step`, as by `break`."""
+        """End the loop that `start` began, and call the listeners' `loop_ends`.
+
+        `step`: number of batches that the loop had. If the script left the loop early, as by `break`, it is
+        the number of the batch in which that happened, and `early` is true.
+        """
         if self.closed:
             return
         ended: LoopEvent = start.loop

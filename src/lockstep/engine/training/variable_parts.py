@@ -66,7 +66,7 @@ def _may_grow(value: Any) -> bool:
 
 
 def name_of(value: Any) -> str:
-    """Return the name of a class or function, or of another object's class, as `<name>`."""
+    """Return `<NAME>`, with the name of the class or function `value`, or of its class."""
     kind: Any = type(value)
     own = value if kind in (type, types.FunctionType, types.BuiltinFunctionType) else kind
     return f"<{own.__qualname__}>"

@@ -137,7 +137,10 @@ def _with_returns(frame: FrameType | None, *, innermost: bool) -> Iterator[tuple
 
 
 def of_object(name: str, value: Any, skip: Collection[int]) -> dict[VariableId, Value]:
-    """Return fingerprints (short texts of the values) of the attributes of an object called `name`."""
+    """Return fingerprints (short texts of the values) of the attributes of the object `value`.
+
+    `name`: name of the object in the result. `skip`: ids of objects that get no fingerprint.
+    """
     walk = _Walk(skip, BUDGET)
     walk.looks_into(VariableId(0, "", "", name), value, 0, 1)
     walk.goes_on()
@@ -359,7 +362,10 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _is_time(value: float) -> bool:
-    """Whether a number looks like a reading of `time.time` or `time.monotonic` in this process."""
+    """Return whether a number may be a time that a clock has shown since this process began.
+
+    The clocks are `time.time` and `time.monotonic`.
+    """
     age = time.monotonic() - _BEGUN
     return any(now() - age <= value <= now() for now in (time.time, time.monotonic))
 

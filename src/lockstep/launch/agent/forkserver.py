@@ -238,10 +238,11 @@ class Workers:
     def end(
         self, signum: signal.Signals, seconds: float, runs: Collection[int] = frozenset()
     ) -> bool:
-        """Send `signum` to all processes; return whether all have ended within `seconds`.
+        """Send `signum` to all workers; return whether all have ended within `seconds`.
 
-        `runs` are the process ids of the ranks inside `lockstep.Run`. If these are all ranks, their child
-        processes get no signal: the run needs the workers of its DataLoaders until it has saved its state.
+        `runs`: process ids of the ranks that are inside `lockstep.Run`. If these are all ranks, the ranks'
+        child processes get no signal, since each run needs its DataLoader workers until it has saved its
+        state.
         """
         if living := self.living:
             ranks = [pid for rank, pid in living.items() if rank >= 0]

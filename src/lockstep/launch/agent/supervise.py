@@ -115,10 +115,10 @@ def supervise(
 
 
 def _listens(launch: Launch, *, has_locks: bool) -> bool:
-    """Whether the launcher hosts a `TCPStore` for its ranks, if it is the only launcher.
+    """Return whether the launcher, if it is the only one, hosts a `TCPStore` for its ranks.
 
-    Otherwise ranks and servers that need a store use a `FileStore`, which requires a file system with locks
-    (`has_locks`).
+    Otherwise ranks and servers that need a store use a `FileStore`. `has_locks`: whether the file system
+    has locks, which a `FileStore` requires.
     """
     sources = launch.sources
     if has_locks and sources.uses_lockstep and sources.leaves_groups_alone:

@@ -128,7 +128,10 @@ class RendezvousKeys:
             raise WorldError(message, hint=hint)
 
     def _count_heard(self, number: int) -> None:
-        """Count this launcher, once, as one that has read the error of a rendezvous round."""
+        """Add 1 to the count of launchers that have read the error of rendezvous round `number`.
+
+        The count is in the store. Further calls for the same round have no effect.
+        """
         if number not in self._heard:
             self._heard.add(number)
             self.store.add(f"round/{number}/heard", 1)
@@ -255,10 +258,10 @@ class RendezvousKeys:
         return self.newest_number == number
 
     def answer_losses(self, number: int, known: int) -> list[int]:
-        """Answer launchers that report in round `number` that they have lost the connection to launcher 0.
+        """Tell launchers that lost their connection that launcher 0 is alive; return their indices.
 
-        The answer in the store shows them that launcher 0 is alive. Returns their indices, without those of
-        the first `known` reports, which were answered before.
+        Each such launcher reports its loss in the store, and the answer is written there. `number`: number
+        of the rendezvous round. `known`: number of reports that were answered earlier.
         """
         asked: list[int] = []
         while self._has(f"round/{number}/loss/{known + len(asked)}"):

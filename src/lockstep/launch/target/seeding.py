@@ -63,7 +63,10 @@ class _SeededWhenImported(MetaPathFinder):
 
 
 def names_run(function: object) -> bool:
-    """Whether a function, or a function of its module that it calls, mentions `lockstep` or `Run`."""
+    """Whether the code of `function`, or of a function that it names, mentions `lockstep` or `Run`.
+
+    Functions are followed through the global variables of their modules, to any depth.
+    """
     todo, seen = [function], set[int]()
     while todo:
         one = todo.pop()

@@ -133,9 +133,14 @@ def write_part(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
 ) -> list[dict[str, Any]]:
-    """Write the file of writer number `part`, with the boxes of tensors that are in `shares[part]`.
+    """Write the file of writer number `part`, if `shares` gives it any parts of tensors.
 
-    `tensors` has the elements of these boxes, on the CPU, by tensor name.
+    Args:
+        directory: directory of the checkpoint.
+        part: number of the writer.
+        shares: for each writer, the box (rectangular part) that it writes of each tensor.
+        specs: types and shapes of all tensors.
+        tensors: the elements of the boxes in `shares[part]`, on the CPU, by tensor name.
 
     Returns:
         DCP's write results, as JSON values, for `finish`.
@@ -159,9 +164,10 @@ def finish(
     specs: Mapping[str, TensorSpec],
     results: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write DCP's file `.metadata`, after all writers have written their files.
+    """Write DCP's index file `.metadata`, after all writers have written their files.
 
-    `results` has the return values of `write_part`, one for each writer.
+    `shares` and `specs` are those given to `write_part`. `results` has the return values of `write_part`,
+    one for each writer.
 
     Raises:
         OSError: if the file cannot be written.

@@ -230,7 +230,10 @@ class LossRing:
         return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
 
     def add(self, key: int, bits: int) -> None:
-        """Add a loss (bits of a float64 number) with its `key`; it overwrites the oldest loss."""
+        """Store a loss under `key`; in a full ring, overwrite the oldest loss.
+
+        `bits`: bits of the loss, a float64 number, as an integer.
+        """
         words, first = self._words, self._first
         place = first + 1 + 2 * (words[first] % _LOSSES)
         words[place] = 0

@@ -78,12 +78,14 @@ class SnapshotSchedule:
         return self._preparing is None or not self._preparing.is_alive()
 
     def prepare(self, text: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Allocate memory for snapshots of `tensors`, or plan the first snapshot if there is memory.
+        """Make sure that there is memory for snapshots of `tensors`, then plan the first snapshot.
 
-        The memory may be allocated by a thread; then this method is called again when the thread ends.
+        `text`: the state without its tensors. If a thread allocates the memory, nothing is planned yet, and
+        the caller calls this method again when the thread has ended.
 
         Returns:
-            The reason why there will be no snapshots, for a message; `None` if there will be snapshots.
+            The reason why there will be no snapshots, for a message; `None` if there will be
+                snapshots.
         """
         if not self._snapshots.is_ready(tensors):
             if missing := self._snapshots.missing(tensors):

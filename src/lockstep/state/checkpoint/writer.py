@@ -304,10 +304,11 @@ class CheckpointWriter:
             catalog.note_best(self.path, self._contents.best)
 
     def _newest_key(self, there: Mapping[Key, Path], texts: Mapping[Key, str | None]) -> Key:
-        """Return the step and number with which this checkpoint is the newest of its step.
+        """Return the key (step and number) under which this checkpoint is the newest of its step.
 
-        `there` are the step's checkpoints on disk, and `texts` their states without tensors. If the newest
-        of them is damaged, it is removed.
+        `there`: the step's checkpoints on disk. `texts`: their states without tensors, `None` for a damaged
+        checkpoint. If the newest one has the same state as this checkpoint, its key is returned. If it is
+        damaged, it is removed, and its key is used again.
         """
         if not there:
             return self._contents.step, 0

@@ -33,9 +33,10 @@ def find(
     """Return the unfinished runs among `directories`, the newest first.
 
     Args:
-        directories: run directories; those that cannot be read are skipped.
-        meant: fields that the run's identity must have, such as script, arguments and seed;
-            `None` allows any value.
+        directories: run directories; those that cannot be read are skipped, and those that another
+            launch has locked.
+        meant: fields that the run's identity must have, such as script, arguments and seed; `None`
+            allows any value.
         owner: owner of this launch's lock; a directory that it has locked is not skipped.
     """
     found = []

@@ -286,10 +286,11 @@ def fit_model(points: Sequence[FitPoint], cost: Cost, batches: Batches) -> Model
 
 
 def fit(columns: Mapping[str, Sequence[float]], targets: Sequence[float]) -> dict[str, float]:
-    """Return the least-squares factor of each column, so that columns times factors sum to `targets`.
+    """Fit `targets` as a sum of columns, each times a factor of at least 0; return the factors.
 
-    A factor that would be negative, or that the numbers do not determine, is 0. Of two fits with the same
-    error the one with fewer factors is taken, then the one with factors for earlier columns.
+    The sum of squared errors is minimal. The factor is 0 for a column that would get a negative one, or
+    whose factor the numbers do not determine. Of two fits with the same error the one with fewer factors is
+    taken, then the one with factors for earlier columns.
     """
     wanted = np.asarray(targets, dtype=np.float64)
     matrix = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}

@@ -85,9 +85,10 @@ class Traffic:
 
 
 def traffic(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -> Traffic:
-    """Return the messages of one sum by the algorithm `way`, and its bytes for each byte of gradients.
+    """Return the numbers of messages and bytes of one gradient sum by the algorithm `way`.
 
-    `replicas`: number of replicas of the run; `None` if there are as many as ranks.
+    Bytes are counted for each byte of gradients. `replicas`: number of replicas of the run; `None` if there
+    are as many as ranks.
     """
     if layout.ranks == 1:
         return Traffic()
@@ -118,7 +119,10 @@ def _by_hosts(layout: Layout, replicas: int) -> Traffic:
 
 
 def _flat(layout: Layout, replicas: int) -> Traffic:
-    """Return the traffic of one sum that ignores hosts: an all-to-all, then a ring all-gather."""
+    """Return the traffic of one sum by an all-to-all and a ring all-gather over all ranks.
+
+    The algorithm does not treat ranks on the same host differently from others.
+    """
     ranks, each = layout.ranks, layout.per_host
     own = max(len(nodes(one, replicas)) for one in _blocks(layout, replicas, 1))
     ring = (ranks - 1) / ranks

@@ -78,9 +78,10 @@ def launcher_only(script: Script, call: ast.Call) -> bool:
 
 
 def _ways(script: Script, node: ast.expr, depth: int = 4) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield `node`, the calls of its function, the calls of the functions of these calls, and so on.
+    """Yield `node`, the calls of the function around it, the calls of their functions, and so on.
 
-    Each comes as a pair with its scope, the function or module that contains the expression.
+    Each is a pair `(scope, expression)`. The scope is the function or module that contains the expression.
+    Calls are followed over `depth` levels.
     """
     scope = script.module.scope(node)
     yield scope, node

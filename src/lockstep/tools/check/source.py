@@ -187,7 +187,10 @@ class Module:
         return self.enclosing_class(node) if name.startswith("self.") else None, name
 
     def assigned(self, node: ast.Attribute) -> list[ast.expr | UnpackedElement]:
-        """Return the values assigned to an attribute: for `self.x` in its class, otherwise in the file."""
+        """Return the values assigned to an attribute, such as `self.x` or `args.lr`.
+
+        For `self.x` they are the values assigned in its class, otherwise in the whole file.
+        """
         return self.attributes.get(self._attribute_key(node), [])
 
     # Names -----------------------------------------------------------------------------------------

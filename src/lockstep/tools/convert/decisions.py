@@ -79,7 +79,11 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
 
 
 def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
-    """Whether the object in `name`, such as a list, gets values from training by calls of its methods."""
+    """Whether a method call, such as `losses.append(x)`, gives `name` values from training.
+
+    Every call with arguments in a training loop counts, and elsewhere a call with an argument that comes
+    from training. `depth`: number of levels over which arguments are followed.
+    """
     script, module, owner = draft.script, draft.module, root(name)
     if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
         return False

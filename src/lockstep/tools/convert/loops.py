@@ -215,9 +215,10 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
 
 
 def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the nodes that divide the loss `node` by a number; empty if some branch does not divide.
+    """Return the nodes where a loss is divided by a number; none if one of its values is not.
 
-    `same` is the number as `ast.dump` writes it.
+    `node`: the loss; a variable is followed to the values assigned to it. `same`: the number, as `ast.dump`
+    writes it.
     """
     match node:
         case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:

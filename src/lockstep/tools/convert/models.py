@@ -118,10 +118,10 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
 def _changed_after(
     draft: Draft, variable: ast.expr, made: ast.expr, call: ast.Call
 ) -> ast.stmt | None:
-    """Return the last statement that changes layers of a model, or freezes them; `None` without one.
+    """Return the last statement that changes a model before its optimizer is made, or `None`.
 
-    Only statements between `made`, which makes the model in `variable`, and `call`, which makes its
-    optimizer, count.
+    `made` creates the model in `variable`, and `call` its optimizer; only statements between them count.
+    They assign to a part of the model, or are loops that freeze parameters.
     """
     module, name = draft.module, dotted(variable)
     found: list[ast.stmt] = []

@@ -205,7 +205,7 @@ def _placed(draft: Draft) -> list[Edit]:
 
 
 def _left(draft: Draft) -> list[tuple[ast.stmt, str]]:
-    """Return (statement, text) pairs: the questions to the user, with the statement that each is about."""
+    """Return (statement, question) pairs: the questions about statements that are not removed."""
     questions = draft.questions.items()
     return [(one, text) for one, texts in questions if one not in draft.removed for text in texts]
 

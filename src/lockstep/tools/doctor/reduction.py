@@ -113,7 +113,10 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
 
 @check("all-reduce", together=_together, seconds=60)
 def all_reduce(seen: NodeReports) -> Iterator[Finding]:
-    """Yield findings on backends whose all-reduce fails, or computes wrong sums."""
+    """Yield findings on the all-reduce of each backend: that it fails, has wrong sums, or works.
+
+    If the test was skipped, yield one finding with the reason.
+    """
     answers = seen.of("all-reduce")
     if answers and "skipped" in answers[0][1]:
         yield Finding("skipped", answers[0][1]["skipped"])

@@ -94,7 +94,10 @@ def _renames(directory: Path) -> str:
 
 @check_each("storage", look=_look)
 def storage(facts: Facts) -> list[Finding] | str:
-    """Judge the file system of a node's run directory: file locks, renames, free space."""
+    """Return findings on the file system of a node's run directory, or one line if all is well.
+
+    It is judged by file locks, renames and free space.
+    """
     place = facts["place"]
     if "problem" in facts:
         advice = "choose another place with --run-dir"

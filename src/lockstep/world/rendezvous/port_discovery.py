@@ -118,8 +118,8 @@ def find(
 ) -> SocketAddress:
     """Find the store of job `name` on a host by port discovery; return its address and port.
 
-    `addresses` are those of the host, which answers at `port` if given, or else at a port of the job's
-    sequence. `who` names this process in messages. `check` is called between attempts.
+    `addresses` are those of the host. The host answers at `port` if given, otherwise at a port that follows
+    from `name`. `who` names this process in messages. `check` is called between attempts.
 
     Raises:
         UnreachableError: if no packet reaches the host.

@@ -88,10 +88,10 @@ class Averaging:
 
 
 def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list[float]:
-    """Return the weight of each rank in a mean over ranks; these weights add up to 1.
+    """Return the share of each rank in a weighted mean over ranks; the shares add up to 1.
 
-    `weights`: number of samples of each rank. `has`: for each rank, whether it has a value for the mean; by
-    default all have one.
+    `weights`: number of samples of each rank, to which its share is proportional. `has`: for each rank,
+    whether it has a value for the mean; a rank without one gets the share 0. By default all have one.
     """
     has = [True] * len(weights) if has is None else has
     counted = [weight * there for weight, there in zip(weights, has, strict=True)]

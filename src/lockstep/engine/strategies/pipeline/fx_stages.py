@@ -93,10 +93,12 @@ def _heaviest(traced: ForwardGraph, count: int) -> float:
 
 
 def _too_heavy(module: nn.Module, traced: ForwardGraph, count: int, closed: set[str]) -> str | None:
-    """Return the name of the largest submodule that is one node and too large for a balanced stage.
+    """Return the name of the largest submodule that must be split for balanced stages, or `None`.
 
-    `count`: number of stages. `closed`: names of submodules that cannot be traced, which are left out. The
-    result is `None` if there is no such submodule.
+    Only submodules that are one node of the graph `traced` are considered. Such a node must be split if it
+    has more than 1/`count` of the model's parameter bytes, where `count` is the number of stages. If fewer
+    than `count` nodes have parameters, any of them may be chosen. `closed`: names of submodules that cannot
+    be traced, which are left out.
     """
     share = sum(traced.weights) / count
     few = sum(weight > 0 for weight in traced.weights) < count

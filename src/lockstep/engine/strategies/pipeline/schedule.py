@@ -229,11 +229,12 @@ class _ModelCall:
     def _forward_chunk(
         self, chunk: int, begin: Generators | None = None
     ) -> tuple[Any, States | None]:
-        """Receive one chunk, run the stage on it, and send the result; return `(output, states)`.
+        """Run this rank's stage on chunk number `chunk`; return `(output, states)`.
 
-        `output`: the model's output on the last stage, else `None`. `begin`: state of the random generators
-        at the model's call, if stages continue one random stream. `states`: of those generators that have
-        drawn numbers since `begin`; `None` if none has, or without `begin`.
+        The input comes from the previous stage, and the result is sent to the next one. `output`: the
+        model's output on the last stage, else `None`. `begin`: state of the random generators at the
+        model's call, if stages continue one random stream. `states`: of those generators that have drawn
+        numbers since `begin`; `None` if none has, or without `begin`.
         """
         schedule = self._schedule
         rank = schedule.row.rank

@@ -95,7 +95,10 @@ def multiplied_batch(script: Script) -> Iterator[Violation]:
     """,
 )
 def whole_batch(script: Script) -> Iterator[Violation]:
-    """Find per-rank loaders with the global batch size as `batch_size`, judged by name or help text."""
+    """Find per-rank loaders whose `batch_size` appears to be the global batch size.
+
+    This is judged by the name of the value, and by the help text of its command-line option.
+    """
     for call in script.calls("DataLoader"):
         size = argument(call, "batch_size", 1)
         if size is not None and _of_one_rank(script, call) and _means_all(script, size):

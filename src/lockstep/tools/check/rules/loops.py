@@ -93,7 +93,10 @@ def _starts_before(script: Script, loop: Loop, name: str) -> bool:
     """,
 )
 def early_draw(script: Script) -> Iterator[Violation]:
-    """Find draws from global random generators above the call of `lockstep.Run` in the same function."""
+    """Find draws from global random generators above the call of `lockstep.Run` in the same function.
+
+    Scripts that seed a generator are left out.
+    """
     if script.matches(r"manual_seed|random\.seed"):
         return
     draws = r"torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial)$|(numpy\.)?random\.(?!default_rng|Generator|RandomState|SeedSequence|Random)\w+$"

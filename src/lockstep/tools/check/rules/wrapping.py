@@ -158,7 +158,10 @@ def needless_search(script: Script) -> Iterator[Violation]:
 
 
 def _straight(owner: ast.ClassDef) -> bool:
-    """Whether the forward pass of a class has no branch and uses every attribute set in `__init__`."""
+    """Whether `forward` has no branch, and uses every attribute that `__init__` sets.
+
+    The class `owner` must have no other methods, and must not contain `requires_grad` or `detach`.
+    """
     methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
     if set(methods) != {"__init__", "forward"} or re.search(
         r"requires_grad|detach", ast.unparse(owner)
