@@ -358,3 +358,34 @@ def test_a_batch_that_is_computed_again_has_the_loss_from_before_the_crash(locks
     )
     assert bool(found) == decays, done.err
     assert all(before != now for before, now in found)
+
+
+TWICE = """
+import os
+import signal
+import torch
+from torch.utils.data import TensorDataset
+import lockstep
+
+for number in range(2):
+    with lockstep.Run("twice", replicas=2, progress=False) as run:
+        train = run.loader(TensorDataset(torch.randn(48, 4) + number), batch_size=12)
+        model = run.model(torch.nn.Linear(4, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs(3):
+            for (x,) in train:
+                run.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == 1 and epoch == 1 and run.world.rank == 0 and not os.path.exists("killed"):
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.ranks(2)
+def test_losses_of_a_later_run_are_not_compared_with_those_of_the_first(lockstep):
+    done = lockstep("run", "-n", "2", lockstep.script(TWICE))
+    assert done.code == 0, done.err
+    assert "restart 1" in done.err
+    assert "computed before the crash" not in done.err, done.err

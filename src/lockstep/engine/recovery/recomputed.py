@@ -41,9 +41,9 @@ class RecomputedLosses:
         `points`: number of batches and epochs completed before. A loss on an accelerator is recorded later,
         when its copy to the CPU is complete.
         """
-        first = LossRing.key(points, microbatch.replica, 0)
+        first = self._ring.key(points, microbatch.replica, 0)
         self._nth = self._nth + 1 if first == self._last else 0
-        self._last, key = first, LossRing.key(points, microbatch.replica, self._nth)
+        self._last, key = first, self._ring.key(points, microbatch.replica, self._nth)
         if not accelerator.holds(loss):
             self._note(loss, key, microbatch)
             return

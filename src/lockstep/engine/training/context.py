@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -112,12 +113,22 @@ class Memory:
             descriptors, tag=tag, part=index, parts=count, first=first, size=world.size
         )
         schedule = SnapshotSchedule(snapshots, page, leads=index == 0, ahead=ahead)
-        words = LossRing.memory(descriptors.losses)
-        losses, before = LossRing(words, index), LossRing.read_all(words, count)
-        if run > 0 or forgets:
+        losses = LossRing(LossRing.memory(descriptors.losses), index, run)
+        before = _losses_at_start(descriptors.losses, os.fstat(descriptors.losses).st_ino, count)
+        if forgets:
             losses.clear()
             before = {}
         return Memory(page, slot, snapshots, schedule, losses, before)
+
+
+@functools.cache
+def _losses_at_start(descriptor: int, _inode: int, count: int) -> Mapping[int, int]:
+    """Return the losses of a launcher's `count` ranks, as they were at the first call in this process.
+
+    Those of a later run of the script are read here, too: after a restart the script computes its earlier
+    runs again, which overwrite the memory. `_inode` tells the memory from others with this descriptor.
+    """
+    return LossRing.read_all(LossRing.memory(descriptor), count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,10 +208,11 @@ class LossRing:
     Args:
         words: the shared memory with the losses of all ranks of this launcher, from `memory`.
         index: number of the rank among those of its launcher, from 0.
+        run: number of the run in its script, from 0; losses of different runs have different keys.
     """
 
-    def __init__(self, words: memoryview, index: int) -> None:
-        self._words, self._first = words, index * _LOSS_WORDS
+    def __init__(self, words: memoryview, index: int, run: int = 0) -> None:
+        self._words, self._first, self._run = words, index * _LOSS_WORDS, run
 
     @staticmethod
     def memory(descriptor: int) -> memoryview:
@@ -221,13 +222,14 @@ class LossRing:
         """
         return memoryview(mmap.mmap(descriptor, _LOSS_BYTES)).cast("q")
 
-    @staticmethod
-    def key(points: int, replica: int, nth: int) -> int:
-        """Return a number above 0 that identifies the `nth` loss of a replica in a batch.
+    def key(self, points: int, replica: int, nth: int) -> int:
+        """Return a number other than 0 that identifies the `nth` loss of a replica in a batch of this run.
 
         `points` is the number of batches and epochs that were completed before the batch.
         """
-        return (points + 1) << 28 | (replica & 0xFFFFF) << 8 | nth & 0xFF
+        return (
+            hash((self._run, points, replica, nth)) or 1
+        )  # hashes of integers are equal in all processes
 
     def add(self, key: int, bits: int) -> None:
         """Store a loss under `key`; in a full ring, overwrite the oldest loss.
@@ -242,7 +244,7 @@ class LossRing:
         words[first] += 1
 
     def clear(self) -> None:
-        """Remove the losses that an earlier run of this process has left."""
+        """Remove this rank's losses, also those of earlier runs of the script."""
         self._words[self._first] = 0
         for place in range(self._first + 1, self._first + _LOSS_WORDS, 2):
             self._words[place] = 0

@@ -306,8 +306,8 @@ def test_the_last_512_losses_of_a_rank_are_kept(memory, count):
     words = LossRing.memory(memory.losses)
     ring = LossRing(words, 3)
     for number in range(count):
-        ring.add(LossRing.key(number, 7, 1), -number)
-    expected = {LossRing.key(n, 7, 1): -n for n in range(max(0, count - 512), count)}
+        ring.add(ring.key(number, 7, 1), -number)
+    expected = {ring.key(n, 7, 1): -n for n in range(max(0, count - 512), count)}
     assert LossRing.read_all(words, 4) == expected
     assert LossRing.read_all(words, 3) == {}  # of other ranks
     ring.clear()
@@ -316,14 +316,16 @@ def test_the_last_512_losses_of_a_rank_are_kept(memory, count):
 
 def test_losses_that_ranks_do_not_share_are_left_out(memory):
     words = LossRing.memory(memory.losses)
+    key = LossRing(words, 0).key
     for rank, value in ((0, 5), (1, 6), (1023, 5)):
-        LossRing(words, rank).add(LossRing.key(0, 0, 0), value)
-        LossRing(words, rank).add(LossRing.key(0, 1, 0), 8)
-    assert LossRing.read_all(words, 1024) == {LossRing.key(0, 1, 0): 8}
+        LossRing(words, rank).add(key(0, 0, 0), value)
+        LossRing(words, rank).add(key(0, 1, 0), 8)
+    assert LossRing.read_all(words, 1024) == {key(0, 1, 0): 8}
 
 
-def test_keys_of_losses_differ():
-    places = itertools.product((0, 1, 1 << 30), (0, 1, (1 << 20) - 1), (0, 255))
-    keys = [LossRing.key(*place) for place in places]
-    assert len(set(keys)) == 18
+def test_keys_of_losses_differ(memory):
+    words = LossRing.memory(memory.losses)
+    places = list(itertools.product((0, 1, 1 << 30), (0, 1, (1 << 20) - 1), (0, 255)))
+    keys = [LossRing(words, 0, run).key(*place) for run in (0, 1, 40) for place in places]
+    assert len(set(keys)) == 54
     assert 0 not in keys
