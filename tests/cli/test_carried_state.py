@@ -367,6 +367,7 @@ import torch
 from torch.utils.data import TensorDataset
 import lockstep
 
+restarted = os.path.exists("killed")
 for number in range(2):
     with lockstep.Run("twice", replicas=2, progress=False) as run:
         train = run.loader(TensorDataset(torch.randn(48, 4) + number), batch_size=12)
@@ -374,7 +375,7 @@ for number in range(2):
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for epoch in run.epochs(3):
             for (x,) in train:
-                run.backward(model(x).square().mean())
+                run.backward(model(x).square().mean() * (1 + DIFFERS * restarted * number))
                 optimizer.step()
                 optimizer.zero_grad()
             if number == 1 and epoch == 1 and run.world.rank == 0 and not os.path.exists("killed"):
@@ -384,8 +385,9 @@ for number in range(2):
 
 
 @pytest.mark.ranks(2)
-def test_losses_of_a_later_run_are_not_compared_with_those_of_the_first(lockstep):
-    done = lockstep("run", "-n", "2", lockstep.script(TWICE))
+@pytest.mark.parametrize("differs", [0, 1])
+def test_losses_of_a_later_run_are_compared_with_its_own(lockstep, differs):
+    done = lockstep("run", "-n", "2", lockstep.script(TWICE.replace("DIFFERS", str(differs))))
     assert done.code == 0, done.err
     assert "restart 1" in done.err
-    assert "computed before the crash" not in done.err, done.err
+    assert ("computed before the crash" in done.err) == differs, done.err
