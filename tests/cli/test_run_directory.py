@@ -103,6 +103,24 @@ def test_the_variable_names_the_directory_as_the_flag_does(lockstep: Lockstep) -
     assert (lockstep.directory / "e/run.json").exists()
 
 
+def test_a_finished_script_with_two_runs_is_not_run_again(lockstep: Lockstep) -> None:
+    lockstep.script(
+        "import lockstep\n"
+        "for number in range(2):\n"
+        "    with lockstep.Run('twice') as run:\n"
+        "        run.print('run', number)\n"
+    )
+    words = ("run", "-n", "1", "--run-dir", "d", "train.py")
+    assert lockstep(*words).code == 0
+    again = lockstep(*words)
+    assert (again.code, again.out.count("run ")) == (0, 0), again.err
+    assert "lockstep: finished already" in again.err
+    (second,) = lockstep.directory.glob("d/*/run.json")
+    second.write_text(second.read_text().replace('"finished"', '"failed"'))
+    third = lockstep(*words)
+    assert (third.code, third.out.count("run ")) == (0, 2), third.err
+
+
 def test_a_launch_inside_a_rank_does_not_use_the_directory_of_its_run(lockstep: Lockstep) -> None:
     lockstep.script(SCRIPT, "inner.py")
     lockstep.script(

@@ -32,11 +32,11 @@ def finished(spec: LaunchSpec) -> str | None:
     if spec.run_dir is None or spec.settings.value("fresh", os.environ) or not _is_only(spec):
         return None
     recorded: dict[str, Any] = {}
+    is_done = False
     with contextlib.suppress(RunDirectoryError):  # the ranks report it
         recorded = run_file.read(spec.run_dir) or {}
-    is_done = (
-        recorded.get("status") == "finished" and recorded.get(_MARK) and "next" not in recorded
-    )
+        is_complete = recorded.get("status") == "finished" and recorded.get(_MARK)
+        is_done = bool(is_complete) and not run_file.continues(spec.run_dir, recorded)
     if not (is_done and unfinished.is_same(recorded.get("identity", {}), _identity(spec))):
         return None
     return (
