@@ -56,6 +56,9 @@ def _index(asked: Word | Ids, world: World, count: int, environ: Mapping[str, st
     """Return the index of this rank's GPU, or `None` for the CPU.
 
     `asked` is the parsed value of `--devices`, and `count` the number of GPUs that this process sees.
+
+    Raises:
+        DeviceError: if each rank needs a GPU, and `asked` or `count` does not allow one for each.
     """
     if isinstance(asked, tuple):
         return _listed(asked, world, count)

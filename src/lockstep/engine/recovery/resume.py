@@ -105,9 +105,9 @@ def _choose(
 ) -> tuple[Path | None, str | None]:
     """Choose the run directory; return it, or `None` for a new one, and a message or `None`.
 
-    If `settings.resume` is set, the directory of an unfinished run is chosen. Otherwise `run_dir` is
-    returned, and the message tells of an unfinished run that could be resumed. `launch`: name that
-    `lockstep run` gave this launch, or `None`.
+    Under `lockstep run`, which has chosen it already, it is `run_dir`. Otherwise `settings.resume` chooses
+    the directory of an unfinished run. Without `settings.resume`, the message tells of an unfinished run
+    that could be resumed. `launch`: name that `lockstep run` gave this launch, or `None`.
     """
     world, is_first = rendezvous.world, rendezvous.number == 0
     if world.environment == "lockstep" or not (settings.resume or (run_dir is None and is_first)):

@@ -36,7 +36,11 @@ def _kept(value: Any) -> Any:
 
 
 def changed(before: Sequence[Group], groups: Sequence[Group]) -> tuple[str, Any, Any] | None:
-    """Return the first changed setting of parameter groups, with its old and new value, or `None`."""
+    """Compare parameter groups with earlier ones; return the first changed setting, or `None`.
+
+    The result has the setting's name and group as text, its old value and its new one. The number of groups
+    counts as a setting; the list of parameters does not.
+    """
     if len(before) != len(groups):
         return "the number of parameter groups", len(before), len(groups)
     for number, (old, group) in enumerate(zip(before, groups, strict=True)):

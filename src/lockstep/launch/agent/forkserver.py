@@ -240,9 +240,9 @@ class Workers:
     ) -> bool:
         """Send `signum` to all workers; return whether all have ended within `seconds`.
 
-        `runs`: process ids of the ranks that are inside `lockstep.Run`. If these are all ranks, the ranks'
-        child processes get no signal, since each run needs its DataLoader workers until it has saved its
-        state.
+        Parameter servers are ended by `END_SERVER`. `runs`: process ids of the ranks that are inside
+        `lockstep.Run`. If these are all ranks, only the ranks get `signum`, not their child processes: each
+        run needs its DataLoader workers until it has saved its state.
         """
         if living := self.living:
             ranks = [pid for rank, pid in living.items() if rank >= 0]

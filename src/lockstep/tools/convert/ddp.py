@@ -125,7 +125,7 @@ def _device_names(draft: Draft) -> None:
 
 
 def _devices_of_ranks(draft: Draft) -> None:
-    """Replace devices computed from the rank by `run.device`."""
+    """Replace devices that are computed from the rank, as in `.to(rank)`, by `run.device`."""
     script, module = draft.script, draft.module
     for call in script.calls("torch.device"):
         if any(_of_rank(script, arg) for arg in call.args):

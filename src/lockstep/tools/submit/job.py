@@ -163,9 +163,12 @@ class JobFollower:
             return self._detach("the output is not read any more: ")
 
     def _look(self) -> JobState | None:
-        """Query the job's state, and print it if it has changed; return it if the job has ended.
+        """Query the job's state; print it if it has changed, and return it if the job has ended.
 
-        Return `None` if the job has not ended, or if the job scheduler does not answer for now.
+        The result is `None` if the job has not ended, or if the job scheduler does not answer for now.
+
+        Raises:
+            RunError: if the job scheduler does not know the job any more.
         """
         try:
             now = self._backend.state(self._job)

@@ -95,10 +95,10 @@ def _heaviest(traced: ForwardGraph, count: int) -> float:
 def _too_heavy(module: nn.Module, traced: ForwardGraph, count: int, closed: set[str]) -> str | None:
     """Return the name of the largest submodule that must be split for balanced stages, or `None`.
 
-    Only submodules that are one node of the graph `traced` are considered. Such a node must be split if it
-    has more than 1/`count` of the model's parameter bytes, where `count` is the number of stages. If fewer
-    than `count` nodes have parameters, any of them may be chosen. `closed`: names of submodules that cannot
-    be traced, which are left out.
+    Only submodules with submodules of their own that are one node of the graph `traced` are considered.
+    Such a node must be split if it has more than 1/`count` of the parameter bytes, or if fewer than `count`
+    nodes, the number of stages, have parameters. `closed`: names of submodules that cannot be traced, which
+    are left out.
     """
     share = sum(traced.weights) / count
     few = sum(weight > 0 for weight in traced.weights) < count

@@ -59,7 +59,7 @@ def computed_by_rank(script: Script) -> Iterator[Violation]:
 
 
 def _of_layout(script: Script, node: ast.expr) -> bool:
-    """Whether a value contains the rank or the world size."""
+    """Whether `node`, or what it is computed from, contains the rank or the world size."""
     return any(
         script.is_rank(source) or script.is_world_size(source)
         for source in (node, *script.sources(node))
