@@ -399,6 +399,7 @@ class Run(RunMetrics):
     def load(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Load a `state_dict` from a file into a model; every rank reads the file.
 
+        The ranks wait for each other first, so that the file may be one that `run.export` has just written.
         A run that resumes from a snapshot or checkpoint keeps that state.
 
         Args:
@@ -412,4 +413,5 @@ class Run(RunMetrics):
             UsageError: if the file's name has another suffix.
         """
         self._loop.require_common_point("run.load")
+        self._session.barrier("run.load")
         self._session.models.load(model, weights_only.read_weights(Path(path)))

@@ -391,3 +391,32 @@ def test_losses_of_a_later_run_are_compared_with_its_own(lockstep, differs):
     assert done.code == 0, done.err
     assert "restart 1" in done.err
     assert ("computed before the crash" in done.err) == differs, done.err
+
+
+SCHEDULED = """
+import torch
+from torch.utils.data import TensorDataset
+import lockstep
+
+with lockstep.Run("scheduled", replicas=2) as run:
+    train = run.loader(TensorDataset(torch.randn(24, 4)), batch_size=12)
+    model = run.model(torch.nn.Linear(4, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = GIVEN(torch.optim.lr_scheduler.KIND)
+    for epoch in run.epochs(2):
+        for (x,) in train:
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        run.save()
+"""
+
+
+@pytest.mark.parametrize("kind", ["StepLR(optimizer, 1)", "ReduceLROnPlateau(optimizer)"])
+@pytest.mark.parametrize("given", ["run.scheduler", ""])
+def test_a_scheduler_that_was_not_given_to_the_run(lockstep, kind, given):
+    script = SCHEDULED.replace("KIND", kind).replace("GIVEN", given)
+    done = lockstep("run", "-n", "1", lockstep.script(script))
+    assert done.code == 0, done.err
+    warning = "a learning rate scheduler of SGD is not part of what is saved"
+    assert (warning in done.err) == (not given), done.err

@@ -140,6 +140,28 @@ def test_what_cannot_work(run, tmp_path, capsys) -> None:
     assert "--best: not allowed with argument --step" in capsys.readouterr().err
 
 
+LOADED = """
+import time
+import torch
+import lockstep
+from lockstep.state.checkpoint import weights_only
+
+write = weights_only.write_weights
+weights_only.write_weights = lambda *a, here, **k: (time.sleep(here), write(*a, here=here, **k))
+with lockstep.Run("loaded", replicas=2) as run:
+    model = run.model(torch.nn.Linear(4, 1))
+    run.export("model.pt")
+    run.load("model.pt")
+"""
+
+
+@pytest.mark.forked
+@pytest.mark.ranks(2)
+def test_load_waits_for_the_file_of_export(lockstep) -> None:
+    done = lockstep("run", "-n", "2", lockstep.script(LOADED))
+    assert done.code == 0, done.err
+
+
 def test_help_does_not_import_torch(lockstep) -> None:
     code = (
         "import sys\nfrom lockstep.cli import main\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from lockstep.engine.recovery import branch_settings
@@ -256,13 +258,19 @@ class State:
         """Return the class of an optimizer whose scheduler was not given to `run.scheduler`, or `None`."""
         known = {id(getattr(scheduler, "optimizer", None)) for scheduler in self.schedulers}
         for optimizer in self.optimizers:
-            # torch.optim.lr_scheduler sets this attribute on the optimizer whose steps it counts.
-            if (
-                getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-                and id(optimizer) not in known
+            # torch.optim.lr_scheduler sets this attribute on the optimizer whose steps it counts. A
+            # ReduceLROnPlateau counts none: it is found by its reference to the optimizer.
+            if id(optimizer) not in known and (
+                getattr(optimizer.step, "_wrapped_by_lr_sched", False) or _has_plateau(optimizer)
             ):
                 return type(optimizer).__name__
         return None
+
+
+def _has_plateau(optimizer: Optimizer) -> bool:
+    """Whether there is a ReduceLROnPlateau whose optimizer is `optimizer`."""
+    found = (one for one in gc.get_objects() if issubclass(type(one), ReduceLROnPlateau))
+    return any(one.optimizer is optimizer for one in found)
 
 
 def check_savable(name: str, state: Mapping[str, Any]) -> None:

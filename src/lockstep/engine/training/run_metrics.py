@@ -79,4 +79,4 @@ class RunMetrics(RunProperties):
     def barrier(self) -> None:
         """Wait until all ranks have called `run.barrier`."""
         self._loop.require_common_point("run.barrier", of_models=False)
-        self._session.barrier()
+        self._session.barrier("run.barrier")

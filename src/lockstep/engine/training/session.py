@@ -276,10 +276,10 @@ class Session:
             self.loop.first_error.check()
             self.loop.finish_buffers()
 
-    def barrier(self) -> None:
-        """Wait until all ranks have called `run.barrier`."""
+    def barrier(self, call: str) -> None:
+        """Wait until all ranks have called the method `call` of the run, such as `run.barrier`."""
         if self.context.group is not None:
-            with self.context.collectives.collective("run.barrier"):
+            with self.context.collectives.collective(call):
                 dist.barrier(group=self.context.group)
 
     # --- the end ---------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ COLLECTIVES = (
     "run.barrier",
     "run.main_process_first",
     "run.save",
+    "run.load",
     "a checkpoint",
     "the comparison of states",
     "the end of the run",

@@ -22,7 +22,7 @@ _OTHERS = re.compile(
 
 
 def convert(draft: Draft) -> None:
-    """Edit the draft: put `torch.save` under `if run.is_main_process`.
+    """Edit the draft: put `torch.save` under `if run.is_main_process`, and let loads wait for it.
 
     The user is asked about other calls that write files.
     """
@@ -42,6 +42,26 @@ def convert(draft: Draft) -> None:
             draft.edit("guard", draft.line_statement(call), f"{RUN}.is_main_process")
         elif _writes(draft, call):
             draft.ask(call, questions.SAVE)
+    _wait_for_files(draft)
+
+
+def _wait_for_files(draft: Draft) -> None:
+    """Add `run.barrier()` before each `torch.load` of a file that the same function has saved above it."""
+    script, module = draft.script, draft.module
+    saves = [(call, argument(call, "f", 1)) for call in script.calls("torch.save")]
+    for load in script.calls("torch.load"):
+        path = argument(load, "f", 0)
+        if path is None or _is_guarded(draft, load) or script.step_loop(load) is not None:
+            continue
+        text = ast.unparse(path)
+        if any(
+            saved is not None
+            and ast.unparse(saved) == text
+            and call.lineno < load.lineno
+            and module.scope(call) is module.scope(load)
+            for call, saved in saves
+        ):
+            draft.edit("before", draft.line_statement(load), f"{RUN}.barrier()")
 
 
 def _is_guarded(draft: Draft, node: ast.AST) -> bool:

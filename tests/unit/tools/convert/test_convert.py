@@ -230,6 +230,14 @@ def test_other_forms(tmp_path: Path, old: str, new: str, line: str) -> None:
     assert line in text, text
 
 
+def test_a_load_waits_for_a_file_that_was_saved(tmp_path: Path) -> None:
+    saved = "if loss < 1: torch.save(model.state_dict(), 'best.pt')"
+    loaded = "model.load_state_dict(torch.load('best.pt'))\nother = torch.load('other.pt')"
+    text = convert(script(tmp_path, "torch.load('best.pt')", saved, loaded)).text
+    assert text.count("run.barrier()") == 1
+    assert "    run.barrier()\n    model.load_state_dict(torch.load('best.pt'))\n" in text
+
+
 def test_a_batch_sampler_of_a_rank_is_a_question(tmp_path: Path) -> None:
     path = script(tmp_path, DDP)
     path.write_text(path.read_text().replace("batch_size=4", "batch_sampler=s"))
