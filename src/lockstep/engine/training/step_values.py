@@ -40,10 +40,13 @@ class StepValues:
         """
         if self._warned or self._loop.microbatch is None:
             return
+        is_last = self._loop.acts_now()
+        if is_last and not self._earlier:  # nothing to compare: the rank has one microbatch
+            return
         found = {
             name: number for name, own in values.items() if (number := _number(own)) is not None
         }
-        if not self._loop.acts_now():
+        if not is_last:
             self._earlier |= found
             return
         rates = {_number(group["lr"]) for one in self._optimizers for group in one.param_groups}
