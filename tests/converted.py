@@ -25,7 +25,7 @@ NAMES = {
     "pair": 1,
     "straight": 0,
     "trainer": 0,
-    "transfer": 1,
+    "transfer": 3,
 }
 #: In the page, the example stands between these two lines.
 _PLACE = re.compile(r"(?<=<!-- example -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -130,6 +130,7 @@ class Module:
 
     def _index(self) -> None:
         stack: list[ast.AST] = [self.tree]
+        others: list[ast.AST] = []  # names need the parents of all nodes
         while stack:
             node = stack.pop()
             for child in ast.iter_child_nodes(node):
@@ -145,7 +146,9 @@ class Module:
                 case ast.For() | ast.AsyncFor() | ast.While():
                     self.loops.append(node)
                 case _:
-                    self._bind_names(node)
+                    others.append(node)
+        for node in others:
+            self._bind_names(node)
         self.calls.sort(key=start)
         self.loops.sort(key=lambda loop: loop.lineno)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from lockstep.tools.check.assignments import assigned_before, counter, head
 from lockstep.tools.check.syntax import (
     Function,
     Loop,
-    before,
     dotted,
     method_calls,
     root,
@@ -45,28 +45,10 @@ def convert(draft: Draft) -> None:
             name: binding.node
             for binding in reversed(bindings)
             for name in binding.read & changed
-            if not _bound_before(draft, loop, binding.node, name)
+            if not assigned_before(draft.module, loop, binding.node, name)
         }
         for name in sorted(early.keys() & _used(draft, loop, bindings, early.keys())):
             draft.ask(early[name], questions.CARRIED.format(name))
-
-
-def binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether `statements` assign the variable `name` on every path.
-
-    Loops count as executed at least once.
-    """
-    for statement in statements:
-        match statement:
-            case ast.If(body=body, orelse=orelse):
-                bound = binds(body, name) and binds(orelse, name)
-            case ast.With() | ast.For() | ast.While() | ast.Try():
-                bound = name in stored(_head(statement)) or binds(statement.body, name)
-            case _:
-                bound = name in stored(statement)
-        if bound:
-            return True
-    return False
 
 
 def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -79,24 +61,8 @@ def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(getattr(statement, name, ()))
 
 
-def _head(statement: ast.stmt) -> ast.AST:
-    """Return the part of a compound statement outside of its blocks, such as the test of an `if`.
-
-    Other statements, such as an assignment, are returned themselves.
-    """
-    match statement:
-        case ast.If(test=test) | ast.While(test=test):
-            return test
-        case ast.For(target=target, iter=over):
-            return ast.Tuple([target, over])
-        case ast.With(items=items):
-            parts = [part for item in items for part in (item.context_expr, item.optional_vars)]
-            return ast.Tuple([part for part in parts if part])
-    return ast.Tuple([]) if hasattr(statement, "body") else statement
-
-
 def _binding(statement: ast.stmt) -> _Binding:
-    head = _head(statement)
+    own_part = head(statement)
     filled = None
     match statement:
         case ast.AugAssign(target=target) | ast.Assign(targets=[ast.Subscript() as target]):
@@ -104,8 +70,8 @@ def _binding(statement: ast.stmt) -> _Binding:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=attr))) if attr in _FILLS:
             filled = owner
     own = {dotted(filled)} if filled is not None else set()
-    read = {dotted(variable) for variable in variables(head, context=ast.Load)}
-    return _Binding(statement, (stored(head) | own) - {""}, (read | own) - {""})
+    read = {dotted(variable) for variable in variables(own_part, context=ast.Load)}
+    return _Binding(statement, (stored(own_part) | own) - {""}, (read | own) - {""})
 
 
 def _used(
@@ -128,23 +94,3 @@ def _used(
                 tests = draft.tests(binding.node, loop)
                 used |= binding.read | {dotted(part) for part in variables(*tests)}
     return used
-
-
-def counter(loop: ast.AST) -> set[str]:
-    """Return a set with the name `i` for a loop `for i, … in enumerate(…)`; empty for another loop."""
-    match loop:
-        case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=func)):
-            return {name} if dotted(func) == "enumerate" else set()
-    return set()
-
-
-def _bound_before(draft: Draft, loop: Loop, node: ast.stmt, name: str) -> bool:
-    """Whether every iteration of `loop` assigns the variable `name` before it executes `node`."""
-    for parent, child in draft.module.ancestry(node):
-        own = stored(_head(parent)) if isinstance(parent, ast.stmt) else set()
-        counted = counter(loop) if parent is loop else set()
-        if binds(before(parent, child), name) or name in own - counted:
-            return True
-        if parent is loop:
-            break
-    return False

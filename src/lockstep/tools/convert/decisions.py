@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
+from lockstep.tools.check.assignments import counter
 from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, root, variables
-from lockstep.tools.convert import carried, loops, questions
+from lockstep.tools.convert import loops, questions
 from lockstep.tools.convert.draft import Draft, origins
 
 #: Functions that return the time, which differs between ranks.
@@ -28,7 +29,7 @@ def convert(draft: Draft) -> None:
     for call in script.methods("step"):
         loop = script.step_loop(call)
         read = {dotted(variable) for variable in variables(*all_arguments(call))}
-        if loop is not None and read & carried.counter(loop):
+        if loop is not None and read & counter(loop):
             draft.ask(call, questions.RATE)
         elif loop is None and any(_of_training(draft, arg) for arg in all_arguments(call)):
             draft.ask(call, questions.OWN)
@@ -85,7 +86,11 @@ def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
     from training. `depth`: number of levels over which arguments are followed.
     """
     script, module, owner = draft.script, draft.module, root(name)
-    if owner is None or dotted(owner) in ("", "self") or draft.models & set(origins(script, owner)):
+    if (
+        owner is None
+        or dotted(owner) in ("", "self", *module.imports)
+        or draft.models & set(origins(script, owner))
+    ):
         return False
     for call in module.calls:
         receiver = root(call.func)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from lockstep.tools.check.syntax import argument, dotted, method_calls, receiver, root
+from lockstep.tools.check.syntax import argument, dotted, method_calls, receiver, root, stored
 from lockstep.tools.convert import precision, questions
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft, origins
 
@@ -35,6 +35,7 @@ def convert(draft: Draft) -> None:
     for call in schedulers:
         if not _is_part(draft, call):
             draft.edit("wrap", call, f"{RUN}.scheduler")
+    _frozen_later(draft)
     normalised = any(_NORMALISED.match(name) for name in script.called)
     if normalised and "ddp" not in script.flavours:
         draft.notes.append(questions.NORMALISED.format(REPLICAS))
@@ -142,6 +143,30 @@ def _changed_after(
             found.append(node)
     between = [one for one in found if made.lineno < one.lineno < call.lineno]
     return max(between, key=lambda one: one.lineno, default=None)
+
+
+def _frozen_later(draft: Draft) -> None:
+    """Add questions to `draft` about parameters that are frozen or unfrozen once training has begun."""
+    script, module = draft.script, draft.module
+    begun = [*script.step_loops, *script.epoch_loops]
+    for node in ast.walk(module.tree):
+        match node:
+            case (
+                ast.Call(func=ast.Attribute(value=owner, attr="requires_grad_"))
+                | ast.Assign(targets=[ast.Attribute(value=owner, attr="requires_grad")])
+            ) if _has_parameters(draft, owner):
+                scope = module.scope(node)
+                if any(one.lineno < node.lineno and module.scope(one) is scope for one in begun):
+                    draft.ask(node, questions.FROZEN)
+
+
+def _has_parameters(draft: Draft, node: ast.expr) -> bool:
+    """Whether `node` is a part of a model of the run, or an element of a loop over `….parameters()`."""
+    for parent in draft.module.above(node):
+        if isinstance(parent, ast.For) and dotted(node) in stored(parent.target):
+            return bool(method_calls(parent.iter, "parameters", "named_parameters"))
+    owner = root(node)
+    return owner is not None and bool(draft.models.intersection(origins(draft.script, owner)))
 
 
 def _wrappers(draft: Draft) -> None:

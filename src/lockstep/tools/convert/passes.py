@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from lockstep.tools.check.assignments import binds
 from lockstep.tools.check.fix import PART
 from lockstep.tools.check.syntax import Loop, dotted, method, method_calls, stored, variables
-from lockstep.tools.convert import carried, questions
+from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft, sent_backward
 
 #: Attributes that read a tensor without its autograd graph.
@@ -103,7 +104,7 @@ def _two_passes(draft: Draft, loop: Loop, second: int) -> None:
         dotted(one) for one in variables(*rest, context=ast.Load) if isinstance(one, ast.Attribute)
     }
     undecided = read & stored(*first) or any(
-        not carried.binds(first, name)
+        not binds(first, name)
         or (_goes_through(draft, rest, name) and _has_graph(draft, first, name))
         for name in needed
     )

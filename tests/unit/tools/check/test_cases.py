@@ -556,3 +556,79 @@ def test_a_fix_writes_what_stands_there(tmp_path: Path) -> None:
     module, edits = outcome.edits[script]
     line = 'os.environ.setdefault("MASTER_PORT", "29500")  # why\n'
     assert editor.apply(module, edits) == HEAD + line
+
+
+EPOCHS = """\
+import lockstep
+
+class EarlyStopping:
+    def __init__(self):
+        self.bad = 0
+
+    def step(self, value):
+        self.bad += 1
+        return self.bad > 3
+
+def main():
+    with lockstep.Run("toy", replicas=2) as run:
+        {before}
+        for epoch in run.epochs(9):
+            score = run.mean(measure())
+            {inside}
+        {after}
+
+main()
+"""
+#: Code before the epochs, in each and after them, and the names that the rule finds.
+KEPT = {
+    "several first values": (
+        "best, bad = float('inf'), 0",
+        "if score < best: best, bad = score, 0",
+        "",
+        ["best"],
+    ),
+    "a count": ("bad = 0", "bad += 1\n            if bad > 3: break", "", ["bad"]),
+    "a value read after the epochs": (
+        "weights = None",
+        "if score > 1: weights = copy(model)",
+        "model.load_state_dict(weights)",
+        ["weights"],
+    ),
+    "an object": ("early = EarlyStopping()", "if early.step(score): break", "", ["early"]),
+    "an attribute of an object": (
+        "early = EarlyStopping()",
+        "early.step(score)\n            if early.bad > 3: break",
+        "",
+        ["early"],
+    ),
+    "an object of the run": (
+        "early = run.register('early', EarlyStopping())",
+        "if early.step(score): break",
+        "",
+        [],
+    ),
+    "a count of this epoch": (
+        "bad = 0",
+        "bad = 0\n            bad += 1\n            if bad > 3: break",
+        "",
+        [],
+    ),
+    "a value of this epoch": ("last = 0.0", "last = score", "print(last)", []),
+    "only shown": ("count = 0", "count += 1\n            if count % 3 == 0: print(score)", "", []),
+    "assigned anew": (
+        "last = None",
+        "if score > 1: last = score",
+        "last = 0\n        print(last)",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "inside", "after", "names"), KEPT.values(), ids=KEPT)
+def test_values_that_a_crash_loses(
+    before: str, inside: str, after: str, names: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(EPOCHS.format(before=before, inside=inside, after=after))
+    found = engine.check([script], Selection(select=("LS601",))).findings
+    assert [one.message.split()[0] for one in found] == names

@@ -180,6 +180,12 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
     [
         ("model.parameters()", "things()", questions.PARAMETERS),
         ("range(2)", "[0, 1]", questions.EPOCHS),
+        (
+            "optimizer.step()\n",
+            "optimizer.step()\nfor p in model.parameters(): p.requires_grad = False\n",
+            questions.FROZEN,
+        ),
+        ("pass", "model.requires_grad_(False)", questions.FROZEN),
         ("DataLoader(list(range(8)), batch_size=4)", "load()", questions.LOADER.format("load()")),
         ("batch_size=4", "batch_sampler=s", None),
         ("backward()", "backward(retain_graph=True)", questions.BACKWARD),
@@ -187,6 +193,11 @@ def test_single_lines(tmp_path: Path, before: str, inside: str, after: str, line
         ("pass", "s = torch.optim.lr_scheduler.StepLR(optimizer, 1); s.step(step)", questions.RATE),
         ("optimizer.step()\n", "optimizer.step()\n    schedule.step(loss.item())\n", questions.OWN),
         ("optimizer.step()\n", "optimizer.step()\n    if loss < 1: break\n", questions.OWN),
+        (
+            "optimizer.step()\n",
+            "optimizer.step()\n        torch.relu(x)\n    if torch.relu(w).item() < 1: break\n",
+            None,
+        ),
         ("range(2)", "range(state['epoch'], 2)", questions.START),
         ("pass", "optimizer.param_groups[0]['lr'] *= 0.9", questions.RATE),
         ("pass", "noise.step()", questions.OPTIMIZER.format("noise")),

@@ -1,4 +1,4 @@
-"""Rules on loops and optimizers of `lockstep.Run` (family LS6); `microbatches.py` has further rules."""
+"""Rules on loops and optimizers of `lockstep.Run` (family LS6); `microbatches.py` and `kept_variables.py` have further ones."""
 
 from __future__ import annotations
 
@@ -9,70 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument, dotted
-
-
-@rule(
-    "LS601",
-    "value that decides later and is not kept",
-    "this decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)",
-    "corrupts",
-    why="""A resumed run passes over the epochs that are done, so a variable of the script has its first value. A value
-    that decides something later, such as the best accuracy so far, is part of the state.""",
-    example="""
-      import lockstep
-
-      with lockstep.Run("toy", seed=0, replicas=2) as run:
-    -     best = 0.0
-    +     state = run.state(best=0.0)
-          for epoch in run.epochs(10):
-              accuracy = run.mean(measure())
-    -         if accuracy > best:
-    -             best = accuracy
-    +         if accuracy > state.best:
-    +             state.best = accuracy
-                  run.save(best=accuracy)
-    """,
-)
-def not_registered(script: Script) -> Iterator[Violation]:
-    """Find variables that an epoch loop tests and changes, and that are not registered by `run.state`.
-
-    When a run resumes, such variables begin with their first value again.
-    """
-    for loop in script.module.loops:
-        over = script.iterated(loop)
-        if not (isinstance(over, ast.Call) and dotted(over.func).endswith(".epochs")):
-            continue
-        scope = script.module.scope(loop)
-        tests = [branch.test for branch in ast.walk(loop) if isinstance(branch, ast.If)]
-        tested = {one.id for test in tests for one in ast.walk(test) if isinstance(one, ast.Name)}
-        for node in ast.walk(loop):
-            name = _changed(node)
-            before = name in tested and _starts_before(script, loop, name)
-            if before and script.module.scope(node) is scope and isinstance(node, ast.stmt):
-                message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
-                yield Violation(node, message)
-
-
-def _changed(node: ast.AST) -> str:
-    match node:
-        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AugAssign(target=ast.Name(id=name)):
-            return name
-    return ""
-
-
-def _starts_before(script: Script, loop: Loop, name: str) -> bool:
-    """Whether the variable `name` gets a constant before `loop`, and is not reset in the loop's body."""
-    assigned = [one for one in loop.body[:-1] if isinstance(one, ast.Assign)]
-    if name in map(_changed, assigned):
-        return False
-    values = script.module.bound.get((script.module.scope(loop), name), ())
-    return any(
-        isinstance(value, ast.expr)
-        and value.lineno < loop.lineno
-        and (isinstance(value, ast.Constant | ast.UnaryOp) or "float(" in ast.unparse(value)[:6])
-        for value in values
-    )
+from lockstep.tools.check.syntax import Function, all_arguments, argument, dotted
 
 
 @rule(

@@ -1,0 +1,65 @@
+"""Queries on which variables the statements of a block assign, and on which paths."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from lockstep.tools.check.source import Module
+from lockstep.tools.check.syntax import Loop, before, dotted, stored
+
+
+def binds(statements: Sequence[ast.stmt], name: str) -> bool:
+    """Whether `statements` assign the variable `name` on every path.
+
+    Loops count as executed at least once.
+    """
+    for statement in statements:
+        match statement:
+            case ast.If(body=body, orelse=orelse):
+                bound = binds(body, name) and binds(orelse, name)
+            case ast.With() | ast.For() | ast.While() | ast.Try():
+                bound = name in stored(head(statement)) or binds(statement.body, name)
+            case ast.AugAssign():  # keeps a part of an earlier value
+                bound = False
+            case _:
+                bound = name in stored(statement)
+        if bound:
+            return True
+    return False
+
+
+def head(statement: ast.stmt) -> ast.AST:
+    """Return the part of a compound statement outside of its blocks, such as the test of an `if`.
+
+    Other statements, such as an assignment, are returned themselves.
+    """
+    match statement:
+        case ast.If(test=test) | ast.While(test=test):
+            return test
+        case ast.For(target=target, iter=over):
+            return ast.Tuple([target, over])
+        case ast.With(items=items):
+            parts = [part for item in items for part in (item.context_expr, item.optional_vars)]
+            return ast.Tuple([part for part in parts if part])
+    return ast.Tuple([]) if hasattr(statement, "body") else statement
+
+
+def counter(loop: ast.AST) -> set[str]:
+    """Return a set with the name `i` for a loop `for i, … in enumerate(…)`; empty for another loop."""
+    match loop:
+        case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=func)):
+            return {name} if dotted(func) == "enumerate" else set()
+    return set()
+
+
+def assigned_before(module: Module, loop: Loop, node: ast.stmt, name: str) -> bool:
+    """Whether every iteration of `loop` assigns the variable `name` before it executes `node`."""
+    for parent, child in module.ancestry(node):
+        own = stored(head(parent)) if isinstance(parent, ast.stmt) else set()
+        counted = counter(loop) if parent is loop else set()
+        if binds(before(parent, child), name) or name in own - counted:
+            return True
+        if parent is loop:
+            break
+    return False
