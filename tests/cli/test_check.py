@@ -29,6 +29,16 @@ def test_exit_codes(lockstep):
         assert "lockstep: error: " in done.err
 
 
+def test_notes_on_scripts_that_no_rule_judges(lockstep):
+    plain = "import torch\nfor x in data:\n    model(x).backward()\n"
+    done = lockstep("check", lockstep.script(plain, "plain.py"))
+    assert done.code == 0
+    assert done.out.startswith("note: plain.py: no rule looked at it: it trains, and uses neither")
+    asked = "import lockstep\n# lockstep: question: a\nx = 1\n# lockstep: question: b\n"
+    done = lockstep("check", lockstep.script(asked, "asked.py"))
+    assert done.out == "note: asked.py: 2 open questions of lockstep convert\nNo findings.\n"
+
+
 def test_a_fix_is_shown_and_made(lockstep):
     bad = lockstep.script(BAD, "bad.py")
     done = lockstep("check", "--diff", bad)

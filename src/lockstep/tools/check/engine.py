@@ -40,9 +40,13 @@ class Finding:
     fixable: bool = False
 
 
+#: Begins each question in a converted script.
+QUESTION = "# lockstep: question: "
+
+
 @dataclass
 class CheckResult:
-    """Result of `lockstep check`: findings, notes on files without a training loop, and edits by file."""
+    """Result of `lockstep check`: findings, notes on what no rule looked at, and edits by file."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -123,8 +127,8 @@ def _findings(
     if selection.has(UNKNOWN):
         yield from _unknown_codes(path, module)
     with_adapter = script.flavours == {"adapter"}
-    if not (module.errors or script.trains or with_adapter) and script.flavours:
-        outcome.notes += _no_loop(path, script)
+    if not (module.errors or with_adapter):
+        outcome.notes += _notes(path, script)
     edits: list[Edit] = []
     selected = [rule for code, rule in RULES.items() if selection.has(code)]
     if with_adapter:  # the run deals data out, averages gradients and reduces what is logged
@@ -178,12 +182,19 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
                 yield Finding(path, line, 1, line, UNKNOWN, message, "misleads", cell)
 
 
-def _no_loop(path: Path, script: Script) -> Iterator[str]:
-    """Yield a note if a script that creates a process group and an optimizer has no training loop."""
+def _notes(path: Path, script: Script) -> Iterator[str]:
+    """Yield notes on a script that rules cannot judge, and on open questions of `lockstep convert`."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
-    if starts and script.matches(r"\boptim\b|[Oo]ptimizer"):
+    if script.trains and not script.flavours:
+        yield (
+            f"{path}: no rule looked at it: it trains, and uses neither torch.distributed nor Lockstep "
+            "(lockstep convert changes it into a Lockstep script)"
+        )
+    elif starts and not script.trains and script.matches(r"\boptim\b|[Oo]ptimizer"):
         yield (
             f"{path}: no training loop found, so the rules about steps did not run; looked for a for or "
             "while loop with .backward() in it, or in a function that it calls, in this file and the "
             "project's modules that it imports"
         )
+    if asked := script.module.text.count(QUESTION):
+        yield f"{path}: {asked} open question{'s' * (asked > 1)} of lockstep convert"
