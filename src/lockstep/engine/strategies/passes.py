@@ -114,8 +114,9 @@ class TrainableParameters:
             raise ModelError(
                 f"{type(self._module).__name__} has {len(now)} trainable parameters; it had "
                 f"{len(self._first)} when it was given to run.model ({self._changes(now)})",
-                hint="leave requires_grad as it was at run.model: only parameters of an optimizer change, so "
-                "leave others out of it (until add_param_group), and use torch.no_grad() around their layers",
+                hint="leave requires_grad as it was at run.model: only parameters of an optimizer "
+                "change, so leave others out of it (until add_param_group), and use torch.no_grad() "
+                "around their layers",
             )
 
     def _changes(self, now: Collection[int]) -> str:
