@@ -172,7 +172,8 @@ class ForkServer:
     def _gone() -> RunError:
         return RunError(
             "the fork server ended during the run; expected it to live as long as the run",
-            hint="it may have been killed for memory, or by hand",
+            hint="it may have been killed for memory, or by hand; --resume continues from the newest "
+            "checkpoint",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from math import prod
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, UsageError
@@ -127,7 +128,14 @@ def _names(chosen: ValidCheckpoint, model: int | None) -> dict[str, str]:
     if not models:
         raise UsageError(f"the checkpoint {chosen.path} holds no model")
     if model is None and len(models) > 1:
-        raise UsageError(f"the run has models {numbers}", hint="--model says which one")
+        sizes = ", ".join(
+            f"{number} ({sum(prod(chosen.manifest.tensors[name].shape) for name in names):,} values)"
+            for number, names in sorted(models.items())
+        )
+        raise UsageError(
+            f"the run has models {sizes}",
+            hint="--model says which one, counted from 0 in the order of run.model",
+        )
     wanted = min(models) if model is None else model
     if wanted not in models:
         raise UsageError(f"there is no model {wanted}; expected one of {numbers}")

@@ -542,6 +542,26 @@ def test_a_diff_says_where_the_last_line_has_no_end() -> None:
     assert text.endswith("\n-y = 2\n\\ No newline at end of file\n+y = 3\n")
 
 
+def test_clipping_by_torch_is_told_the_call_of_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    clips = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    text = LOOP.format(clips).replace("    rng", "    model = run.model(net)\n    rng")
+    script.write_text(text)
+    (found,) = engine.check([script], Selection(select=("LS605",))).findings
+    assert "call run.clip_grad_norm_" in found.message
+
+
+@pytest.mark.parametrize(("call", "found"), [("loss.backward()", 1), ("run.backward(loss)", 0)])
+def test_own_backward_passes_between_batches(call: str, found: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import lockstep\nwith lockstep.Run('toy', replicas=2) as run:\n"
+        "    for whole in run.batches(run.loader(data, batch_size=4)):\n"
+        f"        for x in whole:\n            loss = model(x)\n            {call}\n"
+    )
+    assert len(engine.check([script], Selection(select=("LS606",))).findings) == found
+
+
 def test_an_optimizer_of_another_loop_is_none_of_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     other = "\n\ndef by_hand(model):\n    o = torch.optim.SGD(model.parameters())\n    o.step()\n"

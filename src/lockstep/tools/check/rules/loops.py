@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, all_arguments, argument, dotted
+from lockstep.tools.check.syntax import Function, all_arguments, argument, last_name
 
 
 @rule(
@@ -113,9 +113,10 @@ def not_given(script: Script) -> Iterator[Violation]:
 def own_backward(script: Script) -> Iterator[Violation]:
     """Find `loss.backward()` in loops over a loader of `lockstep.Run`."""
     for loop in script.step_loops:
-        values = script.sources(script.iterated(loop))
+        around = [loop, *(one for one in script.module.above(loop) if isinstance(one, ast.For))]
+        values = [value for one in around for value in script.sources(script.iterated(one))]
         made = [value.func for value in values if isinstance(value, ast.Call)]
-        of_run = any(dotted(func).endswith(".loader") for func in made)
+        of_run = any(last_name(func) in ("loader", "batches") for func in made)
         for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
                 yield Violation(call)

@@ -15,6 +15,8 @@ _SHOWS = {
     "print", "log", "info", "debug", "warning", "write", "append", "add_scalar", "add_scalars", "add_histogram",
     "set_description", "set_postfix", "watch",
 }  # fmt: skip
+#: Functions of torch that clip gradients.
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 #: Methods of a model that return its parameters or buffers.
 _STATES = ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict")
 
@@ -96,8 +98,9 @@ def per_microbatch(script: Script) -> Iterator[Violation]:
     )
     parameters = "parameters are changed, or gradients read, once per microbatch: the whole gradient is there in the last one, for run.clip_grad_norm_ and the optimizer"
     count = "{} counts microbatches, whose number depends on the layout: use run.step"
+    clip = "this clips what this rank has of the gradient: call run.clip_grad_norm_ or run.clip_grad_value_"
     for call in updates:
-        yield Violation(call, model)
+        yield Violation(call, clip if last_name(call.func) in _CLIPS else model)
     inside = {script.callee(call) for call in updates}
     for node in ast.walk(script.module.tree):
         match node:
