@@ -28,7 +28,7 @@ from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training import fingerprint
 from lockstep.engine.training.audit import Audit
 from lockstep.engine.training.audit_report import IN_AUDIT
-from lockstep.engine.training.averages import Averages
+from lockstep.engine.training.averaged_models import AveragedModels
 from lockstep.engine.training.backward import Backward
 from lockstep.engine.training.call_sites import CallSites
 from lockstep.engine.training.carried_variables import CarriedVariables
@@ -93,7 +93,7 @@ class Session:
         context, record, settings = self.context, self.context.record, self.context.settings
         self.state = state = State()
         faults = Faults.of(os.environ, context.world)
-        self._averages = Averages(context.of_model(-1), state.models)
+        self._averages = AveragedModels(context.of_model(-1), state.models)
         self.loop = loop = Loop(
             settings.seed,
             context.replicas,

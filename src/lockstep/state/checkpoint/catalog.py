@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +328,7 @@ class Catalog:
         self.identity = json.loads(json.dumps(identity))
         self.confirmed: Callable[[], int | None] = lambda: None  # step up to which audits confirm
         #: Checkpoints newer than the one that the run resumed from: their files did not verify.
-        self._damaged: set[Key] = set()
+        self.damaged: set[Key] = set()
 
     def newest(self) -> ValidCheckpoint | None:
         """Return the newest checkpoint whose files verify; `None` if there is none.
@@ -341,12 +340,12 @@ class Catalog:
             CheckpointError: if the directory cannot be read.
         """
         there = paths(self.directory)
-        self._damaged = set()
+        self.damaged = set()
         for key, path in there.items():
             try:
                 return look(path, None if path.name == self.parent else self.identity)
             except CheckpointError as error:
-                self._damaged.add(key)
+                self.damaged.add(key)
                 hint = f"; {error.hint}" if error.hint else ""
                 self.warn(
                     f"lockstep: warning: the checkpoint {path} is skipped: {error.message}{hint}"
@@ -382,69 +381,3 @@ class Catalog:
                 what = f"{path}, which no audit has confirmed, cannot be renamed: {error.strerror}"
                 raise CheckpointError(what, hint="move it away") from error
         return moved
-
-    def remove_old(self, keep: int, newest: Key, anchors: int = 0, limit: float = 0.0) -> None:
-        """Remove checkpoints of this run, except the `keep` latest, the best, anchors, and `newest`.
-
-        The anchors are the first checkpoint of every `anchors` steps; this spacing is doubled until all
-        anchors together have at most `limit` bytes. The last checkpoint that an audit confirms stays, and
-        so do checkpoints of newer formats. A damaged checkpoint is removed if it is older than `newest`.
-
-        Raises:
-            CheckpointError: if the directory cannot be read.
-        """
-        self._damaged.discard(newest)
-        good, damaged = self._own()
-        stay = {newest, *sorted(good)[-keep:]}
-        rated = [(one.best, key) for key, one in good.items() if one.best is not None]
-        rated = [(best, key) for best, key in rated if not isnan(best)]
-        if rated:
-            stay.add(max(rated)[1])
-        confirmed = self.confirmed()
-        stay |= {*sorted(key for key in good if confirmed is not None and key[0] <= confirmed)[-1:]}
-        if anchors:
-            stay |= _anchors(good, anchors, limit)
-        # A damaged one that lies ahead is replaced when the run gets there.
-        older = {key for key in damaged if key < newest}
-        for key in (good.keys() - stay) | older:
-            remove(place(self.directory, key))
-
-    def _own(self) -> tuple[dict[Key, Manifest], set[Key]]:
-        """Return this run's manifests by key, and the keys of checkpoints with missing or cut files."""
-        good: dict[Key, Manifest] = {}
-        damaged: set[Key] = set()
-        for key, path in paths(self.directory).items():
-            try:
-                content = read_manifest(path)
-                if content.differences(self.identity):
-                    continue
-                for name in content.files:
-                    content.verify_size(path, name)
-            except NewerFormatError:
-                continue
-            except DamagedError:
-                damaged.add(key)
-                continue
-            except (OSError, CheckpointError):
-                continue
-            if key in self._damaged:
-                damaged.add(key)
-            else:
-                good[key] = content
-        return good, damaged
-
-
-def _anchors(good: Mapping[Key, Manifest], every: int, limit: float) -> set[Key]:
-    """Return the keys of the checkpoints in `good` to keep as anchors: the first per `every` steps.
-
-    If these have more than `limit` bytes together, `every` is doubled until they fit or one is left.
-    """
-    while True:
-        first: dict[int, Key] = {}
-        for key in sorted(good):
-            if window := key[0] // every:
-                first.setdefault(window, key)
-        size = sum(file.bytes for key in first.values() for file in good[key].files.values())
-        if len(first) < 2 or size <= limit:
-            return set(first.values())
-        every *= 2

@@ -29,6 +29,7 @@ from lockstep.state.checkpoint.catalog import (
     place,
 )
 from lockstep.state.checkpoint.parts import Box, Sharding, cut_of, local, whole
+from lockstep.state.checkpoint.retention import remove_old
 from lockstep.state.checkpoint.writer import (
     CheckpointWriter,
     DraftDirectory,
@@ -247,7 +248,7 @@ class CheckpointManager:
         if self._rank != 0 or key is None or not place(self.catalog.directory, key).exists():
             return
         try:
-            self.catalog.remove_old(self._keep, key, *self._anchors)
+            remove_old(self.catalog, self._keep, key, *self._anchors)
         except CheckpointError as error:
             self.catalog.warn(
                 f"lockstep: warning: old checkpoints are not removed: {error.message}"

@@ -1,4 +1,4 @@
-"""`Averages`: keeps the buffers of untrained modules, such as averages of weights, equal on all ranks."""
+"""`AveragedModels`: keeps buffers of untrained modules, such as averaged weights, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.engine.training.listeners import Listener
 _DEPTH = 16
 
 
-class Averages(Listener):
+class AveragedModels(Listener):
     """Modules that the run does not train, such as averages of a model's weights (EMA, SWA).
 
     On every rank the modules' buffers are set to the values that replica 0 has. `followed` is a list of
