@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from lockstep.tools.check.rules.microbatches import counts_otherwise
 from lockstep.tools.check.script import Script
@@ -41,22 +42,30 @@ def convert(draft: Draft) -> None:
 
 
 def _note_shown_means(draft: Draft) -> None:
-    """Add a note for each sum of a training loop that the script divides by a length.
-
-    Only sums that the loop computes with `+=` and divisors with `len(…)` count.
-    """
+    """Add a note for each sum of a training loop that the script divides by a length or by another sum."""
     script, module = draft.script, draft.module
     for loop in script.step_loops:
-        added = [one for one in ast.walk(loop) if isinstance(one, ast.AugAssign)]
-        names = {dotted(one.target) for one in added if isinstance(one.op, ast.Add)} - {""}
+        names = {name for node in ast.walk(loop) for name in _added(node)}
         for node in ast.walk(module.scope(loop)):
             match node:
-                case ast.BinOp(left=left, op=ast.Div(), right=right) if "len(" in ast.unparse(
-                    right
-                ):
-                    if dotted(root(left) or loop) in names:
+                case ast.BinOp(left=left, op=ast.Div(), right=right):
+                    counts = "len(" in ast.unparse(right) or dotted(right) in names
+                    if counts and dotted(root(left) or loop) in names:
                         note = questions.SHOWN.format(ast.unparse(node), node.lineno)
                         draft.notes.append(note)
+
+
+def _added(node: ast.AST) -> Iterator[str]:
+    """Yield the variables to which a statement, such as `total += x` or `total = total + x`, adds."""
+    match node:
+        case ast.AugAssign(target=target, op=ast.Add()) if dotted(target):
+            yield dotted(target)
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+            for target, value in zip(targets, values, strict=False):
+                yield from _added(ast.Assign([target], value))
+        case ast.Assign(targets=[target], value=ast.BinOp(left=left, op=ast.Add())):
+            if dotted(target) and dotted(target) == dotted(left):
+                yield dotted(target)
 
 
 def _asked(draft: Draft, node: ast.expr, depth: int = 6) -> tuple[ast.expr, str] | None:

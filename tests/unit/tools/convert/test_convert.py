@@ -265,6 +265,10 @@ def test_a_mean_of_losses_over_batches_is_noted(tmp_path: Path) -> None:
         "total / len(loader) in line 15",
         "total / len(loader.dataset) in line 15",
     ]
+    added = "total, n = total + loss.item() * len(x), n + len(x)"
+    path = script(tmp_path, "total, n = 0.0, 0", added, "print(total / n, n / total, other / n)")
+    notes = [note.partition(" adds up ")[0] for note in convert(path).notes]
+    assert notes == ["total / n in line 15", "n / total in line 15"]
 
 
 def test_what_nothing_needs_any_more_goes(tmp_path: Path) -> None:
