@@ -342,6 +342,9 @@ LOOPS = [
     ("x = x[run.world.rank :: run.world.size]", ["LS608"]),
     ("own = np.random.default_rng(torch.initial_seed())\n        x = x + own.normal()", []),
     ("run.log(x=x, rank=run.world.rank)", []),
+    ("if run.step % 20 == 0: evaluate(x)", ["LS605"]),
+    ("if run.step % 20 == 0: x = x + 1", []),
+    ("if run.step > 20: evaluate(x)", []),
 ]
 
 
