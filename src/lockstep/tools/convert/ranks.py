@@ -138,7 +138,8 @@ def _divides_sum(draft: Draft, node: ast.AST) -> bool:
         ):
             calls = [call for call in draft.module.calls if scope(call) is scope(node)]
             reduces = any(_REDUCES.match(script.name(call.func)) for call in calls)
-            return reduces and script.is_world_size(number)
+            named = script.made_by(number, "dist.get_world_size")
+            return reduces and (bool(named) or script.is_world_size(number))
     return False
 
 

@@ -153,6 +153,12 @@ def test_the_manual_has_every_question() -> None:
             "",
             questions.MARK + questions.DIVIDED,
         ),
+        (
+            f"{DDP}\nn = dist.get_world_size()\ndist.all_reduce(x)\nprint(x / n)",
+            "pass",
+            "",
+            questions.MARK + questions.DIVIDED,
+        ),
         (f"{DDP}\nn = 1 if dist.is_initialized() else 0", "pass", "", "n = 1 if True else 0"),
         (f"{DDP}\nimport os\nn = 'RANK' in os.environ", "pass", "", "n = True"),
         (
