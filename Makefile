@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -m "not wide"
 MPI := .mpi/mpich/.installed .mpi/openmpi/.installed
 
 # The longest first; the simulated device is compiled in a fresh clone.
-TESTS := test-device test-unit test-cli-more test-cli test-distributed test-nodes test-integrations test-slurm test-mpi test-adversarial
+TESTS := test-device test-engine test-cli-more test-cli test-unit test-distributed test-nodes test-integrations test-slurm test-mpi test-adversarial
 
 # The lowest versions with which test-frameworks passes, and what they need beside them.
 LOWEST := transformers==5.3.0 accelerate==1.10.0 huggingface-hub==1.33.0 tokenizers==0.22.2
@@ -63,7 +63,10 @@ test-mpi:
 	$(PYTEST) tests/mpi
 
 test-unit:
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit --ignore tests/unit/engine
+
+test-engine:
+	$(PYTEST) tests/unit/engine
 
 # The adapters with the lowest and with the newest transformers and accelerate, in place of the pinned ones.
 test-frameworks: install

@@ -21,7 +21,8 @@ from lockstep.state.checkpoint import catalog
 # A run that is refused leaves its files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-MUTATIONS = 100
+#: Numbers of the variants: the first ones in `make test`, all in `make test-wide`.
+SEEDS = [range(40), range(40, 100)]
 #: What stands in the place of a value: other types, numbers out of range, names of other files.
 VALUES = [
     None,
@@ -88,13 +89,15 @@ def interrupted(make_run, tmp_path: Path) -> Callable[[], None]:
     return run
 
 
-def fuzz(run: Callable[[], None], path: Path, told: Any, dumps: Callable[[Any], str]) -> None:
-    """Let a run go on from `MUTATIONS` variants of what it has written, each in a fresh copy of it."""
+def fuzz(
+    run: Callable[[], None], path: Path, told: Any, dumps: Callable[[Any], str], seeds: range
+) -> None:
+    """Let a run go on from variants of what it has written, each in a fresh copy of it."""
     directory = next(parent for parent in path.parents if parent.name == "d")
     shutil.copytree(directory, directory.with_name("whole"))
     wrong: list[str] = []
     outcomes: set[bool] = set()
-    for seed in range(MUTATIONS):
+    for seed in seeds:
         shutil.rmtree(directory)
         shutil.copytree(directory.with_name("whole"), directory)
         path.write_text(dumps(mutate(told, random.Random(seed))))
@@ -109,12 +112,18 @@ def fuzz(run: Callable[[], None], path: Path, told: Any, dumps: Callable[[Any], 
     assert outcomes == {True, False}, "some are refused, some don't matter"
 
 
-def test_a_record_of_a_run_with_other_values(interrupted, tmp_path: Path) -> None:
+@pytest.mark.wide(beyond=1)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_record_of_a_run_with_other_values(interrupted, tmp_path: Path, seeds: range) -> None:
     path = tmp_path / "d/run.json"
-    fuzz(interrupted, path, json.loads(path.read_text()), json.dumps)
+    fuzz(interrupted, path, json.loads(path.read_text()), json.dumps, seeds)
 
 
-def test_a_manifest_with_other_values_and_a_checksum_that_fits(interrupted, tmp_path: Path) -> None:
+@pytest.mark.wide(beyond=1)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_manifest_with_other_values_and_a_checksum_that_fits(
+    interrupted, tmp_path: Path, seeds: range
+) -> None:
     (path,) = tmp_path.glob("d/checkpoints/step-*/manifest.json")
     told = json.loads(path.read_text())
     told["text"] = json.loads(told["text"])
@@ -125,4 +134,4 @@ def test_a_manifest_with_other_values_and_a_checksum_that_fits(interrupted, tmp_
             content["text"] = json.dumps(content["text"])
         return json.dumps({**content, "checksum": catalog._checksum(content)})
 
-    fuzz(interrupted, path, told, dumps)
+    fuzz(interrupted, path, told, dumps, seeds)
