@@ -586,7 +586,7 @@ import lockstep
 
 class EarlyStopping:
     def __init__(self):
-        self.bad = 0
+        self.bad, self.limit = 0, 3
 
     def step(self, value):
         self.bad += 1
@@ -624,6 +624,7 @@ KEPT = {
         "",
         ["early"],
     ),
+    "an attribute that stays": ("early = EarlyStopping()", "if score > early.limit: break", "", []),
     "an object of the run": (
         "early = run.register('early', EarlyStopping())",
         "if early.step(score): break",

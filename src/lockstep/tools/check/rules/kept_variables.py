@@ -90,29 +90,43 @@ def _changed_objects(script: Script, loop: Loop) -> Iterator[Violation]:
     seen = set()
     for branch in _branches(script, loop):
         tests = [value for one in _operands(branch.test) for value in (one, *script.sources(one))]
-        for owner in filter(None, map(root, tests)):
+        for use in tests:
+            owner = root(use)
+            if owner is None or dotted(owner) in seen:
+                continue
             made = [one for one in script.sources(owner) if isinstance(one, ast.Call)]
-            changes = any(_changes_itself(script, one) for one in made if one.lineno < loop.lineno)
-            name = dotted(owner)
-            if changes and name not in seen and not registered.intersection(made):
+            kept = [one for one in made if one.lineno < loop.lineno and _keeps(script, one, use)]
+            if kept and not registered.intersection(made):
+                name = dotted(owner)
                 seen.add(name)
                 message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with a new one: give it to run.register(…)"
                 yield Violation(branch, message)
 
 
-def _changes_itself(script: Script, made: ast.Call) -> bool:
-    """Whether `made` makes an object of the script's own class, and a method of it assigns attributes.
+def _keeps(script: Script, made: ast.Call, use: ast.expr) -> bool:
+    """Whether `use` is a result of an object, which `made` makes, that a method of the object changes.
 
-    Modules do not count: `run.model` saves their state.
+    The object is of a class of the script. `use` is a call of a method that assigns attributes, or an
+    attribute that methods assign. Modules do not count: `run.model` saves their state.
     """
     owner = script.project.definition(script.module, made.func)
-    return isinstance(owner, ast.ClassDef) and any(
-        dotted(target).startswith("self.")
+    if not isinstance(owner, ast.ClassDef) or "Module" in map(last_name, owner.bases):
+        return False
+    changes = {
+        one.name: {dotted(target) for target in variables(one, context=ast.Store)}
         for one in owner.body
-        if isinstance(one, ast.FunctionDef)
-        and one.name not in ("__init__", "forward", "load_state_dict")
-        for target in variables(one, context=ast.Store)
-    )
+        if isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "load_state_dict")
+    }
+    match use:
+        case ast.Call(func=ast.Attribute(value=ast.Name(), attr=name)):
+            pass
+        case ast.Call(func=ast.Name()):
+            name = "__call__"
+        case ast.Attribute(value=ast.Name(), attr=attr):
+            return any(f"self.{attr}" in names for names in changes.values())
+        case _:
+            return False
+    return any(one.startswith("self.") for one in changes.get(name, ()))
 
 
 def _branches(script: Script, loop: Loop) -> Iterator[ast.If]:
