@@ -172,7 +172,10 @@ def _locals(frame: FrameType, names: list[str]) -> dict[str, Any]:
 
 
 class _Walk:
-    """Takes fingerprints of variables, then of parts of their objects, until `budget` values are read."""
+    """Takes fingerprints of the script's variables, then of attributes of the objects in them.
+
+    It ends when `budget` values have been read.
+    """
 
     def __init__(self, skip: Collection[int], budget: int) -> None:
         self._skip, self._left = skip, budget

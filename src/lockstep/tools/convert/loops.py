@@ -215,10 +215,9 @@ def _divisions(draft: Draft, loop: Loop, number: ast.expr) -> list[ast.AugAssign
 
 
 def _divided(draft: Draft, node: ast.expr, same: str) -> list[ast.AugAssign | ast.BinOp]:
-    """Return the nodes where a loss is divided by a number; none if one of its values is not.
+    """Return the divisions of the loss `node` by a number, which `ast.dump` writes as `same`.
 
-    `node`: the loss; a variable is followed to the values assigned to it. `same`: the number, as `ast.dump`
-    writes it.
+    A variable is followed to the values assigned to it; if one of them is not divided, the list is empty.
     """
     match node:
         case ast.BinOp(op=ast.Div(), right=right) if ast.dump(right) == same:
