@@ -178,8 +178,8 @@ class StateSaver(PointListener):
     def leave_evaluation(self, loop: LoopEvent, counters: Counters) -> None:
         """End the run inside `loop`, which only evaluates; save the state from before the loop.
 
-        Inside a call of `run.mean`, `run.sum` or `run.gather`, the state is that from before the call. Return
-        and let the run go on if that call also trains, or is inside another one.
+        Inside a call of `run.mean`, `run.sum` or `run.gather`, the state is that from before the call.
+        Return and let the run go on if that call also trains, or is inside another one.
 
         `counters`: the run's counts of steps, loops and loaders when the loop began.
 
