@@ -76,6 +76,16 @@ def test_which_checkpoint(run, tmp_path, words, step, suffix) -> None:
     assert same(loaded, weights(step))
 
 
+@pytest.mark.parametrize(
+    ("steps", "words", "warns"), [(7, [], True), (3, [], False), (7, ["--best"], False)]
+)
+def test_a_checkpoint_from_before_the_end(tmp_path, capsys, steps, words, warns) -> None:
+    directory = make_run(tmp_path / "run")
+    (directory / "run.json").write_text(f'{{"steps": {steps}}}')
+    assert main(["export", str(directory), *words]) == 0
+    assert ("the run has made 7 steps, and this is its newest" in capsys.readouterr().err) == warns
+
+
 def test_which_model(pair, tmp_path, capsys) -> None:
     file = tmp_path / "weights.pt"
     assert main(["export", str(pair), "-o", str(file)]) == 2

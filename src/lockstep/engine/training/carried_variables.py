@@ -342,6 +342,8 @@ def _initial(text: str) -> str:
 
     The result is `…` for a fingerprint of more than 12 characters, of a tensor or of an array.
     """
+    if text.removeprefix("-") in ("inf", "nan"):
+        return f'float("{text}")'
     return text if len(text) <= 12 and not text.startswith(("tensor", "array")) else "…"
 
 
