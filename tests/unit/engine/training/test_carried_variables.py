@@ -84,6 +84,17 @@ def names(text: str) -> list[str]:
     return re.findall(r"`([\w.]+)`", text)
 
 
+def test_a_hint_with_an_infinite_value_is_python(make_run: Make, capsys: Any) -> None:
+    with make_run() as run:
+        start = Start(run)
+        best = float("inf")
+        for x, y in start.train:
+            best = min(best, 1.0 / (1 + run.step))
+            start.step(x, y, 1.0 if best > 0 else 0.0)
+    (told,) = lines(capsys.readouterr())
+    assert told.endswith('hint: state = run.state(best=float("inf"))')
+
+
 def test_what_each_step_changes_is_named_at_the_second_point(make_run: Make, capsys: Any) -> None:
     with make_run() as run:
         start = Start(run)
