@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from pathlib import Path
 
 from lockstep.cli.parser import Parser
-from lockstep.errors import RunDirectoryError, UsageError
+from lockstep.errors import UsageError
 
 HELP = "write the weights of a run to a plain file"
 USAGE = "[options] RUN_DIR"
@@ -53,8 +52,7 @@ def handle(options: argparse.Namespace) -> int:
     """Write the model's weights in a checkpoint of the run to a file; return the exit code."""
     if not options.run_dir.is_dir():
         raise UsageError(f"there is no directory {options.run_dir}; expected that of a run")
-    from lockstep.state.checkpoint.export import export
-    from lockstep.state.files import run_file
+    from lockstep.state.checkpoint.export import export, steps_of
 
     file, checkpoint = export(
         options.run_dir,
@@ -65,11 +63,8 @@ def handle(options: argparse.Namespace) -> int:
         force=options.force,
     )
     print(f"{file}: step {checkpoint.manifest.step}")
-    steps = None
-    with contextlib.suppress(RunDirectoryError):  # the weights are there without run.json
-        steps = (run_file.read(options.run_dir) or {}).get("steps")
-    chosen = options.best or options.step is not None
-    if not chosen and isinstance(steps, int) and steps > checkpoint.manifest.step:
+    steps = steps_of(options.run_dir)
+    if not options.best and options.step is None and steps > checkpoint.manifest.step:
         print(
             f"lockstep: warning: the run has made {steps} steps, and this is its newest checkpoint; hint: "
             "run.save() after the loop keeps the last state",

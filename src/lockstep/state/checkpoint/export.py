@@ -7,10 +7,11 @@ import re
 from math import prod
 from pathlib import Path
 
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, RunDirectoryError, UsageError
 from lockstep.state.checkpoint import catalog, dcp
 from lockstep.state.checkpoint.catalog import Key, ValidCheckpoint
 from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
+from lockstep.state.files import run_file
 
 #: Name of the exported file in the run directory, if the user gives none.
 DEFAULT = "model.pt"
@@ -46,6 +47,14 @@ def export(
     tensors = dcp.stored(chosen.path, chosen.manifest)
     write_weights(target, {own: tensors[name].read() for name, own in names.items()})
     return target, chosen
+
+
+def steps_of(run_dir: Path) -> int:
+    """Return the number of steps that `run.json` has for a run; 0 if it has none or is damaged."""
+    with contextlib.suppress(RunDirectoryError):
+        steps = (run_file.read(run_dir) or {}).get("steps")
+        return steps if isinstance(steps, int) else 0
+    return 0
 
 
 def choose(run_dir: Path, *, step: int | None = None, best: bool = False) -> ValidCheckpoint:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from lockstep.tools.check.source import Module
-from lockstep.tools.check.syntax import Loop, before, dotted, stored
+from lockstep.tools.check.syntax import Loop, before, dotted, stored, variables
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
@@ -17,16 +17,32 @@ def binds(statements: Sequence[ast.stmt], name: str) -> bool:
     for statement in statements:
         match statement:
             case ast.If(body=body, orelse=orelse):
-                bound = binds(body, name) and binds(orelse, name)
-            case ast.With() | ast.For() | ast.While() | ast.Try():
+                bound = all(binds(block, name) or _leaves(block) for block in (body, orelse))
+            case ast.Try(body=body, orelse=orelse, finalbody=last):
+                bound = binds([*body, *orelse], name) or binds(last, name)
+            case ast.With() | ast.For() | ast.While():
                 bound = name in stored(head(statement)) or binds(statement.body, name)
-            case ast.AugAssign():  # keeps a part of an earlier value
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                bound = name == statement.name
+            case ast.AugAssign() | ast.AnnAssign(value=None) | ast.Match():
+                bound = False
+            case ast.Assign(value=value) if _reads(value, name):  # as in `best = max(best, x)`
                 bound = False
             case _:
                 bound = name in stored(statement)
         if bound:
             return True
     return False
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    """Whether a block ends with a statement that leaves the iteration or the function."""
+    ends = ast.Continue | ast.Break | ast.Return | ast.Raise
+    return bool(block) and isinstance(block[-1], ends)
+
+
+def _reads(node: ast.expr, name: str) -> bool:
+    return any(dotted(one) == name for one in variables(node, context=ast.Load))
 
 
 def head(statement: ast.stmt) -> ast.AST:
@@ -39,6 +55,10 @@ def head(statement: ast.stmt) -> ast.AST:
             return test
         case ast.For(target=target, iter=over):
             return ast.Tuple([target, over])
+        case ast.Match(subject=subject):
+            return subject
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return ast.Tuple([])
         case ast.With(items=items):
             parts = [part for item in items for part in (item.context_expr, item.optional_vars)]
             return ast.Tuple([part for part in parts if part])

@@ -185,7 +185,9 @@ def _unknown_codes(path: Path, module: Module) -> Iterator[Finding]:
 def _notes(path: Path, script: Script) -> Iterator[str]:
     """Yield notes on a script that rules cannot judge, and on open questions of `lockstep convert`."""
     starts = any(script.calls("dist.init_process_group", "Accelerator", "Fabric", "lockstep.Run"))
-    if script.trains and not script.flavours:
+    imported = " ".join(script.module.imports.values())
+    plain = "lockstep" not in imported and "torch.distributed" not in imported
+    if script.trains and plain and not script.flavours:
         yield (
             f"{path}: no rule looked at it: it trains, and uses neither torch.distributed nor Lockstep "
             "(lockstep convert changes it into a Lockstep script)"
@@ -196,5 +198,6 @@ def _notes(path: Path, script: Script) -> Iterator[str]:
             "while loop with .backward() in it, or in a function that it calls, in this file and the "
             "project's modules that it imports"
         )
-    if asked := script.module.text.count(QUESTION):
+    lines = script.module.text.splitlines()
+    if asked := sum(line.lstrip().startswith(QUESTION) for line in lines):
         yield f"{path}: {asked} open question{'s' * (asked > 1)} of lockstep convert"

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep.tools.check.assignments import binds
 from lockstep.tools.check.rules.microbatches import counts_otherwise
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.syntax import dotted, method, root
@@ -46,6 +47,7 @@ def _note_shown_means(draft: Draft) -> None:
     script, module = draft.script, draft.module
     for loop in script.step_loops:
         names = {name for node in ast.walk(loop) for name in _added(node)}
+        names = {name for name in names if not binds(loop.body, name)}
         for node in ast.walk(module.scope(loop)):
             match node:
                 case ast.BinOp(left=left, op=ast.Div(), right=right):

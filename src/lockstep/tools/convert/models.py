@@ -138,7 +138,10 @@ def _changed_after(
                 )
             case ast.For(iter=over):
                 freezes = "requires_grad" in ast.unparse(node)
-                changes = freezes and f"{name}." in ast.unparse(over)
+                calls = method_calls(over, "parameters", "named_parameters", "children", "modules")
+                changes = freezes and any(dotted(root(one) or one) == name for one in calls)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr="requires_grad_") as func)):
+                changes = dotted(root(func) or func) == name
         if changes and isinstance(node, ast.stmt) and module.scope(node) is module.scope(call):
             found.append(node)
     between = [one for one in found if made.lineno < one.lineno < call.lineno]
@@ -156,17 +159,38 @@ def _frozen_later(draft: Draft) -> None:
                 | ast.Assign(targets=[ast.Attribute(value=owner, attr="requires_grad")])
             ) if _has_parameters(draft, owner):
                 scope = module.scope(node)
-                if any(one.lineno < node.lineno and module.scope(one) is scope for one in begun):
+                late = any(one.lineno < node.lineno and module.scope(one) is scope for one in begun)
+                if late and not _is_given_later(draft, node):
                     draft.ask(node, questions.FROZEN)
+
+
+def _is_given_later(draft: Draft, node: ast.expr | ast.stmt) -> bool:
+    """Whether an edit gives a model to the run right after the statement or loop that has `node`."""
+    around = [node, *draft.module.above(node)]
+    return any(edit.kind == "after" and edit.node in around for edit in draft.edits)
 
 
 def _has_parameters(draft: Draft, node: ast.expr) -> bool:
     """Whether `node` is a part of a model of the run, or an element of a loop over `….parameters()`."""
     for parent in draft.module.above(node):
         if isinstance(parent, ast.For) and dotted(node) in stored(parent.target):
-            return bool(method_calls(parent.iter, "parameters", "named_parameters"))
+            calls = method_calls(parent.iter, "parameters", "named_parameters")
+            return any(_is_part_of_model(draft, receiver(call)) for call in calls)
+    return _is_part_of_model(draft, node)
+
+
+def _is_part_of_model(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
+    """Whether the value of `node` is a model of the run or a part of one, such as `model.encoder`.
+
+    Variables are followed over `depth` levels.
+    """
     owner = root(node)
-    return owner is not None and bool(draft.models.intersection(origins(draft.script, owner)))
+    if owner is None or not depth:
+        return False
+    found = origins(draft.script, owner)
+    return bool(draft.models.intersection(found)) or any(
+        _is_part_of_model(draft, one, depth - 1) for one in found if one is not owner
+    )
 
 
 def _wrappers(draft: Draft) -> None:

@@ -16,7 +16,7 @@ PARAMETERS = (
     "the parameters of this optimizer cannot be followed to a model: give the model to run.model before this "
     "line, and the optimizer to run.optimizer"
 )
-FROZEN = "a run refuses to freeze or unfreeze parameters after run.model: leave them out of the optimizer instead"
+FROZEN = "a run refuses to freeze or unfreeze parameters after run.model: delete this; only parameters of an optimizer change"
 OPTIMIZER = "{0} cannot be followed to where it is made: give it to run.optimizer or run.scheduler"
 EPOCHS = "epochs are not counted by range(...): let this loop go over run.epochs(number of epochs)"
 START = "a run that continues after a crash counts epochs by itself, and this start comes from a file that may have changed by then: let the number of epochs be the same at each launch"

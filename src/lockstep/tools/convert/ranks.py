@@ -6,7 +6,7 @@ import ast
 import re
 
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import dotted, variables
+from lockstep.tools.check.syntax import dotted, root, variables
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft
 
@@ -133,13 +133,20 @@ def _divides_sum(draft: Draft, node: ast.AST) -> bool:
     script, scope = draft.script, draft.module.scope
     match node:
         case (
-            ast.BinOp(op=ast.Div() | ast.FloorDiv(), right=number)
-            | ast.AugAssign(op=ast.Div() | ast.FloorDiv(), value=number)
+            ast.BinOp(left=total, op=ast.Div() | ast.FloorDiv(), right=number)
+            | ast.AugAssign(target=total, op=ast.Div() | ast.FloorDiv(), value=number)
         ):
             calls = [call for call in draft.module.calls if scope(call) is scope(node)]
-            reduces = any(_REDUCES.match(script.name(call.func)) for call in calls)
+            reduced = {
+                dotted(root(argument) or call)
+                for call in calls
+                if _REDUCES.match(script.name(call.func))
+                for argument in call.args[:1]
+            }
+            if script.is_world_size(number):
+                return bool(reduced)
             named = script.made_by(number, "dist.get_world_size")
-            return reduces and (bool(named) or script.is_world_size(number))
+            return bool(named) and dotted(root(total) or node) in reduced
     return False
 
 

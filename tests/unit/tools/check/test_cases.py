@@ -342,9 +342,7 @@ LOOPS = [
     ("x = x[run.world.rank :: run.world.size]", ["LS608"]),
     ("own = np.random.default_rng(torch.initial_seed())\n        x = x + own.normal()", []),
     ("run.log(x=x, rank=run.world.rank)", []),
-    ("if run.step % 20 == 0: evaluate(x)", ["LS605"]),
-    ("if run.step % 20 == 0: x = x + 1", []),
-    ("if run.step > 20: evaluate(x)", []),
+    ("if run.step % 20 == 0: run.log(x=x)", []),
 ]
 
 
@@ -545,13 +543,19 @@ def test_a_diff_says_where_the_last_line_has_no_end() -> None:
     assert text.endswith("\n-y = 2\n\\ No newline at end of file\n+y = 3\n")
 
 
-def test_clipping_by_torch_is_told_the_call_of_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "call run.clip_grad_norm_"),
+        ("if run.step % 20 == 0: print(evaluate(model, test))", "do it between the batches"),
+        ("if run.step > 20: x = noisy(model, x)", None),
+    ],
+)
+def test_calls_with_the_model(line: str, message: str | None, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    clips = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-    text = LOOP.format(clips).replace("    rng", "    model = run.model(net)\n    rng")
-    script.write_text(text)
-    (found,) = engine.check([script], Selection(select=("LS605",))).findings
-    assert "call run.clip_grad_norm_" in found.message
+    script.write_text(LOOP.format(line).replace("    rng", "    model = run.model(net)\n    rng"))
+    found = engine.check([script], Selection(select=("LS605",))).findings
+    assert [message in one.message for one in found if message] == [True] * (message is not None)
 
 
 @pytest.mark.parametrize(("call", "found"), [("loss.backward()", 1), ("run.backward(loss)", 0)])
@@ -592,6 +596,11 @@ class EarlyStopping:
         self.bad += 1
         return self.bad > 3
 
+class Meter:
+    def update(self, value):
+        self.total += value
+        self.average = self.total / 2
+
 def main():
     with lockstep.Run("toy", replicas=2) as run:
         {before}
@@ -623,6 +632,39 @@ KEPT = {
         "early.step(score)\n            if early.bad > 3: break",
         "",
         ["early"],
+    ),
+    "a method that computes anew": (
+        "meter = Meter()",
+        "meter.update(score)\n            if meter.average > 3: break",
+        "",
+        [],
+    ),
+    "a maximum": (
+        "best = 0.0",
+        "better = score > best\n            best = max(best, score)\n            if better: run.save()",
+        "",
+        ["best"],
+    ),
+    "a branch that leaves": (
+        "last = 0.0",
+        "if epoch: last = score\n            else: continue\n            if last > 3: break",
+        "",
+        [],
+    ),
+    "a case of a match": (
+        "best = 0.0",
+        "match epoch:\n                case 1: best = score\n            if score > best: break",
+        "",
+        ["best"],
+    ),
+    "a value of both parts of a try": (
+        "good = True",
+        (
+            "try: test()\n            except ValueError: good = False\n            else: good = True\n"
+            "            if good: run.save()"
+        ),
+        "",
+        [],
     ),
     "an attribute that stays": ("early = EarlyStopping()", "if score > early.limit: break", "", []),
     "an object of the run": (

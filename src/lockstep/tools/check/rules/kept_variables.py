@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.assignments import assigned_before, binds
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop, dotted, last_name, method, root, variables
+from lockstep.tools.check.syntax import Loop, dotted, last_name, method, root, stored
 
 #: Functions and methods that only show their arguments.
 _SHOWS = {
@@ -56,16 +57,11 @@ def not_registered(script: Script) -> Iterator[Violation]:
 
 
 def _changed_variables(script: Script, loop: Loop) -> Iterator[Violation]:
-    tested = {
-        one.id
-        for branch in _branches(script, loop)
-        for one in _names(branch.test)
-        if not assigned_before(script.module, loop, branch, one.id)
-    }
     first: dict[str, ast.stmt] = {}
     for node in _inside(script, loop):
         for name in _assigned(node):
             first.setdefault(name, node)
+    tested = {name for branch in _branches(script, loop) for name in _carried(script, loop, branch)}
     for name, node in first.items():
         if not _begins_before(script, loop, name):
             continue
@@ -75,58 +71,115 @@ def _changed_variables(script: Script, loop: Loop) -> Iterator[Violation]:
             yield Violation(node, _message(name, "is read after the last epoch"))
 
 
+def _carried(script: Script, loop: Loop, branch: ast.If) -> Iterator[str]:
+    """Yield the variables whose values from earlier epochs a condition tests.
+
+    A variable of this epoch, such as `better` of `better = score > best`, is followed to those that its
+    value has.
+    """
+    for one in _names(branch.test):
+        if not assigned_before(script.module, loop, branch, one.id):
+            yield one.id
+            continue
+        for node in _inside(script, loop):
+            if isinstance(node, ast.Assign) and one.id in _assigned(node):
+                for part in _names(node.value):
+                    if not assigned_before(script.module, loop, node, part.id):
+                        yield part.id
+
+
 def _message(name: str, use: str) -> str:
     return f"{name} {use}, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
 
 
 def _changed_objects(script: Script, loop: Loop) -> Iterator[Violation]:
-    """Find objects of the script's own classes whose attributes the loop changes and tests."""
-    registered = {
-        value
-        for call in script.methods("register", "state")
+    """Find objects of the script's own classes whose methods keep a result that the loop tests."""
+    given = [
+        arg
+        for call in script.methods("register", "state", "model")
         for arg in [*call.args, *(keyword.value for keyword in call.keywords)]
-        for value in script.sources(arg)
-    }
-    seen = set()
+    ]
+    registered = {value for arg in given for value in script.sources(arg)}
+    seen: set[str] = set()
     for branch in _branches(script, loop):
-        tests = [value for one in _operands(branch.test) for value in (one, *script.sources(one))]
-        for use in tests:
+        for use in [
+            value for one in _operands(branch.test) for value in _values(script, loop, one)
+        ]:
             owner = root(use)
-            if owner is None or dotted(owner) in seen:
+            name = "" if owner is None else dotted(owner)
+            made = _made_before(script, loop, owner)
+            if name in seen or registered.intersection(made):
                 continue
-            made = [one for one in script.sources(owner) if isinstance(one, ast.Call)]
-            kept = [one for one in made if one.lineno < loop.lineno and _keeps(script, one, use)]
-            if kept and not registered.intersection(made):
-                name = dotted(owner)
+            if any(_keeps(script, one, use, owner) for one in made):
                 seen.add(name)
                 message = f"{name} decides in a later epoch, and a run that resumes after a crash starts with a new one: give it to run.register(…)"
                 yield Violation(branch, message)
 
 
-def _keeps(script: Script, made: ast.Call, use: ast.expr) -> bool:
-    """Whether `use` is a result of an object, which `made` makes, that a method of the object changes.
+def _values(script: Script, loop: Loop, node: ast.expr) -> list[ast.expr]:
+    """Return `node`, or for a variable the values that `loop` assigns to it."""
+    if not isinstance(node, ast.Name):
+        return [node]
+    bound = script.module.bound.get((script.module.scope(loop), node.id), ())
+    return [one for one in bound if isinstance(one, ast.expr) and loop in script.module.above(one)]
 
-    The object is of a class of the script. `use` is a call of a method that assigns attributes, or an
-    attribute that methods assign. Modules do not count: `run.model` saves their state.
+
+def _made_before(script: Script, loop: Loop, owner: ast.expr | None) -> list[ast.Call]:
+    """Return the calls that make the object in the variable `owner` before `loop`, in the same function.
+
+    For `self.x` these are the values assigned in `__init__`.
     """
-    owner = script.project.definition(script.module, made.func)
-    if not isinstance(owner, ast.ClassDef) or "Module" in map(last_name, owner.bases):
+    module = script.module
+    if isinstance(owner, ast.Attribute):
+        made = [one for one in module.assigned(owner) if isinstance(one, ast.Call)]
+        scopes = [module.scope(one) for one in made]
+        return [
+            one
+            for one, scope in zip(made, scopes, strict=True)
+            if isinstance(scope, ast.FunctionDef) and scope.name == "__init__"
+        ]
+    if not isinstance(owner, ast.Name):
+        return []
+    bound = module.bound.get((module.scope(loop), owner.id), ())
+    return [one for one in bound if isinstance(one, ast.Call) and one.lineno < loop.lineno]
+
+
+def _keeps(script: Script, made: ast.Call, use: ast.expr, owner: ast.expr | None) -> bool:
+    """Whether `use` is a result that depends on earlier calls of an object in `owner`, which `made` makes.
+
+    The object is of a class of the script. `use` is a call of a method that adds to an attribute or assigns
+    one under a condition, or it is such an attribute. Modules do not count: `run.model` saves their state.
+    """
+    kind = script.project.definition(script.module, made.func)
+    if not isinstance(kind, ast.ClassDef) or any(
+        re.search("Module|Dataset", last_name(base)) for base in kind.bases
+    ):
         return False
-    changes = {
-        one.name: {dotted(target) for target in variables(one, context=ast.Store)}
-        for one in owner.body
+    kept = {
+        one.name: _kept_attributes(one)
+        for one in kind.body
         if isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "load_state_dict")
     }
     match use:
-        case ast.Call(func=ast.Attribute(value=ast.Name(), attr=name)):
-            pass
-        case ast.Call(func=ast.Name()):
-            name = "__call__"
-        case ast.Attribute(value=ast.Name(), attr=attr):
-            return any(f"self.{attr}" in names for names in changes.values())
-        case _:
-            return False
-    return any(one.startswith("self.") for one in changes.get(name, ()))
+        case ast.Call(func=func) if func is owner:
+            return bool(kept.get("__call__"))
+        case ast.Call(func=ast.Attribute(value=value, attr=name)) if value is owner:
+            return bool(kept.get(name))
+        case ast.Attribute(value=value, attr=attr) if value is owner:
+            return any(f"self.{attr}" in names for names in kept.values())
+    return False
+
+
+def _kept_attributes(method: ast.FunctionDef) -> set[str]:
+    """Return the attributes of `self` to which a method adds, or that it assigns under a condition."""
+    added = [node for node in ast.walk(method) if isinstance(node, ast.AugAssign)]
+    branches = [
+        part
+        for node in ast.walk(method)
+        if isinstance(node, ast.If)
+        for part in node.body + node.orelse
+    ]
+    return {one for one in stored(*added, *branches) if one.startswith("self.")}
 
 
 def _branches(script: Script, loop: Loop) -> Iterator[ast.If]:
@@ -181,7 +234,9 @@ def _assigned(node: ast.stmt) -> set[str]:
                 for one in _names(target)
                 if isinstance(one.ctx, ast.Store)
             }
-        case ast.AugAssign(target=ast.Name(id=name)) | ast.AnnAssign(target=ast.Name(id=name)):
+        case ast.AugAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return {name}
     return set()
 

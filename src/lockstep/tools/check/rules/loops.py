@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, all_arguments, argument, last_name
+from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument, dotted
 
 
 @rule(
@@ -113,13 +113,26 @@ def not_given(script: Script) -> Iterator[Violation]:
 def own_backward(script: Script) -> Iterator[Violation]:
     """Find `loss.backward()` in loops over a loader of `lockstep.Run`."""
     for loop in script.step_loops:
-        around = [loop, *(one for one in script.module.above(loop) if isinstance(one, ast.For))]
-        values = [value for one in around for value in script.sources(script.iterated(one))]
+        values = script.sources(script.iterated(loop))
         made = [value.func for value in values if isinstance(value, ast.Call)]
-        of_run = any(last_name(func) in ("loader", "batches") for func in made)
+        of_run = any(dotted(func).endswith(".loader") for func in made) or _is_batch(script, loop)
         for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
                 yield Violation(call)
+
+
+def _is_batch(script: Script, loop: ast.AST) -> bool:
+    """Whether a loop goes over a batch of `run.batches`: the variable of a loop around it."""
+    over = script.iterated(loop) if isinstance(loop, Loop) else None
+    return over is not None and any(
+        dotted(one.target) == dotted(over) != ""
+        and isinstance(outer := script.iterated(one), ast.Call)
+        and isinstance(outer.func, ast.Attribute)
+        and outer.func.attr == "batches"
+        and bool(script.made_by(outer.func.value, "lockstep.Run"))
+        for one in script.module.above(loop)
+        if isinstance(one, ast.For)
+    )
 
 
 @rule(

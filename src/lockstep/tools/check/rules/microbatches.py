@@ -91,15 +91,14 @@ def per_microbatch(script: Script) -> Iterator[Violation]:
     """Find what a loop does once per microbatch, and should do once per global batch.
 
     This is: updates of model averages, changes of parameters, reads of gradients, step counters, and calls
-    under a condition such as `run.step % 100 == 0`.
+    with the model under a condition such as `run.step % 100 == 0`.
     """
     updates = [call for call in script.module.calls if _updates(script, call)]
     model = (
         "this is done with the model once per microbatch: do it between the batches of run.batches"
     )
     parameters = "parameters are changed, or gradients read, once per microbatch: the whole gradient is there in the last one, for run.clip_grad_norm_ and the optimizer"
-    count = "{} counts microbatches, whose number depends on the layout: use run.step, between the batches of run.batches"
-    every = "run.step is the same in all microbatches of a batch: do this between the batches of run.batches"
+    count = "{} counts microbatches, whose number depends on the layout: use run.step; calls every n-th step belong between the batches of run.batches"
     clip = "this clips what this rank has of the gradient: call run.clip_grad_norm_ or run.clip_grad_value_"
     for call in updates:
         yield Violation(call, clip if last_name(call.func) in _CLIPS else model)
@@ -116,8 +115,8 @@ def per_microbatch(script: Script) -> Iterator[Violation]:
                 if name and _in_step(script, node) and _decides(script, node, name):
                     yield Violation(node, count.format(name))
             case ast.If(test=test) if _in_step(script, node) and _tests_step(script, test):
-                if all(map(_is_call_beside_the_step, [*node.body, *node.orelse])):
-                    yield Violation(node, every)
+                if any(_evaluates(script, statement) for statement in node.body):
+                    yield Violation(node, model)
 
 
 def _in_step(script: Script, node: ast.AST) -> bool:
@@ -140,13 +139,12 @@ def _tests_step(script: Script, test: ast.expr) -> bool:
     )
 
 
-def _is_call_beside_the_step(statement: ast.stmt) -> bool:
-    """Whether a statement is a call of anything but the methods that compute gradients or update parameters."""
-    methods = ("backward", "step", "zero_grad")
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and last_name(statement.value.func) not in methods
+def _evaluates(script: Script, statement: ast.stmt) -> bool:
+    """Whether a statement calls a function with a model of the run, such as `evaluate(model, loader)`."""
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return any(
+        isinstance(call.func, ast.Name) and any(_is_model(script, arg) for arg in call.args)
+        for call in calls
     )
 
 
