@@ -113,6 +113,25 @@ def test_a_recipe_with_a_library_is_the_same_on_two_layouts(verify: Verify, name
     assert [outcome.generations for outcome in verdict.outcomes] == [1, 2]
 
 
+def test_in_batch_negatives_have_the_gradient_of_the_whole_batch(lockstep: Lockstep) -> None:
+    """Also that of a parameter which the loss uses directly: with one replica the loss is a plain one."""
+    text = RECIPES["contrast"].replace(
+        "AdamW(model.parameters(), lr=0.01)", "SGD(model.parameters(), lr=0.1)"
+    )
+    text = (
+        text.replace("nn.Dropout(0.1), ", "")
+        + "\n    print(model.scale.item(), model.net[0].weight.norm().item())\n"
+    )
+    found = []
+    for replicas in ("1", "4"):
+        script = lockstep.script(text.replace("replicas=4", f"replicas={replicas}"))
+        done = lockstep.python(script)
+        assert done.code == 0, done.err
+        found.append([float(number) for number in done.out.split()[:2]])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0][0] != pytest.approx(1.6, rel=1e-2)
+
+
 @pytest.mark.ranks(2)
 def test_activation_checkpointing_changes_no_bit(lockstep: Lockstep) -> None:
     plain = MORE["checkpointed"].replace("checkpoint(block, x, use_reentrant=False)", "block(x)")
