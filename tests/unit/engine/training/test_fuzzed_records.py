@@ -22,7 +22,7 @@ from lockstep.state.checkpoint import catalog
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 #: Numbers of the variants: the first ones in `make test`, all in `make test-wide`.
-SEEDS = [range(40), range(40, 100)]
+SEEDS = [range(20), range(20, 100)]
 #: What stands in the place of a value: other types, numbers out of range, names of other files.
 VALUES = [
     None,
