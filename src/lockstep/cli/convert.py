@@ -57,7 +57,7 @@ def handle(options: argparse.Namespace) -> int:
         print(made.text, end="")
     else:
         sys.stdout.write(fix.diff(options.script, made.module.text, made.text))
-    _print_questions(options.script, out, made)
+    _print_questions(options.script, options.output, made)
     return int(bool(made.questions))
 
 
@@ -73,17 +73,19 @@ def _write(out: Path, made: ConvertedScript) -> None:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def _print_questions(script: Path, out: Path | None, made: ConvertedScript) -> None:
+def _print_questions(script: Path, output: str | None, made: ConvertedScript) -> None:
     """Print the notes and open questions of the conversion `made` on standard error.
 
-    `script` is the original file. `out` is the file that was written; `None` if there is none, and then
+    `script` is the original file, `output` the argument of `-o`, or `None`. Unless a file was written,
     questions have line numbers of `script`.
     """
+    is_file = output not in (None, "-")
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
     for question in made.questions:
-        line = question.before if out is None else question.after
-        print(f"{out or script}:{line}: question: {question.text}", file=sys.stderr)
+        place = f"{output}:{question.after}" if is_file else f"{script}:{question.before}"
+        print(f"{place}: question: {question.text}", file=sys.stderr)
     count = len(made.questions)
     left = f"{count} question{'s' * (count != 1)} left" if count else "no questions left"
-    print(f"lockstep: {script}: {made.changed} lines changed, {left}", file=sys.stderr)
+    effect = "would change (-o OUT writes them)" if output is None else "changed"
+    print(f"lockstep: {script}: {made.changed} lines {effect}, {left}", file=sys.stderr)

@@ -389,9 +389,10 @@ def test_where_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr()
     assert f"--- {path}\n+++ {path}\n" in shown.out
     assert "+import lockstep" in shown.out
-    assert "no questions left" in shown.err
+    assert "lines would change (-o OUT writes them), no questions left" in shown.err
     assert main(["convert", str(path), "-o", "-"]) == 0
-    text = capsys.readouterr().out
+    text, summary = capsys.readouterr()
+    assert "lines changed, no questions left" in summary
     assert main(["convert", str(path), "-o", str(out)]) == 0
     assert out.read_text() == text == convert(path).text
     before = path.read_text()
