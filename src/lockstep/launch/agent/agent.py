@@ -119,10 +119,11 @@ class Agent:
             if state is _State.RESTART:
                 # SIGKILL at once: the state is in the snapshot, and a restart should be fast.
                 self._processes.kill()
-                self._stop_workers()
                 self._start_workers()
             elif state is _State.FAILED:
-                self._stop_workers()
+                if self._progress.opened:
+                    # No SIGTERM: a run would save its state, for which ranks are missing.
+                    self._processes.end(signal.SIGKILL, LAST_GRACE)
                 return
 
     def _start_workers(self) -> None:
@@ -377,12 +378,6 @@ class Agent:
             time.sleep(_INTERVAL)
 
     # --- the end of workers ------------------------------------------------------------------
-
-    def _stop_workers(self) -> None:
-        if self._progress.opened:
-            # No SIGTERM: a run would save its state, for which ranks are missing.
-            self._processes.end(signal.SIGKILL, LAST_GRACE)
-        self._shutdown()
 
     def _shutdown(self) -> None:
         """Send SIGTERM to all workers, and SIGKILL to those that have not ended after a timeout.

@@ -128,7 +128,8 @@ class Snapshot:
 class Snapshots:
     """Reads and writes the snapshots in shared memory, for one rank.
 
-    The constructor looks for a snapshot from before a restart: call it before the rendezvous of the ranks.
+    The constructor looks for a snapshot from before a restart. So call it before `connect`, after which
+    ranks may write new ones.
 
     Args:
         tag: 32 bytes that identify the run, from `tag_of`.
