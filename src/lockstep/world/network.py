@@ -15,7 +15,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UnreachableError, UsageError, WorldError
@@ -41,11 +41,19 @@ _UNREACHED = {
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface of this host that is up, with one of its addresses (IPv4 or global IPv6)."""
+    """A network interface of a host that is up, with one of its addresses (IPv4 or global IPv6)."""
 
     name: str
     address: str
-    loopback: bool
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the address is a loopback address, which only processes of the same host reach."""
+        return is_loopback(self.address)
+
+    def __str__(self) -> str:
+        """Return name and address as text."""
+        return f"{self.name} {self.address}"
 
 
 def interfaces() -> tuple[Interface, ...]:
@@ -60,31 +68,35 @@ def interfaces() -> tuple[Interface, ...]:
     for name, addresses in psutil.net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):
             for text in [entry.address for entry in addresses if entry.family == family]:
-                address = ipaddress.ip_address(text)
-                if name in states and states[name].isup and not address.is_link_local:
-                    found.append(Interface(name, text, address.is_loopback))
+                is_local = ipaddress.ip_address(text).is_link_local
+                if name in states and states[name].isup and not is_local:
+                    found.append(Interface(name, text))
     return tuple(found)
 
 
+def first_addresses(found: Iterable[Interface]) -> list[Interface]:
+    """Return each interface of `found` once, with its first address, which Gloo and NCCL use."""
+    first: dict[str, Interface] = {}
+    for interface in found:
+        first.setdefault(interface.name, interface)
+    return list(first.values())
+
+
 def named(name: str) -> Interface:
-    """Return the interface `name` with its first address, which Gloo and NCCL use.
+    """Return the interface `name` with its first address.
 
     Raises:
         UsageError: if the interface does not exist, is down or has no address.
     """
-    first: dict[str, Interface] = {}
-    for interface in interfaces():
-        first.setdefault(interface.name, interface)
-    if name in first:
-        return first[name]
-    there = (
-        ", ".join(f"{interface.name} ({interface.address})" for interface in first.values())
-        or "none"
-    )
+    there = first_addresses(interfaces())
+    for interface in there:
+        if interface.name == name:
+            return interface
+    names = ", ".join(f"{one.name} ({one.address})" for one in there) or "none"
     exists = any(name == known for _, known in socket.if_nameindex())
     why = "is down or has no address" if exists else "does not exist"
     raise UsageError(
-        f"the interface {name!r} {why} on {socket.gethostname()}; expected one of: {there}",
+        f"the interface {name!r} {why} on {socket.gethostname()}; expected one of: {names}",
         hint="--interface NAME or LOCKSTEP_INTERFACE; without it, the interface is found by trying",
     )
 

@@ -26,7 +26,7 @@ from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, owns
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.world import network
-from lockstep.world.rendezvous.connectivity_check import MemberInterface, check_connectivity, offers
+from lockstep.world.rendezvous.connectivity_check import check_connectivity, offers
 from lockstep.world.rendezvous.membership_check import (
     HINTS,
     NodeInfo,
@@ -309,7 +309,7 @@ class Rounds:
             f"node {number} ({launcher.name})" for number, launcher in enumerate(launchers)
         )
         nodes = node_numbers([card.node.host for card in cards])
-        reach: tuple[MemberInterface, ...] = ()
+        reach: tuple[network.Interface, ...] = ()
         if len(set(nodes)) > 1:
             reach = check_connectivity(
                 self.keys.network(number),
@@ -325,7 +325,7 @@ class Rounds:
             nodes=tuple(nodes),
             names=names,
             address=reach[0].address if reach else network.LOOPBACK,
-            interface=reach[index].interface if reach else None,
+            interface=reach[index].name if reach else None,
             own_cores=owns(index, nodes, [launcher.cpus for launcher in launchers]),
             own_gpus=owns(index, nodes, [launcher.gpus for launcher in launchers]),
             overrules_interface=self._interface is not None,

@@ -20,12 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UnreachableError, UsageError
 from lockstep.world.network import (
     Interface,
+    first_addresses,
     interface_towards,
     interfaces,
     is_loopback,
@@ -66,18 +67,6 @@ _HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class MemberInterface:
-    """A network interface of a member of the connectivity check, and an address on that interface."""
-
-    interface: str
-    address: str
-
-    def __str__(self) -> str:
-        """Return interface and address as text."""
-        return f"{self.interface} {self.address}"
-
-
-@dataclass(frozen=True, slots=True)
 class ProbeTarget:
     """Port and interfaces at which a member listens during the check, and the member's token.
 
@@ -88,7 +77,7 @@ class ProbeTarget:
 
     token: str
     port: int
-    offers: tuple[MemberInterface, ...]
+    offers: tuple[Interface, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +92,22 @@ class Attempt:
     """
 
     member: int
-    place: MemberInterface
-    source: MemberInterface | None
+    place: Interface
+    source: Interface | None
     failure: str
 
 
 Report = Sequence[Attempt]
 
 
-def offers(own: Iterable[Interface]) -> tuple[MemberInterface, ...]:
+def offers(own: Iterable[Interface]) -> tuple[Interface, ...]:
     """Return the interfaces in `own`, each with its first address, which Gloo uses.
 
     Physical interfaces come first; at most `_MOST_OFFERS` interfaces are returned.
     """
-    first: dict[str, Interface] = {}
-    for interface in own:
-        first.setdefault(interface.name, interface)
-    ranked = sorted(first.values(), key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
-    return tuple(
-        MemberInterface(interface.name, interface.address) for interface in ranked[:_MOST_OFFERS]
-    )
+    each = first_addresses(own)
+    ranked = sorted(each, key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
+    return tuple(ranked[:_MOST_OFFERS])
 
 
 def partners(index: int, count: int) -> list[int]:
@@ -148,7 +133,7 @@ def check_connectivity(
     patience: float = 30.0,
     check: Check = go_on,
     warn: Callable[[str], None] | None = None,
-) -> tuple[MemberInterface, ...]:
+) -> tuple[Interface, ...]:
     """Return, for each member, the interface and address at which all other members can connect to it.
 
     All members (one process per node) call this function together.
@@ -222,7 +207,7 @@ class _Member:
             raise
         return [decode(ProbeTarget, value) for value in found]
 
-    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[MemberInterface, ...]:
+    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Interface, ...]:
         """Try to connect to member 0, then to all others; return interface and address of each member.
 
         `cards` are the `ProbeTarget`s of all members, by index. `now` is the time on this member's clock,
@@ -251,11 +236,11 @@ class _Member:
             lambda values: self._result(cards, places, values),
             self._seconds * math.ceil(max(1, len(others)) / _AT_ONCE) + self._patience,
         )
-        return tuple(MemberInterface(*place) for place in found)
+        return tuple(Interface(*place) for place in found)
 
     def _places(
         self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
-    ) -> list[list[MemberInterface]]:
+    ) -> list[list[Interface]]:
         """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
         Member 0 computes the result for all members by `choose`. `cards` are the `ProbeTarget`s of all
@@ -278,15 +263,15 @@ class _Member:
                 return []
             for text in _clock_problems(self._labels, [clock for clock, _ in values]):
                 self._warn(text)
-            return [[(place.interface, place.address) for place in there] for there in places]
+            return [[astuple(place) for place in there] for there in places]
 
         found = self._members.ask(question, own, answer, seconds + self._patience)
-        return [[MemberInterface(*place) for place in there] for there in found]
+        return [[Interface(*place) for place in there] for there in found]
 
     def _result(
         self,
         cards: Sequence[ProbeTarget],
-        places: Sequence[Sequence[MemberInterface]],
+        places: Sequence[Sequence[Interface]],
         values: Sequence[Any],
     ) -> list[tuple[str, str]]:
         self._check_here(values, "left while the network was tried,")
@@ -306,7 +291,7 @@ class _Member:
                 ]
                 lines.append(f"  {label} reaches {', '.join(at)}")
             raise UnreachableError("\n".join(lines), hint=_HINT)
-        return [(there[0].interface, there[0].address) for there in places]
+        return [astuple(there[0]) for there in places]
 
     def _check_here(self, values: Sequence[Any], what: str) -> None:
         missing = [label for label, one in zip(self._labels, values, strict=True) if one is None]
@@ -320,7 +305,7 @@ class _Member:
     def _try(
         self,
         cards: Sequence[ProbeTarget],
-        targets: Sequence[tuple[int, MemberInterface]],
+        targets: Sequence[tuple[int, Interface]],
         seconds: float,
     ) -> list[Attempt]:
         """Try to connect to all `targets`, `_AT_ONCE` at a time, with a timeout of `seconds` each.
@@ -329,20 +314,19 @@ class _Member:
         members, by index.
         """
 
-        def attempt(target: tuple[int, MemberInterface]) -> Attempt:
+        def attempt(target: tuple[int, Interface]) -> Attempt:
             member, place = target
-            leaving = interface_towards(place.address, self._own)
+            source = interface_towards(place.address, self._own)
             failure = _connect(cards[member], place, seconds)
             if failure and any(own.address == place.address for own in self._own):
                 failure = f"{self._labels[self._index]} has that address itself"
-            source = None if leaving is None else MemberInterface(leaving.name, leaving.address)
             return Attempt(member, place, source, failure)
 
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
             return list(pool.map(attempt, targets))
 
 
-def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
+def _connect(card: ProbeTarget, place: Interface, seconds: float) -> str:
     """Connect to a member at `place`, one of its addresses; return the reason of a failure, or `""`.
 
     `card` has the port and the token of this member. An answer without this token is a failure.
@@ -358,7 +342,7 @@ def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
     return "" if message.get("token") == card.token else "answered by another launch"
 
 
-def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[MemberInterface]]:
+def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Interface]]:
     """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
     `cards` are the `ProbeTarget`s of all members, by index; `reports` are their attempts to reach member 0.
