@@ -211,7 +211,9 @@ class CoordinatorClient:
             stuck = self._main_thread.is_stuck()
             if self.server is not None:
                 self.server.is_silent = stuck
-                self._exchange_here(silent=stuck)
+                if not stuck:
+                    self._store(self.server.receive(self._report))
+                self._stop.wait(_INTERVAL)
             else:
                 self._exchange(silent=stuck)
         if not self._is_over:
@@ -226,16 +228,6 @@ class CoordinatorClient:
     def _is_over(self) -> bool:
         decision = self._answer.decision
         return decision is not None and decision.is_last
-
-    def _exchange_here(self, *, silent: bool) -> None:
-        """Pass the report of this launcher, launcher 0, to its own server, then wait a moment.
-
-        `silent` is whether the main thread is blocked; in this case no report is passed.
-        """
-        assert self.server is not None, "this is launcher 0"
-        if not silent:
-            self._store(self.server.receive(self._report))
-        self._stop.wait(_INTERVAL)
 
     def _exchange(self, *, silent: bool) -> None:
         """Send this launcher's report, and store answers until the next report is due.
