@@ -19,7 +19,6 @@ from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.world import host, network
 from lockstep.world.environments import kubernetes
 from lockstep.world.rendezvous import port_discovery
-from lockstep.world.rendezvous.port_discovery import SocketAddress
 from lockstep.world.rendezvous.private_file import open_private
 from lockstep.world.rendezvous.store import connect_store, host_store
 from lockstep.world.waiting import Check
@@ -108,14 +107,21 @@ def _find(config: RendezvousConfig, check: Check) -> dist.Store:
     address before its pod runs, and another address after the pod was replaced. `check` is called
     repeatedly during the wait, and may raise to end it.
     """
+    assert config.address is not None, "the store is on a host"
     deadline = time.monotonic() + config.seconds
     while True:
         left = deadline - time.monotonic()
         again = kubernetes.is_pod(os.environ) and left > _LOOK_UP_SECONDS
         try:
-            return connect_store(
-                *_find_port(config, check, min(left, _LOOK_UP_SECONDS) if again else left)
+            place = port_discovery.find(
+                network.addresses_of(config.address),
+                config.name,
+                "this node" if config.index is None else f"node {config.index}",
+                seconds=min(left, _LOOK_UP_SECONDS) if again else left,
+                port=config.port,
+                check=check,
             )
+            return connect_store(*place)
         except WorldError:
             if not again:
                 raise
@@ -123,23 +129,13 @@ def _find(config: RendezvousConfig, check: Check) -> dist.Store:
         time.sleep(_AGAIN_SECONDS)
 
 
-def _find_port(config: RendezvousConfig, check: Check, seconds: float) -> SocketAddress:
-    assert config.address is not None
-    return port_discovery.find(
-        network.addresses_of(config.address),
-        config.name,
-        "this node" if config.index is None else f"node {config.index}",
-        seconds=seconds,
-        port=config.port,
-        check=check,
-    )
-
-
 def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
     """Return the hint for an error about missing launchers.
 
     `hosts` is whether this launcher hosts the rendezvous store.
     """
+    if not config.fixed:
+        return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
     if config.directory is not None:
         return "if the others say the same, the directory is not shared between the nodes"
     assert config.address is not None, "a rendezvous has a directory or a host"

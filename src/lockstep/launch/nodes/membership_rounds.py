@@ -11,6 +11,7 @@ A launch of a fixed size has one round, which needs all launchers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -253,7 +254,7 @@ class Rounds:
                 expected if may_close else (),
                 may_close=may_close,
                 config=self._config,
-                hint=self._hint,
+                hint=functools.partial(missing_hint, self._config, hosts=self._endpoint.hosts),
             ).wait()
             if cards is None:
                 continue
@@ -266,12 +267,6 @@ class Rounds:
                 if self.fixed or tries == _TRIES:
                     raise
                 expected, over = (), number
-
-    def _hint(self) -> str:
-        """Return the hint for an error about missing launchers."""
-        if not self.fixed:
-            return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
-        return missing_hint(self._config, hosts=self._endpoint.hosts)
 
     def _card(self) -> JoinEntry:
         if self.number:
