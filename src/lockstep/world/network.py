@@ -6,7 +6,6 @@ Host names are looked up in DNS first. On clusters without DNS, the name often c
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
@@ -127,8 +126,9 @@ def addresses_of(host: str) -> tuple[str, ...]:
     Raises:
         UnreachableError: if the name has no address; the message has the three results.
     """
-    with contextlib.suppress(ValueError):
-        return (str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))),)
+    literal = _literal(host.removeprefix("[").removesuffix("]"))
+    if literal is not None:
+        return (str(literal),)
     answer = _resolve(host)
     if isinstance(answer, tuple):
         return answer
@@ -139,7 +139,7 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
     known = slurm_nodes.address(host)
     if known is not None:
-        answer = (known,) if _is_literal(known) else _resolve(known)
+        answer = (known,) if _literal(known) else _resolve(known)
     if isinstance(answer, tuple):
         return answer
     raise UnreachableError(
@@ -153,19 +153,18 @@ def carried_address(host: str) -> str | None:
     """Return the IPv4 address at the end of a host name, as in `ip-10-0-3-7`; `None` if there is none."""
     found = _CARRIED.search(host.partition(".")[0])
     text = ".".join(str(int(part)) for part in found.groups()) if found else ""
-    if not _is_literal(text):
+    address = _literal(text)
+    if address is None or address.is_loopback or address.is_multicast or address.is_unspecified:
         return None
-    address = ipaddress.ip_address(text)
-    unusable = address.is_loopback or address.is_multicast or address.is_unspecified
-    return None if unusable or address.is_reserved else text
+    return None if address.is_reserved else text
 
 
-def _is_literal(text: str) -> bool:
+def _literal(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that `text` is; `None` for the name of a host."""
     try:
-        ipaddress.ip_address(text)
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _resolve(host: str) -> tuple[str, ...] | str:
@@ -240,10 +239,8 @@ def listens_locally(address: str | None) -> bool:
 
 def is_loopback(address: str | None) -> bool:
     """Return whether an address or host name is a loopback address."""
-    address = address or ""
-    return address == "localhost" or (
-        _is_literal(address) and ipaddress.ip_address(address).is_loopback
-    )
+    literal = _literal(address or "")
+    return address == "localhost" or (literal is not None and literal.is_loopback)
 
 
 def is_here(address: str) -> bool:
