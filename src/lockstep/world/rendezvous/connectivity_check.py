@@ -381,6 +381,17 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
         (by, attempt.member) for by, report in enumerate(reports) for attempt in report
     } - reached
     pairs = sorted({tuple(sorted(pair)) for pair in unreached})
+
+    def ways(by: int, to: int) -> list[str]:
+        """Return a line for each attempt of member `by` to connect to member `to`."""
+        tried = [attempt for attempt in reports[by] if attempt.member == to]
+        beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
+        return [
+            f"  {labels[by]} from {attempt.source or 'no interface'} to {attempt.place} "
+            f"port {cards[to].port}: {attempt.failure}"
+            for attempt in beyond or tried
+        ]
+
     lines: list[str] = []
     for low, high in pairs[:_MOST_PAIRS]:
         both = [pair for pair in ((low, high), (high, low)) if pair in unreached]
@@ -389,30 +400,13 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
         lines.append(
             each if len(both) == 2 else f"{by} cannot reach {to}, though {to} reaches {by}:"
         )
-        lines += [line for pair in both for line in _ways(*pair, cards, reports, labels)]
+        lines += [line for pair in both for line in ways(*pair)]
     if len(pairs) > _MOST_PAIRS:
         lines.append(f"and {len(pairs) - _MOST_PAIRS} more pairs")
     everywhere = set.intersection(*map(set, pairs)) if len(pairs) > 1 else set()
     if everywhere:
         lines.append(f"all of these pairs have {labels[everywhere.pop()]} in common")
     return "\n".join(lines)
-
-
-def _ways(
-    by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
-) -> Iterator[str]:
-    """Yield a line for each attempt of member `by` to connect to member `to`: route, address, failure.
-
-    By index of the member, `cards` are the `ProbeTarget`s, `reports` are the attempts to connect to others,
-    and `labels` are the names in the lines.
-    """
-    tried = [attempt for attempt in reports[by] if attempt.member == to]
-    beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
-    for attempt in beyond or tried:
-        yield (
-            f"  {labels[by]} from {attempt.source or 'no interface'} to {attempt.place} "
-            f"port {cards[to].port}: {attempt.failure}"
-        )
 
 
 def _clock_problems(labels: Sequence[str], clocks: Sequence[float]) -> Iterator[str]:
