@@ -80,15 +80,14 @@ class Rounds:
         if interface is not None and all(own.name != interface for own in network.interfaces()):
             # Join anyway: the connectivity check then reports the interface on all launchers.
             config = replace(config, seconds=min(config.seconds, _SECONDS_TO_FAIL))
-        if config.index in (
-            None,
-            0,
-        ):  # it may become launcher 0, to which all launchers and ranks connect
+        if config.index in (None, 0):
+            # It may become launcher 0, to which all launchers and ranks connect.
             ranks = _STORE_CLIENTS * config.needed * own.ranks
             network.require_files(config.needed - 1, ranks)
         self._config = config
         self._token = secrets.token_hex(8)
-        self._watch: StoreWatch | None = None
+        #: Closes the `StoreWatch` of the current round, which launcher 0 of an elastic launch has.
+        self._watch = contextlib.ExitStack()
         self._endpoint = enter(config, check)
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[JoinEntry, ...] = ()
@@ -172,7 +171,7 @@ class Rounds:
             UnreachableError: if nodes cannot reach each other in several rounds.
             WorldError: if too few launchers join.
         """
-        self._close_watch()
+        self._watch.close()
         self.generation = generation
         expected = tuple(self._cards[index].token for index in staying)
         with self._store_errors():
@@ -261,7 +260,7 @@ class Rounds:
             try:
                 return self._take_part(number, cards)
             except UnreachableError:
-                self._close_watch()
+                self._watch.close()
                 # A launcher or the network failed after the start of the round: try another round.
                 tries += 1
                 if self.fixed or tries == _TRIES:
@@ -298,7 +297,8 @@ class Rounds:
         index = [card.token for card in cards].index(self._token)
         if index == 0 and not self.fixed:
             room = self._config.count - len(cards)
-            self._watch = StoreWatch(self.keys, number, self.server, room=room)
+            watch = StoreWatch(self.keys, number, self.server, room=room)
+            self._watch.callback(watch.close)
         launchers = [card.launcher for card in cards]
         names = tuple(
             f"node {number} ({launcher.name})" for number, launcher in enumerate(launchers)
@@ -339,14 +339,9 @@ class Rounds:
 
     def close(self) -> None:
         """Close the rendezvous store, and the server that receives reports of other launchers."""
-        self._close_watch()
+        self._watch.close()
         self._endpoint.close()
         self.server.close()
-
-    def _close_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
 
 class StoreWatch:
