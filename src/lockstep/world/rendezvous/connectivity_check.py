@@ -159,8 +159,8 @@ def check_connectivity(
     token = secrets.token_hex(16)
     with Announcer(listener, {"token": token}):
         member = _Member(members, seconds, patience, warn or _warn)
-        cards = member.introduce(token, listener.getsockname()[1], interface)
-        return member.connect(cards, time.time())
+        member.introduce(token, listener.getsockname()[1], interface)
+        return member.connect(time.time())
 
 
 class _Member:
@@ -173,9 +173,11 @@ class _Member:
         self._members, self._index, self._labels = members, members.index, members.labels
         self._seconds, self._patience = seconds, patience
         self._own = interfaces()
+        #: The `ProbeTarget`s of all members, by index.
+        self._cards: list[ProbeTarget] = []
 
-    def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Send this member's `ProbeTarget` to all members; return those of all members, by index.
+    def introduce(self, token: str, port: int, interface: str | None) -> None:
+        """Send this member's `ProbeTarget` to all members, and receive theirs.
 
         `token` and `port` are fields of this member's `ProbeTarget`. `interface` is the interface that the
         user chose, if any.
@@ -205,47 +207,45 @@ class _Member:
             if wrong is not None:
                 raise wrong from None
             raise
-        return [decode(ProbeTarget, value) for value in found]
+        self._cards = [decode(ProbeTarget, value) for value in found]
 
-    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[Interface, ...]:
+    def connect(self, now: float) -> tuple[Interface, ...]:
         """Try to connect to member 0, then to all others; return interface and address of each member.
 
-        `cards` are the `ProbeTarget`s of all members, by index. `now` is the time on this member's clock,
-        which member 0 compares with the clocks of the others.
+        `now` is the time on this member's clock, which member 0 compares with the clocks of the others.
 
         Raises:
             UnreachableError: the same on all members, if two cannot connect to each other.
         """
-        first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
+        first = [] if self._index == 0 else [(0, place) for place in self._cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
-            report = self._try(cards, first, seconds)
+            report = self._try(first, seconds)
             own = [now, [asdict(attempt) for attempt in report]]
-            places = self._places(cards, f"first/{look}", own, seconds, last=look == 1)
+            places = self._places(f"first/{look}", own, seconds, last=look == 1)
             if places:
                 break
         others = [
             (member, place)
-            for member in partners(self._index, len(cards))
+            for member in partners(self._index, len(self._cards))
             for place in places[member]
             if member != 0
         ]
-        report += self._try(cards, others, self._seconds)
+        report += self._try(others, self._seconds)
         found = self._members.ask(
             "pairs",
             [asdict(attempt) for attempt in report],
-            lambda values: self._result(cards, places, values),
+            lambda values: self._result(places, values),
             self._seconds * math.ceil(max(1, len(others)) / _AT_ONCE) + self._patience,
         )
         return tuple(Interface(*place) for place in found)
 
     def _places(
-        self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
+        self, question: str, own: Any, seconds: float, *, last: bool
     ) -> list[list[Interface]]:
         """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
-        Member 0 computes the result for all members by `choose`. `cards` are the `ProbeTarget`s of all
-        members, by index. `own` is this member's clock and its attempts. `question` is a key of the store
-        for this exchange, in which a member may take `seconds`.
+        Member 0 computes the result for all members by `choose`. `own` is this member's clock and its
+        attempts. `question` is a key of the store for this exchange, in which a member may take `seconds`.
 
         If no address of member 0 was reached by all members, the result is empty, unless this was the
         `last` attempt.
@@ -254,7 +254,7 @@ class _Member:
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
             reports = [[decode(Attempt, attempt) for attempt in report] for _, report in values]
-            places = choose(cards, reports)
+            places = choose(self._cards, reports)
             first = places[0][:1]
             if not last and not all(
                 any(attempt.place in first and not attempt.failure for attempt in report)
@@ -269,14 +269,11 @@ class _Member:
         return [[Interface(*place) for place in there] for there in found]
 
     def _result(
-        self,
-        cards: Sequence[ProbeTarget],
-        places: Sequence[Sequence[Interface]],
-        values: Sequence[Any],
+        self, places: Sequence[Sequence[Interface]], values: Sequence[Any]
     ) -> list[tuple[str, str]]:
         self._check_here(values, "left while the network was tried,")
         reports = [[decode(Attempt, attempt) for attempt in report] for report in values]
-        found = problem(cards, reports, self._labels)
+        found = problem(self._cards, reports, self._labels)
         if found:
             raise UnreachableError(found, hint=_HINT)
         if len(places[0]) != 1:
@@ -302,22 +299,16 @@ class _Member:
                 hint=_HINT,
             )
 
-    def _try(
-        self,
-        cards: Sequence[ProbeTarget],
-        targets: Sequence[tuple[int, Interface]],
-        seconds: float,
-    ) -> list[Attempt]:
+    def _try(self, targets: Sequence[tuple[int, Interface]], seconds: float) -> list[Attempt]:
         """Try to connect to all `targets`, `_AT_ONCE` at a time, with a timeout of `seconds` each.
 
-        A target is the index of a member and one of its interfaces. `cards` are the `ProbeTarget`s of all
-        members, by index.
+        A target is the index of a member and one of its interfaces.
         """
 
         def attempt(target: tuple[int, Interface]) -> Attempt:
             member, place = target
             source = interface_towards(place.address, self._own)
-            failure = _connect(cards[member], place, seconds)
+            failure = _connect(self._cards[member], place, seconds)
             if failure and any(own.address == place.address for own in self._own):
                 failure = f"{self._labels[self._index]} has that address itself"
             return Attempt(member, place, source, failure)
