@@ -28,15 +28,10 @@ _ENVIRONMENT = frozenset({"environ", "environb", "putenv"})
 _SETTING = frozenset({"putenv", "setdefault", "update"})
 #: Beginnings of the names of variables that `torch._dynamo` reads at import.
 _COMPILER = ("AOT", "CUTLASS", "INDUCTOR", "PARTITIONER", "SYMPY", "TORCH")
-#: Functions that may change the effect of later imports.
+#: Functions that may change the effect of later imports. Some packages draw when they are imported.
 _CHANGING = (_SETTING | _FROM_FILES) | {
     *("__import__", "chdir", "exec", "import_module", "run_path", "set_start_method"),
-    *(
-        "seed",
-        "seed_everything",
-        "set_seed",
-        "setstate",
-    ),  # some packages draw when they are imported
+    *("seed", "seed_everything", "set_seed", "setstate"),
 }
 #: Modules of the standard library whose functions do not change later imports.
 _HARMLESS = frozenset({"logging", "warnings"})
