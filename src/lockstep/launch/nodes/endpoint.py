@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,39 +30,34 @@ _LOOK_UP_SECONDS = 10.0
 _TAKEN_HINT = "another launch with this name runs on this host: give each an --rdzv-id of its own"
 
 
+@dataclass(kw_only=True)
 class Endpoint:
     """The rendezvous store of launchers, with the resources to release when the store is closed.
 
-    Args:
+    Attributes:
         entrance: exit stack that closes the port discovery of a hosted store and the lock of this host.
         hosts: whether this launcher hosts the store.
         file: the store, if it is a file in a shared directory.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        entrance: contextlib.ExitStack,
-        *,
-        hosts: bool = False,
-        file: RendezvousFile | None = None,
-    ) -> None:
-        self.store, self.hosts = store, hosts
-        self._entrance, self._file = entrance, file
+    store: dist.Store
+    entrance: contextlib.ExitStack
+    hosts: bool = False
+    file: RendezvousFile | None = None
 
     def stop_announcing(self) -> None:
         """Stop answering port discovery of other launchers.
 
         The port of port discovery and the lock of this host are released.
         """
-        self._entrance.close()
+        self.entrance.close()
 
     def close(self) -> None:
         """Stop answering the port discovery, and release the store's file."""
-        self._entrance.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.entrance.close()
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 def enter(config: RendezvousConfig, check: Check) -> Endpoint:
@@ -76,7 +72,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
     with contextlib.ExitStack() as stack:
         if config.directory is not None:
             file = _open_file(config.directory, config, check)
-            return Endpoint(file.store, stack, file=file)
+            return Endpoint(store=file.store, entrance=stack, file=file)
         assert config.address is not None, "a rendezvous has a directory or a host"
         if config.index is None:
             hosts = stack.enter_context(host_lock(config.name)) and network.is_here(config.address)
@@ -84,7 +80,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
             hosts = config.index == 0
         if not hosts:
             try:
-                return Endpoint(_find(config, check), stack.pop_all())
+                return Endpoint(store=_find(config, check), entrance=stack.pop_all())
             except UnreachableError:
                 raise
             except WorldError as error:
@@ -97,7 +93,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
             config.name, store.port, loopback=loopback, port=config.port
         )
         stack.enter_context(announcer)
-        return Endpoint(store, stack.pop_all(), hosts=True)
+        return Endpoint(store=store, entrance=stack.pop_all(), hosts=True)
 
 
 def _find(config: RendezvousConfig, check: Check) -> dist.Store:
