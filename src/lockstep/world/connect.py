@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +51,7 @@ def connect(
     if dist.is_initialized():
         return Connection(notes, _adopt(device), owned=False)
     backends = _backends(device)
-    with _explaining(device):
+    try:
         dist.init_process_group(
             backends,
             store=dist.PrefixStore("group", store),
@@ -63,6 +61,14 @@ def connect(
         )
         if accelerator.holds(device):  # its backend connects the ranks at the first collective
             dist.all_reduce(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        if "duplicate" not in str(error).lower():
+            raise
+        raise DeviceError(
+            f"{accelerator.facts().backend} refuses {device}: {str(error).partition(chr(10))[0]}; "
+            "expected a device of its own for each rank",
+            hint=_HINT.format(accelerator.facts().visible),
+        ) from error
     keep(dist.group.WORLD)
     return Connection(notes, dist.group.WORLD, owned=True)
 
@@ -77,21 +83,6 @@ def _backends(device: torch.device) -> str:
             hint="one rank (-n 1) needs none; --devices cpu trains over Gloo",
         )
     return accelerator.backends(device)
-
-
-@contextlib.contextmanager
-def _explaining(device: torch.device) -> Iterator[None]:
-    """Context manager: turn the backend's error about two ranks on one device into a `DeviceError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "duplicate" not in str(error).lower():
-            raise
-        raise DeviceError(
-            f"{accelerator.facts().backend} refuses {device}: {str(error).partition(chr(10))[0]}; "
-            "expected a device of its own for each rank",
-            hint=_HINT.format(accelerator.facts().visible),
-        ) from error
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
