@@ -74,15 +74,18 @@ def connect(
 
 
 def _backends(device: torch.device) -> str:
+    """Return the `backend` of a process group for CPU and `device`, such as `cpu:gloo,cuda:nccl`."""
+    if not accelerator.holds(device):
+        return "gloo"
     name = accelerator.facts().backend
-    if accelerator.holds(device) and not (name and dist.is_backend_available(name)):
+    if not (name and dist.is_backend_available(name)):
         backend = f"its backend {name}" if name else "no collective backend for it"
         raise DeviceError(
             f"{device}: this PyTorch has {backend}{' not' if name else ''}; "
             "expected one, since several ranks train",
             hint="one rank (-n 1) needs none; --devices cpu trains over Gloo",
         )
-    return accelerator.backends(device)
+    return f"cpu:gloo,{device.type}:{name}"
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:
