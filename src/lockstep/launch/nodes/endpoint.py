@@ -140,7 +140,7 @@ def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
         here = here or network.is_here(config.address)
     if here:
         return "look at the output of the others: are they started, and on which node?"
-    own = ", ".join(f"{interface.name} {interface.address}" for interface in network.interfaces())
+    own = ", ".join(map(str, network.interfaces()))
     return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
 
 

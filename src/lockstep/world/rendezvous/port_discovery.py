@@ -209,7 +209,7 @@ class _Search:
     def _unreachable(self) -> UnreachableError:
         leaving = [(address, interface_towards(address)) for address in self.addresses]
         tried = "; ".join(
-            f"{address}{f' from {own.name} {own.address}' if own else ' (no route from here)'}: "
+            f"{address}{f' from {own}' if own else ' (no route from here)'}: "
             f"{self.failures.get(address)}"
             for address, own in leaving
         )
