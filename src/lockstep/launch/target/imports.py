@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from importlib.util import resolve_name
 from pathlib import Path
 
 import lockstep
@@ -217,12 +218,10 @@ class _Reader:
 
 def _absolute(node: ast.ImportFrom, parent: str) -> str:
     """Return the absolute module name of a `from … import` in package `parent`; `""` if invalid."""
-    if not node.level:
-        return node.module or ""
-    above = parent.split(".") if parent else []
-    if node.level > len(above):
+    try:
+        return resolve_name("." * node.level + (node.module or ""), parent)
+    except ImportError:  # above the top-level package
         return ""
-    return ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
 
 
 def _is_installed(origin: str) -> bool:
