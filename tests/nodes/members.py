@@ -37,7 +37,7 @@ def take_part(member: dict[str, Any], index: int, labels: list[str]) -> dict[str
         found = check_connectivity(
             PrefixStore("network", store), index=index, labels=labels, interface=member["interface"]
         )
-        told = {"found": [[one.interface, one.address] for one in found]}
+        told = {"found": [[one.name, one.address] for one in found]}
     except LockstepError as error:
         told = {"error": error.message, "kind": type(error).__name__}
     seconds = time.monotonic() - began

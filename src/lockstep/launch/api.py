@@ -12,12 +12,11 @@ from lockstep.launch import dry_run, earlier_runs
 from lockstep.launch.agent import worker
 from lockstep.launch.agent.interrupts import Interrupted, listening
 from lockstep.launch.agent.supervise import supervise
-from lockstep.launch.devices import machine, openmp
-from lockstep.launch.devices.placement import asked
+from lockstep.launch.devices import openmp
 from lockstep.launch.functions import launch
 from lockstep.launch.nodes.membership import LaunchEnded, Membership
 from lockstep.launch.output import say
-from lockstep.launch.plan import Generation, Launch, make_plan, resolve, threads_of_workers
+from lockstep.launch.plan import Generation, Launch, make_plan, resolve_here, threads_of_workers
 from lockstep.launch.run_directory import RunDirectory, expected, private_directory
 from lockstep.launch.spec import LaunchSpec
 from lockstep.launch.target import imports, old_scripts
@@ -46,7 +45,7 @@ def run(spec: LaunchSpec) -> int:
         sources = imports.read(spec)
         spec = _prepare(spec, sources)
         # Check everything before a directory is made.
-        launch = _resolve(spec, sources)
+        launch = resolve_here(spec, sources)
         if launch.ranks > 1 and (warning := old_scripts.warning(spec)) is not None:
             say(warning)
         place = RunDirectory(launch, spec.name)
@@ -75,18 +74,13 @@ def show_plan(spec: LaunchSpec) -> int:
     """Print the commands that `run` would start, without starting them; return the exit code."""
     check(spec.kind, spec.target)
     spec = earlier_runs.resumed(_adapted(spec), spec.name)
-    launch = _resolve(spec, imports.read(spec))
+    launch = resolve_here(spec, imports.read(spec))
     run_dir, log_dir = expected(launch)
     private = Path(tempfile.gettempdir()) / "lockstep-PRIVATE"
     generation = _expected_generation(launch)
     plan = make_plan(launch, generation, run_dir=run_dir, log_dir=log_dir, error_dir=private)
     print("\n".join(dry_run.lines(plan)))  # noqa: T201 - this is what --dry-run is for
     return 0
-
-
-def _resolve(spec: LaunchSpec, sources: Sources) -> Launch:
-    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
-    return resolve(spec, sources, here, os.environ)
 
 
 def _expected_generation(launch: Launch) -> Generation:

@@ -94,17 +94,6 @@ def verdict_in(errors: Path) -> str:
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
 
 
-def parse_strategies(text: str) -> list[str]:
-    """Parse a list of strategies such as `ddp,fsdp`.
-
-    Raises:
-        UsageError: for an unknown strategy.
-    """
-    return parse_names(
-        "--strategies", text, STRATEGIES.names(), "for example --strategies ddp,fsdp"
-    )
-
-
 def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> list[str]:
     """Parse the comma-separated names in a flag's value.
 
@@ -142,7 +131,10 @@ def choose_strategies(
             f"--strategy {one} beside --strategies {several}; expected one of them",
             hint="--strategies S,… runs each layout with each of its strategies, --strategy S with one",
         )
-    strategies = [one] if several is None else parse_strategies(several)
+    strategies: Sequence[str | None] = [one]
+    if several is not None:
+        example = "for example --strategies ddp,fsdp"
+        strategies = parse_names("--strategies", several, STRATEGIES.names(), example)
     if of_servers and None not in strategies and WITH_SERVERS not in strategies:
         flag, names = of_servers[0], one or several
         given = f"--strategy {one}" if several is None else f"--strategies {several}"

@@ -28,11 +28,9 @@ from lockstep.launch.agent.failure import Verdict
 from lockstep.launch.agent.forkserver import ForkRequest, Job
 from lockstep.launch.agent.interrupts import Interrupted, listening
 from lockstep.launch.agent.supervise import supervise
-from lockstep.launch.devices import machine
-from lockstep.launch.devices.placement import asked
 from lockstep.launch.flag_settings import FlagSettings
 from lockstep.launch.output import say
-from lockstep.launch.plan import BOOTSTRAP, interpreter, resolve
+from lockstep.launch.plan import BOOTSTRAP, interpreter, resolve_here
 from lockstep.launch.run_directory import RunDirectory, private_directory
 from lockstep.launch.spec import LaunchSpec, Ranks, StartMethod
 from lockstep.launch.target import seeding
@@ -126,8 +124,7 @@ def _run(spec: LaunchSpec, job: Job, private: Path, name: str, timeout: float | 
     for line in variables.warnings(os.environ):
         say(line)
     spec = earlier_runs.resumed(spec, name)
-    here = machine.look(gpus=asked(spec, os.environ) != "cpu")
-    resolved = resolve(spec, Sources(), here, os.environ)
+    resolved = resolve_here(spec, Sources())
     place = RunDirectory(resolved, name)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:

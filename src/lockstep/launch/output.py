@@ -18,7 +18,7 @@ import termios
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from lockstep.errors import RunDirectoryError
 
@@ -27,15 +27,8 @@ _CHUNK = 1 << 16
 _PATIENCE = 30.0
 
 
-class Sink(Protocol):
-    """Destination of bytes whose `write` never raises."""
-
-    def write(self, data: bytes) -> None:
-        """Write `data`; drop it after an error."""
-
-
 @dataclass(slots=True)
-class TextSink:
+class _TextSink:
     """Sink that writes to a Python text stream without a descriptor, as in a notebook."""
 
     stream: TextIO
@@ -67,6 +60,10 @@ class _Sink:
         if self.descriptor is None:
             return os.open(os.devnull, os.O_WRONLY)
         return os.dup(self.descriptor)
+
+
+#: Destination of bytes whose `write` never raises.
+Sink = _TextSink | _Sink
 
 
 @dataclass(slots=True)
@@ -248,7 +245,7 @@ def _wait(
 def _standard(stream: TextIO) -> Sink:
     """Return the sink for `stream`, which is `sys.stdout`, `sys.stderr` or an object that replaces one."""
     is_own = stream in (sys.__stdout__, sys.__stderr__)
-    return _Sink(stream.fileno()) if is_own else TextSink(stream)
+    return _Sink(stream.fileno()) if is_own else _TextSink(stream)
 
 
 def _is_terminal(sink: Sink) -> bool:

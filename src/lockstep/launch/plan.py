@@ -14,7 +14,7 @@ from lockstep.errors import DeviceError, UsageError
 from lockstep.launch.agent import server_processes
 from lockstep.launch.devices import binding
 from lockstep.launch.devices.gpus import Gpu
-from lockstep.launch.devices.machine import Machine
+from lockstep.launch.devices.machine import Machine, look
 from lockstep.launch.devices.placement import (
     asked,
     choose,
@@ -162,6 +162,12 @@ def resolve(
     shared = _shared_environment(launch, first, members)
     _workers(launch, first, members, shared, Path(), Path())
     return launch
+
+
+def resolve_here(spec: LaunchSpec, sources: Sources) -> Launch:
+    """Check the requested launch `spec` against this machine, as `resolve` does; return the launch."""
+    machine = look(gpus=asked(spec, os.environ) != "cpu")
+    return resolve(spec, sources, machine, os.environ)
 
 
 def make_plan(

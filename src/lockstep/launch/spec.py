@@ -99,10 +99,8 @@ class LaunchSpec:
 
     def save_signals(self, environ: Mapping[str, str]) -> frozenset[signal.Signals]:
         """Return the signals besides SIGTERM on which a run saves its state before it ends."""
-        name, origin = (
-            self.settings.value("preempt_signal", environ),
-            self.settings.origin("preempt_signal"),
-        )
+        name = self.settings.value("preempt_signal", environ)
+        origin = self.settings.origin("preempt_signal")
         return self.signals_passed_on | ({signal_of(name, origin)} if name else set())
 
     @property

@@ -136,11 +136,6 @@ def reserved_memory(device: torch.device) -> int | None:
     return int(module().memory_reserved(device)) if holds(device) else None
 
 
-def backends(device: torch.device) -> str:
-    """Return the `backend` of a process group for CPU and `device`, such as `cpu:gloo,cuda:nccl`."""
-    return f"cpu:gloo,{device.type}:{facts().backend}" if holds(device) else "gloo"
-
-
 class SideStream:
     """A second stream of the accelerator, whose kernels may overlap later kernels of the current stream."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +51,7 @@ def connect(
     if dist.is_initialized():
         return Connection(notes, _adopt(device), owned=False)
     backends = _backends(device)
-    with _explaining(device):
+    try:
         dist.init_process_group(
             backends,
             store=dist.PrefixStore("group", store),
@@ -63,27 +61,6 @@ def connect(
         )
         if accelerator.holds(device):  # its backend connects the ranks at the first collective
             dist.all_reduce(torch.zeros(1, device=device))
-    keep(dist.group.WORLD)
-    return Connection(notes, dist.group.WORLD, owned=True)
-
-
-def _backends(device: torch.device) -> str:
-    name = accelerator.facts().backend
-    if accelerator.holds(device) and not (name and dist.is_backend_available(name)):
-        backend = f"its backend {name}" if name else "no collective backend for it"
-        raise DeviceError(
-            f"{device}: this PyTorch has {backend}{' not' if name else ''}; "
-            "expected one, since several ranks train",
-            hint="one rank (-n 1) needs none; --devices cpu trains over Gloo",
-        )
-    return accelerator.backends(device)
-
-
-@contextlib.contextmanager
-def _explaining(device: torch.device) -> Iterator[None]:
-    """Context manager: turn the backend's error about two ranks on one device into a `DeviceError`."""
-    try:
-        yield
     except RuntimeError as error:
         if "duplicate" not in str(error).lower():
             raise
@@ -92,6 +69,23 @@ def _explaining(device: torch.device) -> Iterator[None]:
             "expected a device of its own for each rank",
             hint=_HINT.format(accelerator.facts().visible),
         ) from error
+    keep(dist.group.WORLD)
+    return Connection(notes, dist.group.WORLD, owned=True)
+
+
+def _backends(device: torch.device) -> str:
+    """Return the `backend` of a process group for CPU and `device`, such as `cpu:gloo,cuda:nccl`."""
+    if not accelerator.holds(device):
+        return "gloo"
+    name = accelerator.facts().backend
+    if not (name and dist.is_backend_available(name)):
+        backend = f"its backend {name}" if name else "no collective backend for it"
+        raise DeviceError(
+            f"{device}: this PyTorch has {backend}{' not' if name else ''}; "
+            "expected one, since several ranks train",
+            hint="one rank (-n 1) needs none; --devices cpu trains over Gloo",
+        )
+    return f"cpu:gloo,{device.type}:{name}"
 
 
 def _adopt(device: torch.device) -> dist.ProcessGroup:

@@ -6,7 +6,6 @@ Host names are looked up in DNS first. On clusters without DNS, the name often c
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
@@ -15,7 +14,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UnreachableError, UsageError, WorldError
@@ -41,11 +40,19 @@ _UNREACHED = {
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface of this host that is up, with one of its addresses (IPv4 or global IPv6)."""
+    """A network interface of a host that is up, with one of its addresses (IPv4 or global IPv6)."""
 
     name: str
     address: str
-    loopback: bool
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the address is a loopback address, which only processes of the same host reach."""
+        return is_loopback(self.address)
+
+    def __str__(self) -> str:
+        """Return name and address as text."""
+        return f"{self.name} {self.address}"
 
 
 def interfaces() -> tuple[Interface, ...]:
@@ -60,31 +67,35 @@ def interfaces() -> tuple[Interface, ...]:
     for name, addresses in psutil.net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):
             for text in [entry.address for entry in addresses if entry.family == family]:
-                address = ipaddress.ip_address(text)
-                if name in states and states[name].isup and not address.is_link_local:
-                    found.append(Interface(name, text, address.is_loopback))
+                is_local = ipaddress.ip_address(text).is_link_local
+                if name in states and states[name].isup and not is_local:
+                    found.append(Interface(name, text))
     return tuple(found)
 
 
+def first_addresses(found: Iterable[Interface]) -> list[Interface]:
+    """Return each interface of `found` once, with its first address, which Gloo and NCCL use."""
+    first: dict[str, Interface] = {}
+    for interface in found:
+        first.setdefault(interface.name, interface)
+    return list(first.values())
+
+
 def named(name: str) -> Interface:
-    """Return the interface `name` with its first address, which Gloo and NCCL use.
+    """Return the interface `name` with its first address.
 
     Raises:
         UsageError: if the interface does not exist, is down or has no address.
     """
-    first: dict[str, Interface] = {}
-    for interface in interfaces():
-        first.setdefault(interface.name, interface)
-    if name in first:
-        return first[name]
-    there = (
-        ", ".join(f"{interface.name} ({interface.address})" for interface in first.values())
-        or "none"
-    )
+    there = first_addresses(interfaces())
+    for interface in there:
+        if interface.name == name:
+            return interface
+    names = ", ".join(f"{one.name} ({one.address})" for one in there) or "none"
     exists = any(name == known for _, known in socket.if_nameindex())
     why = "is down or has no address" if exists else "does not exist"
     raise UsageError(
-        f"the interface {name!r} {why} on {socket.gethostname()}; expected one of: {there}",
+        f"the interface {name!r} {why} on {socket.gethostname()}; expected one of: {names}",
         hint="--interface NAME or LOCKSTEP_INTERFACE; without it, the interface is found by trying",
     )
 
@@ -115,8 +126,9 @@ def addresses_of(host: str) -> tuple[str, ...]:
     Raises:
         UnreachableError: if the name has no address; the message has the three results.
     """
-    with contextlib.suppress(ValueError):
-        return (str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))),)
+    literal = _literal(host.removeprefix("[").removesuffix("]"))
+    if literal is not None:
+        return (str(literal),)
     answer = _resolve(host)
     if isinstance(answer, tuple):
         return answer
@@ -127,7 +139,7 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
     known = slurm_nodes.address(host)
     if known is not None:
-        answer = (known,) if _is_literal(known) else _resolve(known)
+        answer = (known,) if _literal(known) else _resolve(known)
     if isinstance(answer, tuple):
         return answer
     raise UnreachableError(
@@ -141,19 +153,18 @@ def carried_address(host: str) -> str | None:
     """Return the IPv4 address at the end of a host name, as in `ip-10-0-3-7`; `None` if there is none."""
     found = _CARRIED.search(host.partition(".")[0])
     text = ".".join(str(int(part)) for part in found.groups()) if found else ""
-    if not _is_literal(text):
+    address = _literal(text)
+    if address is None or address.is_loopback or address.is_multicast or address.is_unspecified:
         return None
-    address = ipaddress.ip_address(text)
-    unusable = address.is_loopback or address.is_multicast or address.is_unspecified
-    return None if unusable or address.is_reserved else text
+    return None if address.is_reserved else text
 
 
-def _is_literal(text: str) -> bool:
+def _literal(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that `text` is; `None` for the name of a host."""
     try:
-        ipaddress.ip_address(text)
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _resolve(host: str) -> tuple[str, ...] | str:
@@ -228,10 +239,8 @@ def listens_locally(address: str | None) -> bool:
 
 def is_loopback(address: str | None) -> bool:
     """Return whether an address or host name is a loopback address."""
-    address = address or ""
-    return address == "localhost" or (
-        _is_literal(address) and ipaddress.ip_address(address).is_loopback
-    )
+    literal = _literal(address or "")
+    return address == "localhost" or (literal is not None and literal.is_loopback)
 
 
 def is_here(address: str) -> bool:

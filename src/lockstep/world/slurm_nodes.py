@@ -12,12 +12,12 @@ from lockstep.errors import WorldError
 _SCONTROL_SECONDS = 5.0
 #: Maximum length of a range of nodes; a longer one is a typing error.
 _MOST_NODES = 1 << 16
-#: Characters in a node list of Slurm. ClusterShell also accepts groups, unions, wildcards and steps.
+#: Characters in a node list; then the parts of one.
 _LIST = re.compile(r"[A-Za-z0-9_.,\[\]-]+")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[\]]*\])")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
-_FIRST_BRACKETS = re.compile(r"([^\[\]]*\[)([^\[\]]+)\](.*)")
+_FIRST_BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]+)\](.*)")
 
 
 def expand(node_list: str) -> tuple[str, ...]:
@@ -26,11 +26,9 @@ def expand(node_list: str) -> tuple[str, ...]:
     Raises:
         WorldError: if the list cannot be parsed.
     """
-    from ClusterShell.NodeSet import NodeSetException
-
     try:
         return tuple(name for group in _groups(node_list) for name in _expand_group(group))
-    except (NodeSetException, ValueError) as error:
+    except ValueError as error:
         raise WorldError(
             f"the node list {node_list!r} cannot be parsed: {error}; "
             "expected one such as 'n[1-2,7],m03'",
@@ -66,10 +64,7 @@ def _groups(node_list: str) -> list[str]:
     """Split a node list at the commas outside of brackets."""
     if not _LIST.fullmatch(node_list):
         raise ValueError("names, ranges in brackets and commas are allowed")
-    groups = _TOP_LEVEL_COMMA.split(node_list)
-    if "" in groups:
-        raise ValueError("a name is empty")
-    return groups
+    return _TOP_LEVEL_COMMA.split(node_list)
 
 
 def _expand_group(group: str) -> list[str]:
@@ -79,23 +74,20 @@ def _expand_group(group: str) -> list[str]:
     """
     brackets = _FIRST_BRACKETS.fullmatch(group)
     if brackets is None:
-        return _names(group)
+        if not group or "[" in group or "]" in group:
+            raise ValueError(f"{group!r} is no name of a node")
+        return [group]
     head, ranges, rest = brackets.groups()
-    # ClusterShell sorts what is in brackets; Slurm doesn't.
-    heads = [name for part in ranges.split(",") for name in _names(f"{head}{_checked(part)}]")]
     tails = _expand_group(rest) if rest else [""]
-    return [name + tail for name in heads for tail in tails]
+    numbers = [number for part in ranges.split(",") for number in _numbers(part)]
+    return [head + number + tail for number in numbers for tail in tails]
 
 
-def _checked(part: str) -> str:
-    """Return a range such as `1-7` unchanged; raise `ValueError` if it is invalid or too long."""
+def _numbers(part: str) -> list[str]:
+    """Return the numbers in a range such as `08-11`, padded with zeros to the width of the first."""
     found = _RANGE.fullmatch(part)
-    if found is None or int(found[2] or found[1]) - int(found[1]) > _MOST_NODES:
+    numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else ()
+    if not 0 < len(numbers) <= _MOST_NODES:
         raise ValueError(f"{part!r} is no range of nodes")
-    return part
-
-
-def _names(text: str) -> list[str]:
-    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
-
-    return list(NodeSet(text, resolver=RESOLVER_NOGROUP))
+    width = len(part.partition("-")[0])
+    return [str(number).zfill(width) for number in numbers]

@@ -16,7 +16,7 @@ from lockstep.world.network import Interface
 
 
 def test_the_loopback_interface_is_there_and_known_as_such() -> None:
-    assert Interface("lo", "127.0.0.1", loopback=True) in network.interfaces()
+    assert Interface("lo", "127.0.0.1") in network.interfaces()
 
 
 def test_link_local_addresses_are_not_offered() -> None:
@@ -35,7 +35,7 @@ def test_a_wrong_name_lists_the_right_ones() -> None:
 
 def test_the_way_to_this_host() -> None:
     found = network.interface_towards("127.0.0.1")
-    assert found == Interface("lo", "127.0.0.1", loopback=True)
+    assert found == Interface("lo", "127.0.0.1")
     assert network.interface_towards("127.0.0.1", among=[]) is None
 
 

@@ -19,6 +19,7 @@ from lockstep.world import slurm_nodes
         ("b,a", "b a"),
         ("n[09-11]", "n09 n10 n11"),
         ("[1-2]", "1 2"),
+        ("n1[9-11]", "n19 n110 n111"),
         ("a[1-2]b[01-02]", "a1b01 a1b02 a2b01 a2b02"),
         ("SH-IDC1-10-5-36-[65-66,70]", "SH-IDC1-10-5-36-65 SH-IDC1-10-5-36-66 SH-IDC1-10-5-36-70"),
         ("gpu-1.example.org,gpu-2.example.org", "gpu-1.example.org gpu-2.example.org"),

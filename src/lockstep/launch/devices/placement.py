@@ -29,8 +29,8 @@ def asked(spec: LaunchSpec, environ: Mapping[str, str]) -> Word | Ids:
     Raises:
         UsageError: if the requested devices contradict `-n`.
     """
-    origin, text = _asked(spec, environ)
-    wanted = parse(text, origin)
+    origin, text = spec.settings.origin("devices"), spec.settings.value("devices", environ)
+    wanted = parse(text or "auto", origin)
     if spec.n == "cpu" and wanted not in ("auto", "cpu") and origin == "--devices":
         raise UsageError(f"-n cpu and --devices {text} contradict each other", hint="choose one")
     if spec.n == "gpu" and wanted == "cpu":
@@ -38,10 +38,6 @@ def asked(spec: LaunchSpec, environ: Mapping[str, str]) -> Word | Ids:
             "-n gpu and --devices cpu contradict each other", hint="choose one of them"
         )
     return "cpu" if spec.n == "cpu" else wanted
-
-
-def _asked(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, str]:
-    return spec.settings.origin("devices"), spec.settings.value("devices", environ) or "auto"
 
 
 def ranks_without_looking(spec: LaunchSpec, environ: Mapping[str, str], cores: int) -> int | None:
@@ -116,12 +112,11 @@ def choose(spec: LaunchSpec, machine: Machine, environ: Mapping[str, str]) -> tu
     Raises:
         DeviceError: if a GPU is missing, hidden or named twice.
     """
-    origin, text = _asked(spec, environ)
-    ids = parse(text, origin)
+    ids = asked(spec, environ)
     assert isinstance(ids, tuple), "called for a list only"
     if machine.gpus == 0 and not machine.cards:
         raise no_gpus(machine)
-    search = _Search(origin, machine, environ)
+    search = _Search(spec.settings.origin("devices"), machine, environ)
     gpus = tuple(search.find(one) for one in ids)
     search.check(ids, gpus)
     return gpus

@@ -211,7 +211,9 @@ class CoordinatorClient:
             stuck = self._main_thread.is_stuck()
             if self.server is not None:
                 self.server.is_silent = stuck
-                self._exchange_here(silent=stuck)
+                if not stuck:
+                    self._store(self.server.receive(self._report))
+                self._stop.wait(_INTERVAL)
             else:
                 self._exchange(silent=stuck)
         if not self._is_over:
@@ -227,16 +229,6 @@ class CoordinatorClient:
         decision = self._answer.decision
         return decision is not None and decision.is_last
 
-    def _exchange_here(self, *, silent: bool) -> None:
-        """Pass the report of this launcher, launcher 0, to its own server, then wait a moment.
-
-        `silent` is whether the main thread is blocked; in this case no report is passed.
-        """
-        assert self.server is not None, "this is launcher 0"
-        if not silent:
-            self._store(self.server.receive(self._report))
-        self._stop.wait(_INTERVAL)
-
     def _exchange(self, *, silent: bool) -> None:
         """Send this launcher's report, and store answers until the next report is due.
 
@@ -249,7 +241,7 @@ class CoordinatorClient:
             connection.send(asdict(self._report))
         due = time.monotonic() + beat_seconds(self._membership.count)
         while (now := time.monotonic()) < due and not self._is_over:
-            if not connection.is_open:
+            if connection.socket is None:
                 due = min(due, now + coordinator.BEAT_SECONDS)
             if self._receive(connection, due - now):
                 return
@@ -262,7 +254,7 @@ class CoordinatorClient:
             self._store(self.server.receive(self._report))
             return
         connection.send(asdict(self._report))
-        while connection.is_waiting:
+        while connection.asked is not None:
             self._receive(connection, _ANSWER_SECONDS)
 
     def _receive(self, connection: _Connection, seconds: float) -> bool:
@@ -314,63 +306,54 @@ class _Connection:
 
     def __init__(self, host: str, address: ServerAddress) -> None:
         self._host, self._address = host, address
-        self._socket: socket.socket | None = None
+        #: The socket, while there is a connection as far as this end knows.
+        self.socket: socket.socket | None = None
         self._reader = LineReader()
         #: Ends a wait for answers, because the report has changed.
         self.waker, self._selector = Waker(), selectors.DefaultSelector()
         self._selector.register(self.waker.reader, selectors.EVENT_READ)
         self._heard = time.monotonic()
-        self._asked: float | None = None
+        #: Time of the first report on this connection that has no answer yet.
+        self.asked: float | None = None
         self._refused: float | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a connection, as far as this end knows."""
-        return self._socket is not None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the last report on this connection has no answer yet."""
-        return self._asked is not None
 
     def send(self, report: dict[str, Any]) -> None:
         """Send a report; close the connection after an error or timeout."""
         text = json.dumps({"token": self._address.token, "report": report})
         try:
-            if self._socket is None:
-                self._open()
-            assert self._socket is not None, "it was opened"
-            self._socket.sendall(text.encode() + b"\n")
+            connection = self.socket or self._open()
+            connection.sendall(text.encode() + b"\n")
         except ConnectionRefusedError:
             self._refused = self._refused or time.monotonic()
             self.close()
         except OSError:
             self.close()
         else:
-            self._asked = self._asked or time.monotonic()
+            self.asked = self.asked or time.monotonic()
 
-    def _open(self) -> None:
+    def _open(self) -> socket.socket:
         end = (self._host, self._address.port)
-        self._socket = socket.create_connection(end, timeout=_CONNECT_SECONDS)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(_ANSWER_SECONDS)
-        self._selector.register(self._socket, selectors.EVENT_READ)
+        self.socket = opened = socket.create_connection(end, timeout=_CONNECT_SECONDS)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opened.settimeout(_ANSWER_SECONDS)
+        self._selector.register(opened, selectors.EVENT_READ)
         self._reader = LineReader()
+        return opened
 
     def receive(self, seconds: float) -> tuple[bool, list[dict[str, Any]]]:
         """Wait up to `seconds` for answers; return whether there is a new report to send, and the answers.
 
         Closes the connection after an error, or if a report has no answer for some seconds.
         """
-        if self._asked is not None:
-            seconds = min(seconds, self._asked + _ANSWER_SECONDS - time.monotonic())
+        if self.asked is not None:
+            seconds = min(seconds, self.asked + _ANSWER_SECONDS - time.monotonic())
         ready = [key.fileobj for key, _ in self._selector.select(max(seconds, 0))]
         answers: list[dict[str, Any]] = []
-        if self._socket in ready:
-            answers = self._read(self._socket)
+        if self.socket in ready:
+            answers = self._read(self.socket)
         if answers:
-            self._heard, self._asked, self._refused = time.monotonic(), None, None
-        elif self._asked is not None and time.monotonic() - self._asked >= _ANSWER_SECONDS:
+            self._heard, self.asked, self._refused = time.monotonic(), None, None
+        elif self.asked is not None and time.monotonic() - self.asked >= _ANSWER_SECONDS:
             self.close()
         changed = self.waker.reader in ready
         if changed:
@@ -399,12 +382,12 @@ class _Connection:
 
     def close(self) -> None:
         """Close the socket; the next report opens another."""
-        self._asked = None
-        if self._socket is not None:
+        self.asked = None
+        if self.socket is not None:
             with contextlib.suppress(KeyError):  # it was not opened completely
-                self._selector.unregister(self._socket)
-            self._socket.close()
-            self._socket = None
+                self._selector.unregister(self.socket)
+            self.socket.close()
+            self.socket = None
 
     def end(self) -> None:
         """Close the connection, the selector and the waker; this object cannot be used again."""

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from lockstep.launch.nodes.config import RendezvousConfig
 from lockstep.world import host, network
 from lockstep.world.environments import kubernetes
 from lockstep.world.rendezvous import port_discovery
-from lockstep.world.rendezvous.port_discovery import SocketAddress
 from lockstep.world.rendezvous.private_file import open_private
 from lockstep.world.rendezvous.store import connect_store, host_store
 from lockstep.world.waiting import Check
@@ -30,39 +30,34 @@ _LOOK_UP_SECONDS = 10.0
 _TAKEN_HINT = "another launch with this name runs on this host: give each an --rdzv-id of its own"
 
 
+@dataclass(kw_only=True)
 class Endpoint:
     """The rendezvous store of launchers, with the resources to release when the store is closed.
 
-    Args:
+    Attributes:
         entrance: exit stack that closes the port discovery of a hosted store and the lock of this host.
         hosts: whether this launcher hosts the store.
         file: the store, if it is a file in a shared directory.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        entrance: contextlib.ExitStack,
-        *,
-        hosts: bool = False,
-        file: RendezvousFile | None = None,
-    ) -> None:
-        self.store, self.hosts = store, hosts
-        self._entrance, self._file = entrance, file
+    store: dist.Store
+    entrance: contextlib.ExitStack
+    hosts: bool = False
+    file: RendezvousFile | None = None
 
     def stop_announcing(self) -> None:
         """Stop answering port discovery of other launchers.
 
         The port of port discovery and the lock of this host are released.
         """
-        self._entrance.close()
+        self.entrance.close()
 
     def close(self) -> None:
         """Stop answering the port discovery, and release the store's file."""
-        self._entrance.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.entrance.close()
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 def enter(config: RendezvousConfig, check: Check) -> Endpoint:
@@ -77,7 +72,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
     with contextlib.ExitStack() as stack:
         if config.directory is not None:
             file = _open_file(config.directory, config, check)
-            return Endpoint(file.store, stack, file=file)
+            return Endpoint(store=file.store, entrance=stack, file=file)
         assert config.address is not None, "a rendezvous has a directory or a host"
         if config.index is None:
             hosts = stack.enter_context(host_lock(config.name)) and network.is_here(config.address)
@@ -85,7 +80,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
             hosts = config.index == 0
         if not hosts:
             try:
-                return Endpoint(_find(config, check), stack.pop_all())
+                return Endpoint(store=_find(config, check), entrance=stack.pop_all())
             except UnreachableError:
                 raise
             except WorldError as error:
@@ -98,7 +93,7 @@ def enter(config: RendezvousConfig, check: Check) -> Endpoint:
             config.name, store.port, loopback=loopback, port=config.port
         )
         stack.enter_context(announcer)
-        return Endpoint(store, stack.pop_all(), hosts=True)
+        return Endpoint(store=store, entrance=stack.pop_all(), hosts=True)
 
 
 def _find(config: RendezvousConfig, check: Check) -> dist.Store:
@@ -108,14 +103,21 @@ def _find(config: RendezvousConfig, check: Check) -> dist.Store:
     address before its pod runs, and another address after the pod was replaced. `check` is called
     repeatedly during the wait, and may raise to end it.
     """
+    assert config.address is not None, "the store is on a host"
     deadline = time.monotonic() + config.seconds
     while True:
         left = deadline - time.monotonic()
         again = kubernetes.is_pod(os.environ) and left > _LOOK_UP_SECONDS
         try:
-            return connect_store(
-                *_find_port(config, check, min(left, _LOOK_UP_SECONDS) if again else left)
+            place = port_discovery.find(
+                network.addresses_of(config.address),
+                config.name,
+                "this node" if config.index is None else f"node {config.index}",
+                seconds=min(left, _LOOK_UP_SECONDS) if again else left,
+                port=config.port,
+                check=check,
             )
+            return connect_store(*place)
         except WorldError:
             if not again:
                 raise
@@ -123,23 +125,13 @@ def _find(config: RendezvousConfig, check: Check) -> dist.Store:
         time.sleep(_AGAIN_SECONDS)
 
 
-def _find_port(config: RendezvousConfig, check: Check, seconds: float) -> SocketAddress:
-    assert config.address is not None
-    return port_discovery.find(
-        network.addresses_of(config.address),
-        config.name,
-        "this node" if config.index is None else f"node {config.index}",
-        seconds=seconds,
-        port=config.port,
-        check=check,
-    )
-
-
 def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
     """Return the hint for an error about missing launchers.
 
     `hosts` is whether this launcher hosts the rendezvous store.
     """
+    if not config.fixed:
+        return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
     if config.directory is not None:
         return "if the others say the same, the directory is not shared between the nodes"
     assert config.address is not None, "a rendezvous has a directory or a host"
@@ -148,7 +140,7 @@ def missing_hint(config: RendezvousConfig, *, hosts: bool) -> str:
         here = here or network.is_here(config.address)
     if here:
         return "look at the output of the others: are they started, and on which node?"
-    own = ", ".join(f"{interface.name} {interface.address}" for interface in network.interfaces())
+    own = ", ".join(map(str, network.interfaces()))
     return f"{config.address} is no address of {host.name()} ({own}): is this node 0?"
 
 

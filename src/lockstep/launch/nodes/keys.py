@@ -20,7 +20,7 @@ import json
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -79,16 +79,16 @@ class JoinEntry:
             ) from None
 
 
+@dataclass
 class RendezvousKeys:
     """Reads and writes keys of the store through which launchers find each other.
 
     `check` is called repeatedly during waits, and may raise to end them.
     """
 
-    def __init__(self, store: dist.Store, check: Check) -> None:
-        self.store = store
-        self.check = check
-        self._heard: set[int] = set()
+    store: dist.Store
+    check: Check
+    _heard: set[int] = field(default_factory=set, init=False)
 
     def network(self, number: int) -> dist.Store:
         """Return the store with a key prefix, for the connectivity check of rendezvous round `number`."""

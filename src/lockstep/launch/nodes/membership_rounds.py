@@ -11,6 +11,7 @@ A launch of a fixed size has one round, which needs all launchers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -26,7 +27,7 @@ from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher, Membership, owns
 from lockstep.launch.nodes.server import CoordinatorServer, ServerAddress
 from lockstep.world import network
-from lockstep.world.rendezvous.connectivity_check import MemberInterface, check_connectivity, offers
+from lockstep.world.rendezvous.connectivity_check import check_connectivity, offers
 from lockstep.world.rendezvous.membership_check import (
     HINTS,
     NodeInfo,
@@ -79,15 +80,14 @@ class Rounds:
         if interface is not None and all(own.name != interface for own in network.interfaces()):
             # Join anyway: the connectivity check then reports the interface on all launchers.
             config = replace(config, seconds=min(config.seconds, _SECONDS_TO_FAIL))
-        if config.index in (
-            None,
-            0,
-        ):  # it may become launcher 0, to which all launchers and ranks connect
+        if config.index in (None, 0):
+            # It may become launcher 0, to which all launchers and ranks connect.
             ranks = _STORE_CLIENTS * config.needed * own.ranks
             network.require_files(config.needed - 1, ranks)
         self._config = config
         self._token = secrets.token_hex(8)
-        self._watch: StoreWatch | None = None
+        #: Closes the `StoreWatch` of the current round, which launcher 0 of an elastic launch has.
+        self._watch = contextlib.ExitStack()
         self._endpoint = enter(config, check)
         self.keys = RendezvousKeys(self._endpoint.store, check)
         self._cards: tuple[JoinEntry, ...] = ()
@@ -171,7 +171,7 @@ class Rounds:
             UnreachableError: if nodes cannot reach each other in several rounds.
             WorldError: if too few launchers join.
         """
-        self._close_watch()
+        self._watch.close()
         self.generation = generation
         expected = tuple(self._cards[index].token for index in staying)
         with self._store_errors():
@@ -253,25 +253,19 @@ class Rounds:
                 expected if may_close else (),
                 may_close=may_close,
                 config=self._config,
-                hint=self._hint,
+                hint=functools.partial(missing_hint, self._config, hosts=self._endpoint.hosts),
             ).wait()
             if cards is None:
                 continue
             try:
                 return self._take_part(number, cards)
             except UnreachableError:
-                self._close_watch()
+                self._watch.close()
                 # A launcher or the network failed after the start of the round: try another round.
                 tries += 1
                 if self.fixed or tries == _TRIES:
                     raise
                 expected, over = (), number
-
-    def _hint(self) -> str:
-        """Return the hint for an error about missing launchers."""
-        if not self.fixed:
-            return "--nnodes MIN:MAX says how many must come, --join-timeout how long they may take"
-        return missing_hint(self._config, hosts=self._endpoint.hosts)
 
     def _card(self) -> JoinEntry:
         if self.number:
@@ -303,13 +297,14 @@ class Rounds:
         index = [card.token for card in cards].index(self._token)
         if index == 0 and not self.fixed:
             room = self._config.count - len(cards)
-            self._watch = StoreWatch(self.keys, number, self.server, room=room)
+            watch = StoreWatch(self.keys, number, self.server, room=room)
+            self._watch.callback(watch.close)
         launchers = [card.launcher for card in cards]
         names = tuple(
             f"node {number} ({launcher.name})" for number, launcher in enumerate(launchers)
         )
         nodes = node_numbers([card.node.host for card in cards])
-        reach: tuple[MemberInterface, ...] = ()
+        reach: tuple[network.Interface, ...] = ()
         if len(set(nodes)) > 1:
             reach = check_connectivity(
                 self.keys.network(number),
@@ -325,7 +320,7 @@ class Rounds:
             nodes=tuple(nodes),
             names=names,
             address=reach[0].address if reach else network.LOOPBACK,
-            interface=reach[index].interface if reach else None,
+            interface=reach[index].name if reach else None,
             own_cores=owns(index, nodes, [launcher.cpus for launcher in launchers]),
             own_gpus=owns(index, nodes, [launcher.gpus for launcher in launchers]),
             overrules_interface=self._interface is not None,
@@ -344,14 +339,9 @@ class Rounds:
 
     def close(self) -> None:
         """Close the rendezvous store, and the server that receives reports of other launchers."""
-        self._close_watch()
+        self._watch.close()
         self._endpoint.close()
         self.server.close()
-
-    def _close_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
 
 class StoreWatch:

@@ -253,7 +253,7 @@ class CoordinatorServer:
 
     def _await(self, connection: _Connection) -> None:
         """Set the events to wait for on a connection: data to read, and room for unsent data if any."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if connection.events != events:
             connection.events = events
             serve = partial(self._serve_one, connection)
@@ -294,18 +294,19 @@ class _Connection:
         answer: the last answer that was sent to the launcher.
         active: time of the last message; before the token arrives, time at which the connection was made.
         events: mask of `selectors.EVENT_READ` and `EVENT_WRITE` for which the server waits.
+        unsent: parts of answers that the socket has not accepted yet.
     """
 
     __slots__ = (
-        *("_first", "_more", "_reader", "_start", "active", "answer"),
-        *("events", "known", "launcher", "socket"),
+        *("_first", "_reader", "_start", "active", "answer"),
+        *("events", "known", "launcher", "socket", "unsent"),
     )
 
     def __init__(self, accepted: socket.socket, start: bytes) -> None:
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self._start, self._first = accepted, start, b""
-        self._reader, self._more = LineReader(), list[memoryview]()
+        self._reader, self.unsent = LineReader(), list[memoryview]()
         self.known, self.active = False, time.monotonic()
         self.launcher: tuple[int, int] | None = None
         self.answer: Answer | None = None
@@ -336,19 +337,14 @@ class _Connection:
 
     def send(self, data: bytes) -> None:
         """Send as much of `data` as the socket accepts without blocking, and keep the rest for `flush`."""
-        self._more.append(memoryview(data))
+        self.unsent.append(memoryview(data))
         self.flush()
 
     def flush(self) -> None:
         """Send as much of the unsent data as the socket accepts without blocking."""
         with contextlib.suppress(BlockingIOError):
-            while self._more:
-                sent = self.socket.send(self._more[0])
-                self._more[0] = self._more[0][sent:]
-                if not self._more[0]:
-                    del self._more[0]
-
-    @property
-    def has_more(self) -> bool:
-        """Whether a part of an answer is not sent yet."""
-        return bool(self._more)
+            while self.unsent:
+                sent = self.socket.send(self.unsent[0])
+                self.unsent[0] = self.unsent[0][sent:]
+                if not self.unsent[0]:
+                    del self.unsent[0]

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from importlib.util import resolve_name
 from pathlib import Path
 
 import lockstep
@@ -28,15 +29,10 @@ _ENVIRONMENT = frozenset({"environ", "environb", "putenv"})
 _SETTING = frozenset({"putenv", "setdefault", "update"})
 #: Beginnings of the names of variables that `torch._dynamo` reads at import.
 _COMPILER = ("AOT", "CUTLASS", "INDUCTOR", "PARTITIONER", "SYMPY", "TORCH")
-#: Functions that may change the effect of later imports.
+#: Functions that may change the effect of later imports. Some packages draw when they are imported.
 _CHANGING = (_SETTING | _FROM_FILES) | {
     *("__import__", "chdir", "exec", "import_module", "run_path", "set_start_method"),
-    *(
-        "seed",
-        "seed_everything",
-        "set_seed",
-        "setstate",
-    ),  # some packages draw when they are imported
+    *("seed", "seed_everything", "set_seed", "setstate"),
 }
 #: Modules of the standard library whose functions do not change later imports.
 _HARMLESS = frozenset({"logging", "warnings"})
@@ -222,12 +218,10 @@ class _Reader:
 
 def _absolute(node: ast.ImportFrom, parent: str) -> str:
     """Return the absolute module name of a `from … import` in package `parent`; `""` if invalid."""
-    if not node.level:
-        return node.module or ""
-    above = parent.split(".") if parent else []
-    if node.level > len(above):
+    try:
+        return resolve_name("." * node.level + (node.module or ""), parent)
+    except ImportError:  # above the top-level package
         return ""
-    return ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
 
 
 def _is_installed(origin: str) -> bool:

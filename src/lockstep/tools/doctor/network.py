@@ -60,7 +60,7 @@ def _connect(rendezvous: NodeGroup, _: NodeReports, __: Options) -> Facts:
     If a node cannot be reached, the error message is returned. The facts also have this node's interfaces,
     and warnings about clocks.
     """
-    own = [f"{one.name} {one.address}" for one in interfaces() if not one.loopback]
+    own = [str(one) for one in interfaces() if not one.loopback]
     facts: dict[str, Facts] = {"interfaces": own, "clocks": []}
     if not rendezvous.several_hosts:
         return facts | {"alone": True}

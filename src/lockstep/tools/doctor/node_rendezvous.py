@@ -21,8 +21,7 @@ from lockstep.launch.nodes.keys import JoinEntry, RendezvousKeys
 from lockstep.launch.nodes.membership import Common, Launcher
 from lockstep.launch.nodes.server import ServerAddress
 from lockstep.world import host
-from lockstep.world.network import interfaces
-from lockstep.world.rendezvous.connectivity_check import MemberInterface
+from lockstep.world.network import Interface, interfaces
 from lockstep.world.rendezvous.members import Members
 from lockstep.world.rendezvous.membership_check import NodeInfo
 from lockstep.world.waiting import await_any, go_on
@@ -44,9 +43,7 @@ class NodeGroup:
     hosts: tuple[str, ...] = ()  # by node
     endpoint: Endpoint | None = None  # `None` for a single node
     interface: str | None = None
-    reach: tuple[
-        MemberInterface, ...
-    ] = ()  # address of each node, once all have connected to each other
+    reach: tuple[Interface, ...] = ()  # of each node, once all have connected to each other
     #: child processes that start the ranks of a test all-reduce; forked before this process had threads
     starters: tuple[Child, ...] = ()
     _lost: set[int] = field(default_factory=set)
@@ -97,7 +94,7 @@ class NodeGroup:
         if not self.reach:
             return ""
         own = self.reach[self.index]
-        if any((one.name, one.address) == (own.interface, own.address) for one in interfaces()):
+        if own in interfaces():
             return ""
         return f"the interface {own} of {self.labels[self.index]} is gone"
 

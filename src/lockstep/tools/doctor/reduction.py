@@ -94,7 +94,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
     counts = [ranks(report.get("gpus"), alone=seen.alone) for report in seen.reports]
     gpus = all((report.get("gpus") or {}).get("gpus") for report in seen.reports)
     own = rendezvous.reach[rendezvous.index] if rendezvous.reach else None
-    here = own.interface if own else next((one.name for one in interfaces() if one.loopback), None)
+    here = own.name if own else next((one.name for one in interfaces() if one.loopback), None)
     store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None
     job = {
         "address": rendezvous.reach[0].address if rendezvous.reach else LOOPBACK,

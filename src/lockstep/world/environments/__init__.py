@@ -13,37 +13,26 @@ from lockstep.registry import EnvironmentEntry, Registry, resolve
 from lockstep.world.environments import init_method, torchrun
 from lockstep.world.model import World
 
+_HERE = "lockstep.world.environments"
 _OWN = [
     # Before all others, whose variables a worker of Ray has if they were set where Ray was started.
-    EnvironmentEntry(
-        name="ray", detect="lockstep.world.environments.ray:detect", starts_launchers=False
-    ),
-    EnvironmentEntry(
-        name="lockstep",
-        detect="lockstep.world.environments.torchrun:detect_lockstep",
-        starts_launchers=False,
-    ),
+    EnvironmentEntry(name="ray", detect=f"{_HERE}.ray:detect", starts_launchers=False),
+    EnvironmentEntry(name="lockstep", detect=torchrun.detect_lockstep, starts_launchers=False),
     # Before torchrun, whose variables a PyTorchJob sets with another meaning.
     EnvironmentEntry(
         name="kubeflow",
-        detect="lockstep.world.environments.kubeflow:detect",
-        launchers="lockstep.world.environments.kubeflow:launchers",
+        detect=f"{_HERE}.kubeflow:detect",
+        launchers=f"{_HERE}.kubeflow:launchers",
         replaces_launchers=True,
     ),
+    EnvironmentEntry(name="torchrun", detect=torchrun.detect, starts_launchers=False),
+    EnvironmentEntry(name="openmpi", detect=f"{_HERE}.mpiexec:detect_openmpi"),
+    EnvironmentEntry(name="mpich", detect=f"{_HERE}.mpiexec:detect_mpich"),
+    EnvironmentEntry(name="slurm", detect=f"{_HERE}.slurm:detect"),
+    EnvironmentEntry(name="skypilot", detect=f"{_HERE}.skypilot:detect"),
+    EnvironmentEntry(name="volcano", detect=f"{_HERE}.volcano:detect"),
     EnvironmentEntry(
-        name="torchrun",
-        detect="lockstep.world.environments.torchrun:detect",
-        starts_launchers=False,
-    ),
-    EnvironmentEntry(name="openmpi", detect="lockstep.world.environments.mpiexec:detect_openmpi"),
-    EnvironmentEntry(name="mpich", detect="lockstep.world.environments.mpiexec:detect_mpich"),
-    EnvironmentEntry(name="slurm", detect="lockstep.world.environments.slurm:detect"),
-    EnvironmentEntry(name="skypilot", detect="lockstep.world.environments.skypilot:detect"),
-    EnvironmentEntry(name="volcano", detect="lockstep.world.environments.volcano:detect"),
-    EnvironmentEntry(
-        name="kubernetes",
-        detect="lockstep.world.environments.kubernetes:detect",
-        replaces_launchers=True,
+        name="kubernetes", detect=f"{_HERE}.kubernetes:detect", replaces_launchers=True
     ),
     EnvironmentEntry(
         name="single",

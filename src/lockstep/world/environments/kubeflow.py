@@ -46,10 +46,9 @@ def launchers(environ: Mapping[str, str]) -> World | None:
         WorldError: if a variable is missing or contradicts another.
     """
     # A worker of torchrun has LOCAL_RANK, too, and a process that the script has started another RANK.
-    is_worker = "LOCAL_RANK" in environ or environ.get("RANK", environ.get(_NODE)) != environ.get(
-        _NODE
-    )
-    if _NODE not in environ or is_worker or "PET_RDZV_ENDPOINT" in environ:
+    number = environ.get(_NODE)
+    is_worker = "LOCAL_RANK" in environ or environ.get("RANK", number) != number
+    if number is None or is_worker or "PET_RDZV_ENDPOINT" in environ:
         return None
     count = cluster_nodes.most_nodes(environ, _COUNT)
     if count == 1:

@@ -20,12 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UnreachableError, UsageError
 from lockstep.world.network import (
     Interface,
+    first_addresses,
     interface_towards,
     interfaces,
     is_loopback,
@@ -66,18 +67,6 @@ _HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class MemberInterface:
-    """A network interface of a member of the connectivity check, and an address on that interface."""
-
-    interface: str
-    address: str
-
-    def __str__(self) -> str:
-        """Return interface and address as text."""
-        return f"{self.interface} {self.address}"
-
-
-@dataclass(frozen=True, slots=True)
 class ProbeTarget:
     """Port and interfaces at which a member listens during the check, and the member's token.
 
@@ -88,7 +77,7 @@ class ProbeTarget:
 
     token: str
     port: int
-    offers: tuple[MemberInterface, ...]
+    offers: tuple[Interface, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +92,22 @@ class Attempt:
     """
 
     member: int
-    place: MemberInterface
-    source: MemberInterface | None
+    place: Interface
+    source: Interface | None
     failure: str
 
 
 Report = Sequence[Attempt]
 
 
-def offers(own: Iterable[Interface]) -> tuple[MemberInterface, ...]:
+def offers(own: Iterable[Interface]) -> tuple[Interface, ...]:
     """Return the interfaces in `own`, each with its first address, which Gloo uses.
 
     Physical interfaces come first; at most `_MOST_OFFERS` interfaces are returned.
     """
-    first: dict[str, Interface] = {}
-    for interface in own:
-        first.setdefault(interface.name, interface)
-    ranked = sorted(first.values(), key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
-    return tuple(
-        MemberInterface(interface.name, interface.address) for interface in ranked[:_MOST_OFFERS]
-    )
+    each = first_addresses(own)
+    ranked = sorted(each, key=lambda it: (it.loopback, it.name.startswith(_VIRTUAL)))
+    return tuple(ranked[:_MOST_OFFERS])
 
 
 def partners(index: int, count: int) -> list[int]:
@@ -148,7 +133,7 @@ def check_connectivity(
     patience: float = 30.0,
     check: Check = go_on,
     warn: Callable[[str], None] | None = None,
-) -> tuple[MemberInterface, ...]:
+) -> tuple[Interface, ...]:
     """Return, for each member, the interface and address at which all other members can connect to it.
 
     All members (one process per node) call this function together.
@@ -174,8 +159,8 @@ def check_connectivity(
     token = secrets.token_hex(16)
     with Announcer(listener, {"token": token}):
         member = _Member(members, seconds, patience, warn or _warn)
-        cards = member.introduce(token, listener.getsockname()[1], interface)
-        return member.connect(cards, time.time())
+        member.introduce(token, listener.getsockname()[1], interface)
+        return member.connect(time.time())
 
 
 class _Member:
@@ -188,9 +173,11 @@ class _Member:
         self._members, self._index, self._labels = members, members.index, members.labels
         self._seconds, self._patience = seconds, patience
         self._own = interfaces()
+        #: The `ProbeTarget`s of all members, by index.
+        self._cards: list[ProbeTarget] = []
 
-    def introduce(self, token: str, port: int, interface: str | None) -> list[ProbeTarget]:
-        """Send this member's `ProbeTarget` to all members; return those of all members, by index.
+    def introduce(self, token: str, port: int, interface: str | None) -> None:
+        """Send this member's `ProbeTarget` to all members, and receive theirs.
 
         `token` and `port` are fields of this member's `ProbeTarget`. `interface` is the interface that the
         user chose, if any.
@@ -220,47 +207,45 @@ class _Member:
             if wrong is not None:
                 raise wrong from None
             raise
-        return [decode(ProbeTarget, value) for value in found]
+        self._cards = [decode(ProbeTarget, value) for value in found]
 
-    def connect(self, cards: Sequence[ProbeTarget], now: float) -> tuple[MemberInterface, ...]:
+    def connect(self, now: float) -> tuple[Interface, ...]:
         """Try to connect to member 0, then to all others; return interface and address of each member.
 
-        `cards` are the `ProbeTarget`s of all members, by index. `now` is the time on this member's clock,
-        which member 0 compares with the clocks of the others.
+        `now` is the time on this member's clock, which member 0 compares with the clocks of the others.
 
         Raises:
             UnreachableError: the same on all members, if two cannot connect to each other.
         """
-        first = [] if self._index == 0 else [(0, place) for place in cards[0].offers]
+        first = [] if self._index == 0 else [(0, place) for place in self._cards[0].offers]
         for look, seconds in enumerate((min(_QUICK, self._seconds), self._seconds)):
-            report = self._try(cards, first, seconds)
+            report = self._try(first, seconds)
             own = [now, [asdict(attempt) for attempt in report]]
-            places = self._places(cards, f"first/{look}", own, seconds, last=look == 1)
+            places = self._places(f"first/{look}", own, seconds, last=look == 1)
             if places:
                 break
         others = [
             (member, place)
-            for member in partners(self._index, len(cards))
+            for member in partners(self._index, len(self._cards))
             for place in places[member]
             if member != 0
         ]
-        report += self._try(cards, others, self._seconds)
+        report += self._try(others, self._seconds)
         found = self._members.ask(
             "pairs",
             [asdict(attempt) for attempt in report],
-            lambda values: self._result(cards, places, values),
+            lambda values: self._result(places, values),
             self._seconds * math.ceil(max(1, len(others)) / _AT_ONCE) + self._patience,
         )
-        return tuple(MemberInterface(*place) for place in found)
+        return tuple(Interface(*place) for place in found)
 
     def _places(
-        self, cards: Sequence[ProbeTarget], question: str, own: Any, seconds: float, *, last: bool
-    ) -> list[list[MemberInterface]]:
+        self, question: str, own: Any, seconds: float, *, last: bool
+    ) -> list[list[Interface]]:
         """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
-        Member 0 computes the result for all members by `choose`. `cards` are the `ProbeTarget`s of all
-        members, by index. `own` is this member's clock and its attempts. `question` is a key of the store
-        for this exchange, in which a member may take `seconds`.
+        Member 0 computes the result for all members by `choose`. `own` is this member's clock and its
+        attempts. `question` is a key of the store for this exchange, in which a member may take `seconds`.
 
         If no address of member 0 was reached by all members, the result is empty, unless this was the
         `last` attempt.
@@ -269,7 +254,7 @@ class _Member:
         def answer(values: list[Any]) -> Any:
             self._check_here(values, "left while the network was tried,")
             reports = [[decode(Attempt, attempt) for attempt in report] for _, report in values]
-            places = choose(cards, reports)
+            places = choose(self._cards, reports)
             first = places[0][:1]
             if not last and not all(
                 any(attempt.place in first and not attempt.failure for attempt in report)
@@ -278,20 +263,17 @@ class _Member:
                 return []
             for text in _clock_problems(self._labels, [clock for clock, _ in values]):
                 self._warn(text)
-            return [[(place.interface, place.address) for place in there] for there in places]
+            return [[astuple(place) for place in there] for there in places]
 
         found = self._members.ask(question, own, answer, seconds + self._patience)
-        return [[MemberInterface(*place) for place in there] for there in found]
+        return [[Interface(*place) for place in there] for there in found]
 
     def _result(
-        self,
-        cards: Sequence[ProbeTarget],
-        places: Sequence[Sequence[MemberInterface]],
-        values: Sequence[Any],
+        self, places: Sequence[Sequence[Interface]], values: Sequence[Any]
     ) -> list[tuple[str, str]]:
         self._check_here(values, "left while the network was tried,")
         reports = [[decode(Attempt, attempt) for attempt in report] for report in values]
-        found = problem(cards, reports, self._labels)
+        found = problem(self._cards, reports, self._labels)
         if found:
             raise UnreachableError(found, hint=_HINT)
         if len(places[0]) != 1:
@@ -306,7 +288,7 @@ class _Member:
                 ]
                 lines.append(f"  {label} reaches {', '.join(at)}")
             raise UnreachableError("\n".join(lines), hint=_HINT)
-        return [(there[0].interface, there[0].address) for there in places]
+        return [astuple(there[0]) for there in places]
 
     def _check_here(self, values: Sequence[Any], what: str) -> None:
         missing = [label for label, one in zip(self._labels, values, strict=True) if one is None]
@@ -317,32 +299,25 @@ class _Member:
                 hint=_HINT,
             )
 
-    def _try(
-        self,
-        cards: Sequence[ProbeTarget],
-        targets: Sequence[tuple[int, MemberInterface]],
-        seconds: float,
-    ) -> list[Attempt]:
+    def _try(self, targets: Sequence[tuple[int, Interface]], seconds: float) -> list[Attempt]:
         """Try to connect to all `targets`, `_AT_ONCE` at a time, with a timeout of `seconds` each.
 
-        A target is the index of a member and one of its interfaces. `cards` are the `ProbeTarget`s of all
-        members, by index.
+        A target is the index of a member and one of its interfaces.
         """
 
-        def attempt(target: tuple[int, MemberInterface]) -> Attempt:
+        def attempt(target: tuple[int, Interface]) -> Attempt:
             member, place = target
-            leaving = interface_towards(place.address, self._own)
-            failure = _connect(cards[member], place, seconds)
+            source = interface_towards(place.address, self._own)
+            failure = _connect(self._cards[member], place, seconds)
             if failure and any(own.address == place.address for own in self._own):
                 failure = f"{self._labels[self._index]} has that address itself"
-            source = None if leaving is None else MemberInterface(leaving.name, leaving.address)
             return Attempt(member, place, source, failure)
 
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(targets)))) as pool:
             return list(pool.map(attempt, targets))
 
 
-def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
+def _connect(card: ProbeTarget, place: Interface, seconds: float) -> str:
     """Connect to a member at `place`, one of its addresses; return the reason of a failure, or `""`.
 
     `card` has the port and the token of this member. An answer without this token is a failure.
@@ -358,7 +333,7 @@ def _connect(card: ProbeTarget, place: MemberInterface, seconds: float) -> str:
     return "" if message.get("token") == card.token else "answered by another launch"
 
 
-def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[MemberInterface]]:
+def choose(cards: Sequence[ProbeTarget], reports: Sequence[Report]) -> list[list[Interface]]:
     """Return the addresses to try next, by member, after all members have tried to reach member 0.
 
     `cards` are the `ProbeTarget`s of all members, by index; `reports` are their attempts to reach member 0.
@@ -397,6 +372,17 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
         (by, attempt.member) for by, report in enumerate(reports) for attempt in report
     } - reached
     pairs = sorted({tuple(sorted(pair)) for pair in unreached})
+
+    def ways(by: int, to: int) -> list[str]:
+        """Return a line for each attempt of member `by` to connect to member `to`."""
+        tried = [attempt for attempt in reports[by] if attempt.member == to]
+        beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
+        return [
+            f"  {labels[by]} from {attempt.source or 'no interface'} to {attempt.place} "
+            f"port {cards[to].port}: {attempt.failure}"
+            for attempt in beyond or tried
+        ]
+
     lines: list[str] = []
     for low, high in pairs[:_MOST_PAIRS]:
         both = [pair for pair in ((low, high), (high, low)) if pair in unreached]
@@ -405,30 +391,13 @@ def problem(cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Seq
         lines.append(
             each if len(both) == 2 else f"{by} cannot reach {to}, though {to} reaches {by}:"
         )
-        lines += [line for pair in both for line in _ways(*pair, cards, reports, labels)]
+        lines += [line for pair in both for line in ways(*pair)]
     if len(pairs) > _MOST_PAIRS:
         lines.append(f"and {len(pairs) - _MOST_PAIRS} more pairs")
     everywhere = set.intersection(*map(set, pairs)) if len(pairs) > 1 else set()
     if everywhere:
         lines.append(f"all of these pairs have {labels[everywhere.pop()]} in common")
     return "\n".join(lines)
-
-
-def _ways(
-    by: int, to: int, cards: Sequence[ProbeTarget], reports: Sequence[Report], labels: Sequence[str]
-) -> Iterator[str]:
-    """Yield a line for each attempt of member `by` to connect to member `to`: route, address, failure.
-
-    By index of the member, `cards` are the `ProbeTarget`s, `reports` are the attempts to connect to others,
-    and `labels` are the names in the lines.
-    """
-    tried = [attempt for attempt in reports[by] if attempt.member == to]
-    beyond = [attempt for attempt in tried if not is_loopback(attempt.place.address)]
-    for attempt in beyond or tried:
-        yield (
-            f"  {labels[by]} from {attempt.source or 'no interface'} to {attempt.place} "
-            f"port {cards[to].port}: {attempt.failure}"
-        )
 
 
 def _clock_problems(labels: Sequence[str], clocks: Sequence[float]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import LockstepError, WorldError
@@ -23,10 +24,11 @@ _LINGER_SECONDS = 3.0
 _PAUSE = 0.005
 
 
+@dataclass(frozen=True, slots=True)
 class Members:
     """Numbered processes that gather a value of each over a store, and get one result from member 0.
 
-    Args:
+    Attributes:
         store: a store for this object alone.
         index: number of this process, from 0.
         labels: names of the members, by index, in messages.
@@ -35,19 +37,13 @@ class Members:
         check: called repeatedly during waits; may raise to end them.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        index: int,
-        labels: Sequence[str],
-        *,
-        kind: type[WorldError] = WorldError,
-        hint: str,
-        check: Check = go_on,
-    ) -> None:
-        self._store, self._check = store, check
-        self.index, self.labels = index, labels
-        self._kind, self._hint = kind, hint
+    store: dist.Store
+    index: int
+    labels: Sequence[str]
+    _: KW_ONLY
+    kind: type[WorldError] = WorldError
+    hint: str
+    check: Check = go_on
 
     def ask(
         self, question: str, own: Any, answer: Callable[[list[Any]], Any], seconds: float
@@ -63,24 +59,24 @@ class Members:
             WorldError: of class `kind`; the same on all members.
         """
         try:
-            self._store.set(f"{question}/{self.index}", json.dumps(own))
+            self.store.set(f"{question}/{self.index}", json.dumps(own))
             if self.index == 0:
                 self._answer(question, answer, seconds)
             patience = seconds + _SLACK
-            if await_any(self._store, [[f"{question}/answer"]], patience, self._check) is None:
-                raise self._kind(
-                    f"{self.labels[0]} did not answer within {patience:g} s", hint=self._hint
+            if await_any(self.store, [[f"{question}/answer"]], patience, self.check) is None:
+                raise self.kind(
+                    f"{self.labels[0]} did not answer within {patience:g} s", hint=self.hint
                 )
-            found = json.loads(self._store.get(f"{question}/answer"))
+            found = json.loads(self.store.get(f"{question}/answer"))
             if "error" in found:
                 self._linger(question)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            raise self._kind(
-                f"{self.labels[0]} is gone, or the store is: {why}", hint=self._hint
+            raise self.kind(
+                f"{self.labels[0]} is gone, or the store is: {why}", hint=self.hint
             ) from error
         if "error" in found:
-            raise self._kind(found["error"], hint=found["hint"])
+            raise self.kind(found["error"], hint=found["hint"])
         return found["answer"]
 
     def refuse(self, question: str, error: LockstepError) -> None:
@@ -93,17 +89,17 @@ class Members:
         Raises:
             WorldError: if the value is invalid JSON.
         """
-        if not self._store.check([f"{question}/{index}"]):
+        if not self.store.check([f"{question}/{index}"]):
             return None
         try:
-            return json.loads(self._store.get(f"{question}/{index}"))
+            return json.loads(self.store.get(f"{question}/{index}"))
         except (ValueError, RecursionError):
             raise self._unreadable(self.labels[index]) from None
 
     def _answer(self, question: str, answer: Callable[[list[Any]], Any], seconds: float) -> None:
         members = range(len(self.labels))
         keys = [f"{question}/{index}" for index in members]
-        if await_any(self._store, [[f"{question}/answer"], keys], seconds, self._check) == 0:
+        if await_any(self.store, [[f"{question}/answer"], keys], seconds, self.check) == 0:
             return  # an error
         try:
             found = {"answer": answer([self.read(question, index) for index in members])}
@@ -115,19 +111,19 @@ class Members:
             self._post(question, found)
 
     def _post(self, question: str, answer: dict[str, Any]) -> None:
-        if self._store.add(f"{question}/answers", 1) == 1:
-            self._store.set(f"{question}/answer", json.dumps(answer))
+        if self.store.add(f"{question}/answers", 1) == 1:
+            self.store.set(f"{question}/answer", json.dumps(answer))
 
     def _unreadable(self, label: str) -> WorldError:
         text = f"the value of {label} cannot be read; expected one launch here"
-        return self._kind(text, hint=self._hint)
+        return self.kind(text, hint=self.hint)
 
     def _linger(self, question: str) -> None:
-        self._store.add(f"{question}/heard", 1)
+        self.store.add(f"{question}/heard", 1)
         if self.index > 0:
             return
         keys = (f"{question}/{index}" for index in range(len(self.labels)))
-        came = sum(self._store.check([key]) for key in keys)
+        came = sum(self.store.check([key]) for key in keys)
         deadline = time.monotonic() + _LINGER_SECONDS
-        while self._store.add(f"{question}/heard", 0) < came and time.monotonic() < deadline:
+        while self.store.add(f"{question}/heard", 0) < came and time.monotonic() < deadline:
             time.sleep(_PAUSE)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lockstep.errors import UnreachableError, WorldError
@@ -154,6 +155,7 @@ def await_port(addresses: Sequence[str], port: int, who: str, seconds: float) ->
     return _Search(addresses, (port,), who, look).run(seconds, go_on)[0]
 
 
+@dataclass(slots=True)
 class _Search:
     """Tries to connect to each address and port of a host, again and again, until `look` succeeds.
 
@@ -161,20 +163,17 @@ class _Search:
     `None` to go on. `who` names this process in messages.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        ports: Sequence[int],
-        who: str,
-        look: Callable[[SocketAddress], SocketAddress | None],
-    ) -> None:
-        self._addresses, self._ports, self._who, self._look = addresses, ports, who, look
-        #: Whether the host has answered, even by refusing a connection.
-        self._signs = False
-        self._failures: dict[str, str] = {}
+    addresses: Sequence[str]
+    ports: Sequence[int]
+    who: str
+    look: Callable[[SocketAddress], SocketAddress | None]
+    #: Whether the host has answered, even by refusing a connection.
+    answered: bool = False
+    #: Reason of the last failure at each address.
+    failures: dict[str, str] = field(default_factory=dict)
 
     def run(self, seconds: float, check: Check) -> SocketAddress:
-        places = [(address, port) for address in self._addresses for port in self._ports]
+        places = [(address, port) for address in self.addresses for port in self.ports]
         began, pause = time.monotonic(), _PAUSE[0]
         pool = ThreadPoolExecutor(max(1, len(places)))
         try:
@@ -183,7 +182,7 @@ class _Search:
                 for trial in as_completed([pool.submit(self._try, place) for place in places]):
                     if (found := trial.result()) is not None:
                         return found
-                if not self._signs and time.monotonic() - began > _UNREACHABLE_SECONDS:
+                if not self.answered and time.monotonic() - began > _UNREACHABLE_SECONDS:
                     raise self._unreachable()
                 if time.monotonic() + pause > began + seconds:
                     break
@@ -192,31 +191,31 @@ class _Search:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         raise WorldError(
-            f"{self._who} found no rendezvous at {' or '.join(self._addresses)} within {seconds:g} s",
+            f"{self.who} found no rendezvous at {' or '.join(self.addresses)} within {seconds:g} s",
             hint="is the first one started, there, and with the same settings?",
         )
 
     def _try(self, place: SocketAddress) -> SocketAddress | None:
         try:
-            found = self._look(place)
+            found = self.look(place)
         except (ConnectionRefusedError, ValueError):  # refused, or another program listens there
             found = None
         except OSError as error:
-            self._failures[place[0]] = why_unreached(error)
+            self.failures[place[0]] = why_unreached(error)
             return None
-        self._signs = True
+        self.answered = True
         return found
 
     def _unreachable(self) -> UnreachableError:
-        leaving = [(address, interface_towards(address)) for address in self._addresses]
+        leaving = [(address, interface_towards(address)) for address in self.addresses]
         tried = "; ".join(
-            f"{address}{f' from {own.name} {own.address}' if own else ' (no route from here)'}: "
-            f"{self._failures.get(address)}"
+            f"{address}{f' from {own}' if own else ' (no route from here)'}: "
+            f"{self.failures.get(address)}"
             for address, own in leaving
         )
         return UnreachableError(
-            f"{self._who} cannot reach {' or '.join(self._addresses) or 'a host without an address'} "
-            f"on port {self._ports[0]}{' and others' if len(self._ports) > 1 else ''}: {tried}",
+            f"{self.who} cannot reach {' or '.join(self.addresses) or 'a host without an address'} "
+            f"on port {self.ports[0]}{' and others' if len(self.ports) > 1 else ''}: {tried}",
             hint="check the address, the interface, and firewalls between the two",
         )
 

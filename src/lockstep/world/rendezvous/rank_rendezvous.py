@@ -276,7 +276,7 @@ def _check_connectivity(world: World, names: Sequence[str], store: dist.Store) -
         except LockstepError as error:
             store.set(mine, f"\n{error}")
             raise
-        store.set(mine, found[world.node_rank].interface)
+        store.set(mine, found[world.node_rank].name)
     if await_any(store, [[mine]], _CONNECTIVITY_SECONDS) is None:
         raise UnreachableError(
             f"the first rank of node {world.node_rank} has not tried the network"

@@ -96,7 +96,7 @@ class Node:
     def die(self) -> None:
         """End as a process does that is killed: without a word."""
         self._stop.set()
-        self.rounds._close_watch()
+        self.rounds._watch.close()
         self.rounds.server.close()
         if self.place.coordinator is not None:
             self.place.coordinator._stop.set()

@@ -20,7 +20,6 @@ from lockstep.world.network import Interface, listen
 from lockstep.world.rendezvous import connectivity_check, members
 from lockstep.world.rendezvous.connectivity_check import (
     Attempt,
-    MemberInterface,
     ProbeTarget,
     check_connectivity,
     choose,
@@ -31,29 +30,26 @@ from lockstep.world.rendezvous.connectivity_check import (
 from lockstep.world.rendezvous.port_discovery import Announcer
 from tests.unit.threads import Party, together
 
-LO = Interface("lo", "127.0.0.1", loopback=True)
-LOOPBACK = MemberInterface("lo", "127.0.0.1")
+LOOPBACK = Interface("lo", "127.0.0.1")
 LABELS = ["node 0 (a)", "node 1 (b)", "node 2 (c)", "node 3 (d)"]
 
 
-def eth(member: int, name: str = "eth0") -> MemberInterface:
-    return MemberInterface(name, f"10.0.0.{member}")
+def eth(member: int, name: str = "eth0") -> Interface:
+    return Interface(name, f"10.0.0.{member}")
 
 
-def card(member: int, *offered: MemberInterface) -> ProbeTarget:
+def card(member: int, *offered: Interface) -> ProbeTarget:
     return ProbeTarget(f"token {member}", 4000 + member, offered or (eth(member), LOOPBACK))
 
 
-def reach(
-    member: int, place: MemberInterface | None = None, source: MemberInterface | None = None
-) -> Attempt:
+def reach(member: int, place: Interface | None = None, source: Interface | None = None) -> Attempt:
     return Attempt(member, place or eth(member), source, "")
 
 
 def miss(
     member: int,
-    place: MemberInterface | None = None,
-    source: MemberInterface | None = None,
+    place: Interface | None = None,
+    source: Interface | None = None,
     why: str = "timed out",
 ) -> Attempt:
     return Attempt(member, place or eth(member), source, why)
@@ -63,12 +59,12 @@ def miss(
 
 
 def test_what_a_host_offers() -> None:
-    docker = Interface("docker0", "10.0.0.7", loopback=False)
-    first, second = (Interface("eth0", text, loopback=False) for text in ("10.0.0.1", "fd00::1"))
-    assert offers([LO, docker, first, second]) == (eth(1), eth(7, "docker0"), LOOPBACK)
-    many = [Interface(f"veth{k}", f"10.0.0.{k}", loopback=False) for k in range(40)]
-    assert offers([LO, *many, first])[0] == eth(1)
-    assert len(offers([LO, *many, first])) == 8
+    docker = Interface("docker0", "10.0.0.7")
+    first, second = (Interface("eth0", text) for text in ("10.0.0.1", "fd00::1"))
+    assert offers([LOOPBACK, docker, first, second]) == (eth(1), eth(7, "docker0"), LOOPBACK)
+    many = [Interface(f"veth{k}", f"10.0.0.{k}") for k in range(40)]
+    assert offers([LOOPBACK, *many, first])[0] == eth(1)
+    assert len(offers([LOOPBACK, *many, first])) == 8
 
 
 IB, DEAD = eth(0, "ib0"), eth(9, "eno1")
@@ -109,7 +105,7 @@ IB, DEAD = eth(0, "ib0"), eth(9, "eno1")
     ],
 )
 def test_where_members_are_tried(
-    cards: list[ProbeTarget], reports: list[list[Attempt]], places: list[list[MemberInterface]]
+    cards: list[ProbeTarget], reports: list[list[Attempt]], places: list[list[Interface]]
 ) -> None:
     assert choose(cards, reports) == places
 
