@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import RunDirectoryError
-from lockstep.state.files.run_file import cannot_write
+from lockstep.state.files.run_file import writing
 from lockstep.world import host
 from lockstep.world.model import World
 
@@ -82,7 +82,7 @@ class DirectoryLock:
         self._path, self._owner = directory / NAME, owner
         self._file: int | None = None
         deadline = time.monotonic() + _PATIENCE
-        try:
+        with writing(directory):
             while (other := self._try()) is not None:
                 if time.monotonic() > deadline:
                     raise RunDirectoryError(
@@ -91,8 +91,6 @@ class DirectoryLock:
                         hint="wait for its end, or name another directory with --run-dir",
                     )
                 time.sleep(_LOOK)
-        except OSError as error:
-            raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
         """Try to take the lock; return `None` on success, or else a text that names the lock's owner."""

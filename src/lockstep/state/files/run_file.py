@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,18 +156,20 @@ def write(directory: Path, content: dict[str, Any]) -> None:
     Raises:
         RunDirectoryError: if the file cannot be written.
     """
-    try:
+    with writing(directory):
         atomic_write(directory / NAME, json.dumps(content, indent=2) + "\n", 0o600)
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Context manager: turn an `OSError` into a `RunDirectoryError` that names `directory`."""
+    try:
+        yield
     except OSError as error:
-        raise cannot_write(directory, error) from error
-
-
-def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a run directory that cannot be written."""
-    return RunDirectoryError(
-        f"the run directory {directory} cannot be written: {error.strerror or error}",
-        hint="name another one with --run-dir",
-    )
+        raise RunDirectoryError(
+            f"the run directory {directory} cannot be written: {error.strerror or error}",
+            hint="name another one with --run-dir",
+        ) from error
 
 
 def link(directory: Path, later: Path) -> None:
@@ -198,10 +201,8 @@ def forget(directory: Path) -> None:
     Raises:
         RunDirectoryError: if the file cannot be removed.
     """
-    try:
+    with writing(directory):
         (directory / NAME).unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_write(directory, error) from error
 
 
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:
