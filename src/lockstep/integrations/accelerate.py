@@ -44,7 +44,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(**settings)
         accumulated = self.gradient_state.num_steps
         precision = {"no": "fp32"}.get(self.mixed_precision, self.mixed_precision)
-        self._run = process.open_run(
+        self._run = process.current.open(
             seed=seed,
             replicas=process.replicas_of(replicas, accumulated),
             precision=precision,
@@ -236,7 +236,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Finish accelerate's trackers (such as TensorBoard), and end the run."""
         for tracker in self.trackers:
             tracker.finish()
-        process.end_run()
+        process.current.end()
 
 
 class _PreparedLoader:
