@@ -28,7 +28,6 @@ class Events:
         self._directory = directory / "events"
         self._pending: deque[tuple[float, dict[str, Any]]] = deque()  # threads add, too
         self._flushed = time.monotonic()
-        self._closed = False
         with writing(self._directory):
             self._directory.mkdir(mode=0o700, exist_ok=True)
             path = self._directory / f"rank-{rank}.jsonl"
@@ -69,9 +68,8 @@ class Events:
         Raises:
             RunDirectoryError: if the events cannot be written.
         """
-        if self._closed:
+        if self._file.closed:
             return
-        self._closed = True
         try:
             self.flush()
         finally:
