@@ -98,12 +98,10 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {self.prog} run {found['word']}?"
         raise UsageError(message, hint=hint or self._see)
 
-    def add_script(self, what: str, *, optional: bool = False) -> None:
-        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT.
-
-        `what` is the help text of SCRIPT.
-        """
-        self.add_argument("target", metavar="SCRIPT", nargs="?" if optional else None, help=what)
+    def add_script(self, *, optional: bool = False) -> None:
+        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT."""
+        what, nargs = "the script to run, or with -m a module", "?" if optional else None
+        self.add_argument("target", metavar="SCRIPT", nargs=nargs, help=what)
         rest = self.add_argument(
             "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
         )

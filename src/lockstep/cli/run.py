@@ -46,7 +46,7 @@ def add_flags(parser: Parser) -> None:
     setting_flags.add_group(parser.add_argument_group("fault tolerance"), "fault tolerance")
     _add_records(parser)
     torchrun.add_flags(parser)
-    parser.add_script("the script to run, or with -m a module")
+    parser.add_script()
 
 
 def handle(options: argparse.Namespace) -> int:
