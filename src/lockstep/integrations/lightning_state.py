@@ -68,7 +68,7 @@ class FitState:
         """
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
         own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
-        first, _ = process.first_value(self._run, name, own)
+        first = process.first_value(self._run, name, own)
         for callback, directory in zip(callbacks, first, strict=False):
             callback.dirpath = directory
             # Files that were written after the saved state are written again, under the same names.

@@ -90,20 +90,18 @@ def _exit(status: Any = None, /) -> NoReturn:
 current = CurrentRun()
 
 
-def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
-    """Return the `value` that the main rank had in the first launch, and whether this is a later launch.
+def first_value(run: Run, name: str, value: Any) -> Any:
+    """Return the `value` that the main rank had in the first launch of the run.
 
     The first launch writes `value` (numbers, text, `None`, or lists of them) to the file `name`.json in the
     run's directory; later launches read the file and ignore their own `value`.
     """
     path = run.directory / f"{name}.json"
-    again = path.exists()
-    if run.is_main_process and again:
+    if run.is_main_process and path.exists():
         value = json.loads(path.read_text())
     elif run.is_main_process:
         path.write_text(json.dumps(value))
-    first: tuple[Any, bool] = of_all((value, again), run._session.context.group)[0]
-    return first
+    return of_all(value, run._session.context.group)[0]
 
 
 def replicas_of(replicas: int | None, accumulation: int) -> int | None:

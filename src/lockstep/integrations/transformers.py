@@ -149,9 +149,8 @@ class LockstepTrainer:
             resume_from_checkpoint = newest or True
         self._trainings = getattr(run, "trainings", 0) + 1
         run.trainings = self._trainings  # type: ignore[attr-defined]
-        first, _ = process.first_value(
-            run, f"trainer-{self._trainings}", resume_from_checkpoint or None
-        )
+        name = f"trainer-{self._trainings}"
+        first = process.first_value(run, name, resume_from_checkpoint or None)
         # The state that a run restores replaces all of what a checkpoint has.
         result = super().train(None if run.is_replaying else first, **rest)  # type: ignore[misc]
         run.barrier()  # the main rank may still write a checkpoint
