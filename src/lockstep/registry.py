@@ -88,12 +88,8 @@ class EnvironmentEntry:
     #: set them; imports no torch
     detect: Function = ""
     starts_launchers: bool = True  # whether it may start `lockstep run` processes
-    launchers: Function = (
-        ""  # as `detect`, for `lockstep run` processes, where these differ from ranks
-    )
-    replaces_launchers: bool = (
-        False  # whether it starts a lost one again, as `--nnodes MIN:MAX` needs
-    )
+    launchers: Function = ""  # as `detect`, for `lockstep run` processes, where these differ
+    replaces_launchers: bool = False  # whether it starts a lost one again, for `--nnodes MIN:MAX`
 
 
 EntryT = TypeVar("EntryT", bound=ExchangeEntry | StrategyEntry)

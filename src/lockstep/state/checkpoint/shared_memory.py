@@ -228,9 +228,8 @@ class LossRing:
 
         `points` is the number of batches and epochs that were completed before the batch.
         """
-        return (
-            hash((self._run, points, replica, nth)) or 1
-        )  # hashes of integers are equal in all processes
+        # Hashes of integers are equal in all processes.
+        return hash((self._run, points, replica, nth)) or 1
 
     def add(self, key: int, bits: int) -> None:
         """Store a loss under `key`; in a full ring, overwrite the oldest loss.
