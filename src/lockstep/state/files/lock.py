@@ -170,14 +170,12 @@ def _text(directory: Path) -> str:
 
 def leave(directory: Path) -> None:
     """Remove the lock file in `directory` if this process owns it, so that other launches can lock it."""
-    with contextlib.suppress(OSError):
-        file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            owner = _read(file)
-            if owner is not None and owner.pid == os.getpid() and owner.lives and _lock(file):
-                (directory / NAME).unlink()
-        finally:
-            os.close(file)
+    path = directory / NAME
+    with contextlib.suppress(OSError), path.open("r+b", buffering=0) as opened:
+        file = opened.fileno()
+        owner = _read(file)
+        if owner is not None and owner.pid == os.getpid() and owner.lives and _lock(file):
+            path.unlink()
 
 
 def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
@@ -187,23 +185,19 @@ def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
     for a moment; a launch that fails to take the lock at that moment tries again.
     """
     try:
-        file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
+        with (directory / NAME).open("r+b", buffering=0) as opened:
+            file = opened.fileno()
+            owner = _read(file)
+            is_own = owner is not None and own is not None and owner.is_launch_of(own)
+            if not is_own and not _lock(file, fcntl.LOCK_SH):
+                return True
+            if owner is None or is_own or owner.lives:
+                return owner is not None and not is_own
+            return False if owner.machine == host.identity() else None
     except FileNotFoundError:
         return False
     except OSError:
         return None
-    try:
-        owner = _read(file)
-        is_own = owner is not None and own is not None and owner.is_launch_of(own)
-        if not is_own and not _lock(file, fcntl.LOCK_SH):
-            return True
-        if owner is None or is_own or owner.lives:
-            return owner is not None and not is_own
-        return False if owner.machine == host.identity() else None
-    except OSError:
-        return None
-    finally:
-        os.close(file)
 
 
 def status(recorded: str, used: bool | None) -> str:
