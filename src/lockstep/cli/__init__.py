@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from lockstep import unknown_variables as variables
 from lockstep.cli import torchrun, verify
-from lockstep.cli.parser import Parser, split
+from lockstep.cli.parser import Parser
 from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
 
@@ -70,12 +70,16 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: if the arguments are invalid.
     """
-    words, script_args = split(given)
-    if words[:1] == ["verify"]:
+    name, words, script_args = given[0] if given else "", list(given), []
+    parser = whole_parser(name if name in _STARTING else None)
+    verb = parser.verbs.get(name)
+    if verb is not None and verb.takes_script and "--" in words:
+        # argparse gets only the words before `--`, so that it can parse options after SCRIPT.
+        cut = words.index("--")
+        words, script_args = words[:cut], words[cut + 1 :]
+        verb.takes_script = False
+    if name == "verify":
         words = verify.one_layout_each(words)
-    parser = whole_parser(words[0] if words and words[0] in _STARTING else None)
-    for verb in parser.verbs.values():
-        verb.takes_script = verb.takes_script and "--" not in given
     return parser.parse_args(words, argparse.Namespace(script_args=script_args, words=given))
 
 
