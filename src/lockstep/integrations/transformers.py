@@ -354,7 +354,6 @@ class LockstepTrainer:
             metrics["loss"] = losses.mean().item()
         prefix = f"{metric_key_prefix}_"
         named = {k if k.startswith(prefix) else prefix + k: v for k, v in metrics.items()}
-        me.callback_handler.eval_dataloader = dataloader
         return EvalLoopOutput(logits, labels, named, len(rows))
 
     def _predictions(
