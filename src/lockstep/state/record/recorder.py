@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -95,7 +96,7 @@ class Recorder:
         self.pace = Pace(alone=world.size == 1)
         self._monitor: Monitor | None = None
         self._loggers: Forwarding | None = None
-        self._lengths: dict[int, int | None] = {}
+        self._lengths: dict[int, int] = {}  # global batches of each loader that is no stream
         self._stepped: Microbatch | None = None  # of the newest step
         self._loops: list[bool] = []  # for each loop that is open, whether it trains
         recorded = None if settings.fresh or not world.is_main else run_file.read(self.directory)
@@ -205,7 +206,8 @@ class Recorder:
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
         """Write checksums of a new loader's data to `run.json`; warn if they differ from earlier ones."""
-        self._lengths[loader.number] = _length(loader)
+        with contextlib.suppress(TypeError):  # a stream
+            self._lengths[loader.number] = len(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
             exhaustive = settings.any_sampler is None and not settings.drop_last
@@ -226,7 +228,7 @@ class Recorder:
         if trains:
             self.pace.begin()
         if trains and not self._progress.is_replaying:
-            self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
+            self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths.get(loader))
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Write the loader's previous microbatch to the trace, if it had no backward pass."""
@@ -440,10 +442,3 @@ class Recorder:
                 **run_file.kept(self.directory),
             },
         )
-
-
-def _length(loader: Loader) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None  # a stream
