@@ -45,6 +45,8 @@ from lockstep.world.model import World
 
 #: Number of loaders whose data is recorded; a script may make loaders in every epoch.
 _LOADERS = 64
+#: Seconds between two writes of `run.json` for audits that found no difference.
+_AUDIT_SECONDS = 1.0
 
 
 class TrainingProgress(Protocol):
@@ -107,6 +109,7 @@ class Recorder:
         self._provenance: dict[str, Any] = {}
         #: What the run's audits have found, also before a restart.
         self.audits = Audits.of(settings.audits)
+        self._audits_written = 0.0
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
@@ -311,8 +314,11 @@ class Recorder:
         self._bar.log(kept)
 
     def audit_agrees(self, step: int) -> None:
-        """Record an audit of step number `step` that found no difference."""
-        if self.audits.agrees(step) and self._world.is_main:
+        """Record an audit of step number `step` that found no difference; write it once a second."""
+        self.audits.agrees(step)
+        now = time.monotonic()
+        if self._world.is_main and now - self._audits_written >= _AUDIT_SECONDS:
+            self._audits_written = now
             self._write("running")
 
     def audit_differs(self, step: int, **who: Any) -> None:
@@ -437,7 +443,7 @@ class Recorder:
                 **more,
                 "generations": self._generations,
                 "data": self._data,
-                "audits": self.audits.as_json(),
+                "audits": asdict(self.audits),
                 "provenance": self._provenance,
                 **run_file.kept(self.directory),
             },
