@@ -8,6 +8,7 @@ the last process that has it open. This module does not import torch, since the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import mmap
 import os
@@ -103,38 +104,23 @@ class Descriptors:
                 os.close(descriptor)
 
 
-class _Word:
-    """A Python descriptor that reads and writes one 64-bit number of a `ProgressSlot` in shared memory."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __get__(self, owner: ProgressSlot, kind: object = None) -> int:
-        return owner.words[owner.first + self._number]
-
-    def __set__(self, owner: ProgressSlot, value: int) -> None:
-        owner.words[owner.first + self._number] = value
-
-
-class ProgressSlot:
+class ProgressSlot(ctypes.Structure):
     """One rank's progress (step, collective call, …) in shared memory, which the launcher reads.
 
     Counts only grow until ranks are restarted. Ranks that are in the same collective call have equal
     counts, except `beat`, which also counts progress outside of collective calls.
     """
 
-    __slots__ = ("first", "words")
+    pid: int  # process id of the rank; 0 before it has opened a run since the last (re)start
+    beat: int  # heartbeat: grows with every event on the rank
+    entered: int  # number of collective calls that the rank has entered
+    waiting: int  # index in `COLLECTIVES` of the call in which the rank is; 0 for none
+    step: int  # steps that the run has done
+    run: int  # number of the run in its process, from 0
 
-    pid = _Word(0)  # process id of the rank; 0 before it has opened a run since the last (re)start
-    beat = _Word(1)  # heartbeat: grows with every event on the rank
-    entered = _Word(2)  # number of collective calls that the rank has entered
-    waiting = _Word(3)  # index in `COLLECTIVES` of the call in which the rank is; 0 for none
-    step = _Word(4)  # steps that the run has done
-    run = _Word(5)  # number of the run in its process, from 0
-
-    def __init__(self, words: memoryview, index: int) -> None:
-        self.words = words
-        self.first = (index + 1) * _SLOT_WORDS
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("pid", "beat", "entered", "waiting", "step", "run")
+    )
 
 
 class StatusPage:
@@ -146,7 +132,7 @@ class StatusPage:
 
     def slot(self, index: int) -> ProgressSlot:
         """Return the `ProgressSlot` with the progress of the launcher's rank number `index`, from 0."""
-        return ProgressSlot(self._words, index)
+        return ProgressSlot.from_buffer(self._memory, _WORD * _SLOT_WORDS * (index + 1))
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
