@@ -12,8 +12,7 @@ mathematics, rounded in a different order. `approximate`: other mathematics, to 
 
 from __future__ import annotations
 
-import importlib
-import operator
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -88,12 +87,8 @@ class EnvironmentEntry:
     #: set them; imports no torch
     detect: Function = ""
     starts_launchers: bool = True  # whether it may start `lockstep run` processes
-    launchers: Function = (
-        ""  # as `detect`, for `lockstep run` processes, where these differ from ranks
-    )
-    replaces_launchers: bool = (
-        False  # whether it starts a lost one again, as `--nnodes MIN:MAX` needs
-    )
+    launchers: Function = ""  # as `detect`, for `lockstep run` processes, where these differ
+    replaces_launchers: bool = False  # whether it starts a lost one again, for `--nnodes MIN:MAX`
 
 
 EntryT = TypeVar("EntryT", bound=ExchangeEntry | StrategyEntry)
@@ -176,8 +171,7 @@ def resolve(function: Function) -> Callable[..., Any]:
     """Return a function of an entry: import it if the entry names it as `module:function`."""
     if callable(function):
         return function
-    module, _, name = function.partition(":")
-    return cast("Callable[..., Any]", operator.attrgetter(name)(importlib.import_module(module)))
+    return cast("Callable[..., Any]", pkgutil.resolve_name(function))
 
 
 #: Keywords of `run.model` that the strategy `fsdp` passes to torch's `fully_shard`.

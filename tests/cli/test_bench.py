@@ -44,7 +44,7 @@ def written(bench: Lockstep) -> dict[str, Any]:
 @pytest.mark.forked
 def test_everything_at_once(bench: Lockstep) -> None:
     pytest.importorskip("plotly")
-    outputs = ("--json", "out.json", "--html", "out.html", "--keep", "kept")
+    outputs = ("--json", "out.json", "--html", "out.html", "--keep-runs", "kept")
     asked = ("--ranks", "1,2", "--repeat", "1", "--project", "4,8", "--compare", "voc2012-v100")
     done = bench("bench", "train.py", *asked, *outputs, timeout=120)
     assert done.code == 0, done.err
@@ -191,7 +191,7 @@ def test_a_run_of_one_step_is_too_short(bench: Lockstep) -> None:
             "--json missing/out.json",
             "--json missing/out.json: expected a file in a directory that exists",
         ),
-        ("--keep .", ". exists already"),
+        ("--keep-runs .", ". exists already"),
     ],
 )
 def test_usage(bench: Lockstep, words: str, said: str) -> None:

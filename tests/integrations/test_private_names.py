@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from lockstep import integrations
-from lockstep.integrations.private_names import (
+from tests import vision  # noqa: F401 (before transformers imports torchvision)
+from tests.integrations.private_names import (
     NEWER_ATTRIBUTES,
     PRIVATE_ATTRIBUTES,
     PRIVATE_NAMES,
 )
-from tests import vision  # noqa: F401 (before transformers imports torchvision)
 
 if importlib.util.find_spec("lightning") is not None:
     import lightning.pytorch  # noqa: F401 (sets a variable of the environment)

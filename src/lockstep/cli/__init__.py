@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -14,25 +15,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep import unknown_variables as variables
-from lockstep.cli import (
-    attest,
-    bench,
-    branch,
-    check,
-    completion,
-    convert,
-    diff,
-    doctor,
-    export,
-    replay,
-    report,
-    run,
-    submit,
-    torchrun,
-    verify,
-    watch,
-)
-from lockstep.cli.parser import Parser, split
+from lockstep.cli import torchrun, verify
+from lockstep.cli.parser import Parser
 from lockstep.errors import LockstepError, UsageError
 from lockstep.version import __version__
 
@@ -43,10 +27,10 @@ _EXAMPLES = {
 }
 
 
-#: One module for each command, with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
-_VERBS: tuple[Any, ...] = (
-    *(run, submit, verify, check, convert, doctor),
-    *(replay, diff, attest, branch, bench, export, report, watch, completion),
+#: Commands; each has a module of its name, with HELP, USAGE, EPILOG, EXAMPLES, `add_flags` and `handle`.
+_VERBS = (
+    *("run", "submit", "verify", "check", "convert", "doctor"),
+    *("replay", "diff", "attest", "branch", "bench", "export", "report", "watch", "completion"),
 )
 #: Commands that start runs.
 _STARTING = ("run", "submit", "verify", "bench", "replay", "diff", "attest", "branch")
@@ -86,12 +70,16 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: if the arguments are invalid.
     """
-    words, script_args = split(given)
-    if words[:1] == ["verify"]:
+    name, words, script_args = given[0] if given else "", list(given), []
+    parser = whole_parser(name if name in _STARTING else None)
+    verb = parser.verbs.get(name)
+    if verb is not None and verb.takes_script and "--" in words:
+        # argparse gets only the words before `--`, so that it can parse options after SCRIPT.
+        cut = words.index("--")
+        words, script_args = words[:cut], words[cut + 1 :]
+        verb.takes_script = False
+    if name == "verify":
         words = verify.one_layout_each(words)
-    parser = whole_parser(words[0] if words and words[0] in _STARTING else None)
-    for verb in parser.verbs.values():
-        verb.takes_script = verb.takes_script and "--" not in given
     return parser.parse_args(words, argparse.Namespace(script_args=script_args, words=given))
 
 
@@ -121,12 +109,12 @@ def whole_parser(only: str | None = None) -> Parser:
     parser.set_defaults(handler=lambda _: print(parser.format_help(), end="") or 0, parser=parser)
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    verbs = {verb.__name__.rpartition(".")[2]: verb for verb in _VERBS}
-    for name, verb in verbs.items():
+    for name in _VERBS:
+        verb: Any = importlib.import_module(f"lockstep.cli.{name}")
         words = {"help": verb.HELP, "usage": f"lockstep {name} {verb.USAGE}", "epilog": verb.EPILOG}
         own = subparsers.add_parser(name, examples=verb.EXAMPLES, **words)
         own.set_defaults(handler=verb.handle)
-        if only not in verbs or only == name:
+        if only in (None, name):
             verb.add_flags(own)
     return parser
 

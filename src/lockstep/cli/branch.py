@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from lockstep.cli import setting_flags
 from lockstep.cli.parser import Parser
+from lockstep.cli.several_launches import kept_directory
 from lockstep.settings import TABLE
 
 HELP = "begin a new run with the state after a step of another run"
@@ -62,12 +62,11 @@ def handle(options: argparse.Namespace) -> int:
 
     names = [name for name in TABLE if name not in _OWN and hasattr(options, name)]
     given = FlagSettings(**setting_flags.given(options, names))
-    words = [
-        *setting_flags.words(options, names),
-        *([] if options.n is None else ["-n", options.n]),
-    ]
+    words = setting_flags.words(options, names)
+    if options.n is not None:
+        words += ["-n", options.n]
     run = RecordedRun.of(options.target)
-    with tempfile.TemporaryDirectory(prefix="lockstep-branch-") as scratch:
+    with kept_directory(None, "branch") as scratch:
         return branch(
             run,
             options.step,
@@ -75,5 +74,5 @@ def handle(options: argparse.Namespace) -> int:
             list(options.script_args) or None,
             given=given,
             run_dir=options.run_dir,
-            scratch=Path(scratch),
+            scratch=scratch,
         )

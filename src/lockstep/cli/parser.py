@@ -17,20 +17,6 @@ Advice = Callable[[argparse.Namespace, Sequence[str]], str]
 
 #: Flags of other launchers for the number of ranks, with Lockstep's flag.
 RANKS = dict.fromkeys(("--ranks", "--np", "--nproc", "--nprocs", "--num-processes"), "-n")
-#: Commands whose options may also follow SCRIPT; the script's arguments come after `--`.
-_WITH_DASHES = ("verify", "bench", "branch")
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before `--` and those after it, in a command line of `verify`, `bench` or `branch`.
-
-    The words after `--` are the script's arguments. argparse gets only the words before `--`, so that it
-    can parse options after SCRIPT. Other command lines are not split.
-    """
-    cut = len(words)
-    if words[:1] and words[0] in _WITH_DASHES and "--" in words:
-        cut = list(words).index("--")
-    return list(words[:cut]), list(words[cut + 1 :])
 
 
 def of_script(words: Sequence[str]) -> tuple[str, ...]:
@@ -48,7 +34,8 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         advice: function that returns a hint about unknown arguments, besides a spelling suggestion.
         synonyms: maps flags of other programs to this parser's equivalent flags.
-        takes_script: whether unknown arguments at the end of the command line are the script's.
+        takes_script: whether unknown arguments at the end of the command line are the script's, or all
+            arguments after `--`.
         abbreviated: destinations of the flags that may be abbreviated, as in torchrun.
     """
 
@@ -98,12 +85,10 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {self.prog} run {found['word']}?"
         raise UsageError(message, hint=hint or self._see)
 
-    def add_script(self, what: str, *, optional: bool = False) -> None:
-        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT.
-
-        `what` is the help text of SCRIPT.
-        """
-        self.add_argument("target", metavar="SCRIPT", nargs="?" if optional else None, help=what)
+    def add_script(self, *, optional: bool = False) -> None:
+        """Add the positional arguments SCRIPT and ARG; ARG takes all words after SCRIPT."""
+        what, nargs = "the script to run, or with -m a module", "?" if optional else None
+        self.add_argument("target", metavar="SCRIPT", nargs=nargs, help=what)
         rest = self.add_argument(
             "args", metavar="ARG", nargs=argparse.REMAINDER, help="arguments for it"
         )

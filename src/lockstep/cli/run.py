@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ def add_flags(parser: Parser) -> None:
     setting_flags.add_group(parser.add_argument_group("fault tolerance"), "fault tolerance")
     _add_records(parser)
     torchrun.add_flags(parser)
-    parser.add_script("the script to run, or with -m a module")
+    parser.add_script()
 
 
 def handle(options: argparse.Namespace) -> int:
@@ -121,15 +121,11 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
     return (*kept, *script)
 
 
-def _bits_of(flag: str) -> Callable[[str], Bits]:
-    """Return a function that parses the value of `flag`, which is `--tee` or `--redirects`."""
+def _bits(flag: str, text: str) -> Bits:
+    """Parse the value of `flag`, which is `--tee` or `--redirects`."""
+    from lockstep.launch.streams import parse_bits
 
-    def read_bits(text: str) -> Bits:
-        from lockstep.launch.streams import parse_bits
-
-        return parse_bits(flag, text)
-
-    return read_bits
+    return parse_bits(flag, text)
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +188,7 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     add(
         "-t",
         "--tee",
-        type=_bits_of("--tee"),
+        type=partial(_bits, "--tee"),
         metavar="S",
         help="streams to show with a prefix per rank: 1 is stdout, 2 stderr, 3 both; 0:3,1:1 chooses for "
         "each local rank (default: rank 0, without a prefix)",
@@ -200,7 +196,7 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     add(
         "-r",
         "--redirects",
-        type=_bits_of("--redirects"),
+        type=partial(_bits, "--redirects"),
         metavar="S",
         help="streams to write to the log files only; values as for --tee",
     )

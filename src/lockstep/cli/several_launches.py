@@ -36,8 +36,6 @@ def add_shared_flags(
     setting_flags.add(parser, "devices", **kinds)
     setting_flags.add_training(parser)
     parser.add_argument("--keep-runs", type=Path, metavar="DIR", help=kept)
-    # Its name before `lockstep run --keep N` was a flag.
-    parser.add_argument("--keep", dest="keep_runs", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("target", metavar="SCRIPT", help=f"the script to {verb}")
 
 

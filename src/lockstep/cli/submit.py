@@ -60,7 +60,7 @@ def add_flags(parser: Parser) -> None:
     )
     for name, what in _ACTIONS.items():
         parser.add_argument(f"--{name}", metavar="JOB", help=what)
-    parser.add_script("the script to run, or with -m a module", optional=True)
+    parser.add_script(optional=True)
 
 
 def handle(options: argparse.Namespace) -> int:

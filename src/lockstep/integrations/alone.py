@@ -26,7 +26,7 @@ def see_alone() -> None:
         UsageError: if Accelerate has joined a process group before.
     """
     show_plainly()
-    process.when_opened(_see_device)
+    process.current.on_open = _see_device
     state = accelerate_state.PartialState
     if state._shared_state.get("distributed_type", DistributedType.NO) != DistributedType.NO:
         raise UsageError(
@@ -56,7 +56,7 @@ def _init_alone(self: Any, cpu: bool = False, **settings: Any) -> None:
 
 
 def _device(*, cpu: bool, local_rank: int) -> torch.device:
-    if (run := process.current()) is not None:
+    if (run := process.current.run) is not None:
         return run.device
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()  # 0 with a torch for CUDA on a machine without a GPU

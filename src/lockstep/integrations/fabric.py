@@ -26,7 +26,6 @@ from lockstep.run import Run
 class FabricStrategy(OnRun, SingleDeviceStrategy):
     """Strategy of Lightning's `Fabric` that passes models, optimizers and loaders to a run."""
 
-    is_in_loop = False
     _backward_sync_control = None
 
     @functools.cached_property
@@ -91,7 +90,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         Inside a loop ranks may have different numbers of iterations, so that they cannot wait for each
         other.
         """
-        if not self.is_in_loop:
+        if self.run._loop.microbatch is None:
             self.run.barrier()
 
     def save_checkpoint(self, path: Any, state: Any, *rest: Any, **settings: Any) -> None:
@@ -122,8 +121,7 @@ class _FabricLoader:
         return len(self._data)
 
     def __iter__(self) -> Iterator[Any]:
-        strategy = self._strategy
-        run: Run = strategy.run
+        run: Run = self._strategy.run
         models = run._session.state.models
         if models and not any(model.module.training for model in models):
             for batch in self._data:
@@ -131,9 +129,4 @@ class _FabricLoader:
             return
         if self._loader is None:
             self._loader = global_loader(run, self._data, 1)
-        try:
-            for batch in self._loader:
-                strategy.is_in_loop = True
-                yield batch
-        finally:
-            strategy.is_in_loop = False
+        yield from self._loader

@@ -114,7 +114,7 @@ class LockstepStrategy(OnRun, SingleDeviceStrategy):
         super().setup(trainer)
         run, loop = self.run, trainer.fit_loop.epoch_loop
         self.lightning_module._kept_by_run = frozenset(vars(LightningModule()))
-        trainer._signal_connector.register_signal_handlers = _nothing  # the run has its own
+        trainer._signal_connector.register_signal_handlers = lambda: None  # the run has its own
         plugin: Any = self.precision_plugin
         # That of bf16-mixed looks for a GradScaler first.
         plugin.clip_gradients = functools.partial(Precision.clip_gradients, plugin)
@@ -307,7 +307,3 @@ def _seeded_equally(data: Any) -> Any:
 
 def _no_ranks() -> bool:
     return False
-
-
-def _nothing() -> None:
-    pass

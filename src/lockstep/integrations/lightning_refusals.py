@@ -104,15 +104,15 @@ def check_data(data: Any, trainer: Any) -> None:
     loader = trainer.fit_loop._data_source.instance
     if isinstance(loader, list | tuple | dict):
         refuse("several train DataLoaders", "one DataLoader, over a dataset that joins the others")
-    if not isinstance(data, torch.utils.data.DataLoader) or not _has_length(data):
+    if not (
+        isinstance(data, torch.utils.data.DataLoader)
+        and isinstance(data.dataset, Sized)
+        and hasattr(type(data.dataset), "__getitem__")
+    ):
         refuse(
             f"a train DataLoader without a length ({type(data).__name__})",
             "a torch.utils.data.DataLoader over a dataset with __getitem__ and __len__",
         )
-
-
-def _has_length(data: Any) -> bool:
-    return isinstance(data.dataset, Sized) and hasattr(type(data.dataset), "__getitem__")
 
 
 def check_backward(args: Any, kwargs: Any) -> None:

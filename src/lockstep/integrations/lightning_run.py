@@ -26,7 +26,7 @@ class OnRun:
     def _open_run(self, accelerator: Any) -> None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
         on_cpu = type(accelerator).__name__ == "CPUAccelerator"
-        self.run = process.open_run(
+        self.run = process.current.open(
             seed=seed, replicas=self._replicas, devices="cpu" if on_cpu else "auto"
         )
         self._root_device = self.run.device

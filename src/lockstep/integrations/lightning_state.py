@@ -68,7 +68,7 @@ class FitState:
         """
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, ModelCheckpoint)]
         own = [None if c.dirpath is None else str(c.dirpath) for c in callbacks]
-        first, _ = process.first_value(self._run, name, own)
+        first = process.first_value(self._run, name, own)
         for callback, directory in zip(callbacks, first, strict=False):
             callback.dirpath = directory
             # Files that were written after the saved state are written again, under the same names.
@@ -112,7 +112,7 @@ class FitState:
         state = {} if _is_of_script(callback) else callback.state_dict()
         if isinstance(callback, ModelCheckpoint):
             more = {"dirpath": None, "last_step": callback._last_global_step_saved}
-            state = _renamed({**state, **more}, _name)
+            state = _renamed({**state, **more}, lambda path: Path(path).name)
         return dict(state)
 
     def _hooks(self, name: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,9 @@ class FitState:
         trainer.should_stop = state["should_stop"]
         for callback, own in zip(trainer.callbacks, state["callbacks"], strict=False):
             if isinstance(callback, ModelCheckpoint):
-                callback.load_state_dict(_with_directory(own, callback.dirpath))
+                directory = Path(callback.dirpath or "")
+                renamed = _renamed(own, lambda name, parent=directory: str(parent / name))
+                callback.load_state_dict({**renamed, "dirpath": callback.dirpath})
                 callback.current_score = own["current_score"]  # which it leaves out
                 callback._last_global_step_saved = own["last_step"]
             elif own:
@@ -234,15 +236,6 @@ def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
 
 def _renamed(state: Any, rename: Any) -> dict[str, Any]:
     """Return the state of a `ModelCheckpoint` with `rename(path)` in place of each path."""
-    new = {k: rename(v) if k.endswith("_path") else v for k, v in state.items()}
+    new = {k: rename(v) if v and k.endswith("_path") else v for k, v in state.items()}
     new["best_k_models"] = {rename(path): v for path, v in state["best_k_models"].items()}
     return new
-
-
-def _with_directory(state: dict[str, Any], directory: Any) -> dict[str, Any]:
-    renamed = _renamed(state, lambda name: str(Path(directory or "", name)) if name else name)
-    return {**renamed, "dirpath": directory}
-
-
-def _name(path: str) -> str:
-    return Path(path).name if path else path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,14 +25,9 @@ class _JoinedBatchSampler:
         return math.ceil(len(self._batches) / self._count)
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices: list[int] = []
-        for number, batch in enumerate(self._batches, start=1):
-            indices += batch
-            if number % self._count == 0:
-                yield indices
-                indices = []
-        if indices:
-            yield indices
+        batches = iter(self._batches)
+        while joined := tuple(islice(batches, self._count)):
+            yield list(chain.from_iterable(joined))
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the wrapped batch sampler, if it has this method."""

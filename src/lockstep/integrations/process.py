@@ -16,19 +16,41 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
 
 
-class _Current:
+class CurrentRun:
     """The run that an adapter has opened in this process, with the run's settings and callbacks.
 
     Attributes:
+        run: the open run, or `None`.
         on_open: function that is called with each new run.
-        before_end: functions that are called before the run ends without an error.
+        before_end: functions that each rank calls before the run ends without an error.
     """
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self.settings: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
         self.on_open: Callable[[Run], None] | None = None
         self.before_end: list[Callable[[], None]] = []
+
+    def open(self, **settings: Any) -> Run:
+        """Return the open run if it has these `settings`; else end it and open a new run.
+
+        `settings`: arguments of `lockstep.Run`.
+        """
+        if self.run is not None and self._settings == settings:
+            return self.run
+        if self.run is None and not self._settings:
+            atexit.register(self._end_with_script)
+            sys.exit = _exit
+        self.end()
+        name = Path(sys.argv[0]).stem.lstrip("-") or "run"
+        run = Run(name, progress=False, **settings)
+        self.run, self._settings = run.__enter__(), settings
+        if os.environ.get("LOCKSTEP_PROGRESS") != "0":  # the framework has the progress bar
+            for line in run._session.title_lines():
+                run._session.context.record.warn(line)
+        if self.on_open is not None:
+            self.on_open(run)
+        return run
 
     def end(self, error: BaseException | None = None) -> None:
         """End the open run, if any, as the end of its `with` block would.
@@ -42,7 +64,7 @@ class _Current:
                 act()
             run.__exit__(None if error is None else type(error), error, None)
 
-    def end_with_script(self) -> None:
+    def _end_with_script(self) -> None:
         """End the run when Python exits (`atexit`), with the exception that ended the script, if any."""
         error = getattr(sys, "last_value", None)
         try:
@@ -58,71 +80,28 @@ class _Current:
             os._exit(late.exit_code)  # no other way to an exit code from here
 
 
-_current = _Current()
-
-
 def _exit(status: Any = None, /) -> NoReturn:
-    """Substitute for `sys.exit` that keeps the exit status in `sys.last_value`, for `end_with_script`."""
+    """Substitute for `sys.exit` that keeps the exit status in `sys.last_value`, for `_end_with_script`."""
     sys.last_value = SystemExit(status)
     raise sys.last_value
 
 
-def open_run(**settings: Any) -> Run:
-    """Return this process's open run if it has these `settings`; else end it and open a new run.
-
-    `settings`: arguments of `lockstep.Run`.
-    """
-    if _current.run is not None and _current.settings == settings:
-        return _current.run
-    if _current.run is None and not _current.settings:
-        atexit.register(_current.end_with_script)
-        sys.exit = _exit
-    _current.end()
-    name = Path(sys.argv[0]).stem.lstrip("-") or "run"
-    run = Run(name, progress=False, **settings)
-    _current.run, _current.settings = run.__enter__(), settings
-    if os.environ.get("LOCKSTEP_PROGRESS") != "0":  # the framework has the progress bar
-        for line in run._session.title_lines():
-            run._session.context.record.warn(line)
-    if _current.on_open is not None:
-        _current.on_open(run)
-    return run
+#: The open run of this process, if any.
+current = CurrentRun()
 
 
-def current() -> Run | None:
-    """Return this process's open run, or `None`."""
-    return _current.run
-
-
-def before_end(act: Callable[[], None]) -> None:
-    """Register `act`, which each rank calls before the open run ends without an error."""
-    _current.before_end.append(act)
-
-
-def when_opened(act: Callable[[Run], None]) -> None:
-    """Call `act` with each run that `open_run` opens from now on; replaces the `act` of an earlier call."""
-    _current.on_open = act
-
-
-def first_value(run: Run, name: str, value: Any) -> tuple[Any, bool]:
-    """Return the `value` that the main rank had in the first launch, and whether this is a later launch.
+def first_value(run: Run, name: str, value: Any) -> Any:
+    """Return the `value` that the main rank had in the first launch of the run.
 
     The first launch writes `value` (numbers, text, `None`, or lists of them) to the file `name`.json in the
     run's directory; later launches read the file and ignore their own `value`.
     """
     path = run.directory / f"{name}.json"
-    again = path.exists()
-    if run.is_main_process and again:
+    if run.is_main_process and path.exists():
         value = json.loads(path.read_text())
     elif run.is_main_process:
         path.write_text(json.dumps(value))
-    first: tuple[Any, bool] = of_all((value, again), run._session.context.group)[0]
-    return first
-
-
-def end_run() -> None:
-    """End this process's open run now, before the script ends."""
-    _current.end()
+    return of_all(value, run._session.context.group)[0]
 
 
 def replicas_of(replicas: int | None, accumulation: int) -> int | None:

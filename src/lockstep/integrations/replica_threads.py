@@ -85,7 +85,7 @@ class ReplicaThreads:
         self._toggled = False
         module = strategy.lightning_module
         if not module.automatic_optimization:
-            module.toggle_optimizer, module.untoggle_optimizer = self._toggle, _untoggle
+            module.toggle_optimizer, module.untoggle_optimizer = self._toggle, lambda _: None
 
     def _toggle(self, _optimizer: Any) -> None:
         # Gradients of other parameters are computed, since models of a run don't freeze some, and dropped.
@@ -198,7 +198,3 @@ class ReplicaThreads:
         for parameter in module.parameters() if self._toggled else ():
             if id(parameter) not in own:
                 parameter.grad = None
-
-
-def _untoggle(_optimizer: Any) -> None:
-    pass

@@ -11,9 +11,10 @@ import torch
 from transformers.trainer_callback import ExportableState, TrainerState
 
 #: Fields of `TrainerState` that belong to one process or one launch, and are not saved.
-_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "trial_name", "trial_params")
-#: Field of `TrainerState` that is not saved: only the main rank sets it; callbacks are saved separately.
-_OF_CHECKPOINTS = "stateful_callbacks"
+_OF_PROCESS = (
+    *("is_local_process_zero", "is_world_process_zero", "trial_name", "trial_params"),
+    "stateful_callbacks",  # only the main rank sets it; callbacks are saved separately
+)
 #: Ends of names of logged values that are times; they differ from launch to launch.
 _TIMES = ("_runtime", "_per_second")
 #: Attributes of Trainer and TRL's trainers that change in each step, and are saved.
@@ -39,7 +40,7 @@ class TrainingProgress:
         trainer = self._trainer
         names = [name for name in (*_CARRIED, *_CARRIED_BY_TRL) if hasattr(trainer, name)]
         state = dataclasses.asdict(trainer.state)
-        for name in (*_OF_PROCESS, _OF_CHECKPOINTS):
+        for name in _OF_PROCESS:
             del state[name]
         if state["best_model_checkpoint"] is not None:
             state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
@@ -58,7 +59,7 @@ class TrainingProgress:
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Set the trainer's attributes to the values that `state_dict` returned."""
         trainer, values = self._trainer, json.loads(state["json"])
-        own = {name: getattr(trainer.state, name) for name in (*_OF_PROCESS, _OF_CHECKPOINTS)}
+        own = {name: getattr(trainer.state, name) for name in _OF_PROCESS}
         trainer.state = TrainerState(**own, **values["state"])
         best = trainer.state.best_model_checkpoint
         if best is not None:

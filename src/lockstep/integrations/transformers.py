@@ -72,10 +72,10 @@ class LockstepTrainer:
         replicas = process.replicas_of(self._asked_replicas, args.gradient_accumulation_steps)
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         devices = "cpu" if args.use_cpu else "auto"
-        self._run = process.open_run(
+        self._run = process.current.open(
             seed=args.seed, replicas=replicas, precision=precision, devices=devices
         )
-        process.before_end(self._share_log)
+        process.current.before_end.append(self._share_log)
         vars(args)["_setup_devices"], args._n_gpu = self._run.device, 1  # as cached_property does
         transformers.set_seed(args.seed)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -84,11 +84,8 @@ class LockstepTrainer:
         accelerator.clip_grad_norm_ = self._run.clip_grad_norm_
         # Training and evaluation make different loaders of the run from a DataLoader.
         accelerator.prepare_data_loader = lambda data, *_, **__: data
-        accelerator.prepare_model = self._place_model
-
-    def _place_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        """Move a model that does not train, such as a reference model, to the run's device; return it."""
-        return model.to(self._run.device)
+        # It is called for models that do not train, such as a reference model.
+        accelerator.prepare_model = lambda model, *_, **__: model.to(self._run.device)
 
     def _is_new(self, value: Any) -> bool:
         """Return whether `value`, a model or optimizer, is new to the run; record it as known."""
@@ -136,7 +133,7 @@ class LockstepTrainer:
 
     def end(self) -> None:
         """End the run now; otherwise it ends when the script ends."""
-        process.end_run()
+        process.current.end()
 
     # --- training ------------------------------------------------------------------------------------
 
@@ -152,9 +149,8 @@ class LockstepTrainer:
             resume_from_checkpoint = newest or True
         self._trainings = getattr(run, "trainings", 0) + 1
         run.trainings = self._trainings  # type: ignore[attr-defined]
-        first, _ = process.first_value(
-            run, f"trainer-{self._trainings}", resume_from_checkpoint or None
-        )
+        name = f"trainer-{self._trainings}"
+        first = process.first_value(run, name, resume_from_checkpoint or None)
         # The state that a run restores replaces all of what a checkpoint has.
         result = super().train(None if run.is_replaying else first, **rest)  # type: ignore[misc]
         run.barrier()  # the main rank may still write a checkpoint
@@ -358,7 +354,6 @@ class LockstepTrainer:
             metrics["loss"] = losses.mean().item()
         prefix = f"{metric_key_prefix}_"
         named = {k if k.startswith(prefix) else prefix + k: v for k, v in metrics.items()}
-        me.callback_handler.eval_dataloader = dataloader
         return EvalLoopOutput(logits, labels, named, len(rows))
 
     def _predictions(

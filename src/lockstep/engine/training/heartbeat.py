@@ -48,7 +48,7 @@ class Heartbeat(Listener):
     """
 
     def __init__(self, slot: ProgressSlot | None = None) -> None:
-        self._slot = slot or ProgressSlot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+        self._slot = slot or ProgressSlot()
         self._elsewhere = 0
         self.beat = self._slot.beat
         self._entered = self._slot.entered

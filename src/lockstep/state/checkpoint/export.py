@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.errors import CheckpointError, RunDirectoryError, UsageError
 from lockstep.state.checkpoint import catalog, dcp
 from lockstep.state.checkpoint.catalog import Key, ValidCheckpoint
+from lockstep.state.checkpoint.retention import best_of
 from lockstep.state.checkpoint.weights_only import check_suffix, write_weights
 from lockstep.state.files import run_file
 
@@ -98,13 +99,12 @@ def _best(there: dict[Key, Path]) -> Path | None:
 
     Checkpoints that cannot be read are skipped.
     """
-    rated: list[tuple[float, Key]] = []
+    ratings: dict[Key, float | None] = {}
     for key, path in there.items():
-        # A checkpoint that cannot be read is not the best.
         with contextlib.suppress(OSError, CheckpointError):
-            if (value := catalog.read_manifest(path).best) is not None:
-                rated.append((value, key))
-    return there[max(rated)[1]] if rated else None
+            ratings[key] = catalog.read_manifest(path).best
+    best = best_of(ratings)
+    return None if best is None else there[best]
 
 
 def _steps(there: dict[Key, Path]) -> str:

@@ -34,10 +34,8 @@ def remove_old(
     catalog.damaged.discard(newest)
     good, damaged = _own(catalog)
     stay = {newest, *sorted(good)[-keep:]}
-    rated = [(one.best, key) for key, one in good.items() if one.best is not None]
-    rated = [(best, key) for best, key in rated if not isnan(best)]
-    if rated:
-        stay.add(max(rated)[1])
+    if (best := best_of({key: one.best for key, one in good.items()})) is not None:
+        stay.add(best)
     confirmed = catalog.confirmed()
     stay |= {*sorted(key for key in good if confirmed is not None and key[0] <= confirmed)[-1:]}
     if anchors:
@@ -46,6 +44,15 @@ def remove_old(
     older = {key for key in damaged if key < newest}
     for key in (good.keys() - stay) | older:
         remove(place(catalog.directory, key))
+
+
+def best_of(ratings: Mapping[Key, float | None]) -> Key | None:
+    """Return the key with the highest rating, the newest of equal ones; `None` if none is rated.
+
+    NaN counts as no rating.
+    """
+    rated = {key: best for key, best in ratings.items() if best is not None and not isnan(best)}
+    return max(rated, key=lambda key: (rated[key], key), default=None)
 
 
 def _own(catalog: Catalog) -> tuple[dict[Key, Manifest], set[Key]]:

@@ -8,6 +8,7 @@ the last process that has it open. This module does not import torch, since the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import mmap
 import os
@@ -103,38 +104,23 @@ class Descriptors:
                 os.close(descriptor)
 
 
-class _Word:
-    """A Python descriptor that reads and writes one 64-bit number of a `ProgressSlot` in shared memory."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __get__(self, owner: ProgressSlot, kind: object = None) -> int:
-        return owner.words[owner.first + self._number]
-
-    def __set__(self, owner: ProgressSlot, value: int) -> None:
-        owner.words[owner.first + self._number] = value
-
-
-class ProgressSlot:
+class ProgressSlot(ctypes.Structure):
     """One rank's progress (step, collective call, …) in shared memory, which the launcher reads.
 
     Counts only grow until ranks are restarted. Ranks that are in the same collective call have equal
     counts, except `beat`, which also counts progress outside of collective calls.
     """
 
-    __slots__ = ("first", "words")
+    pid: int  # process id of the rank; 0 before it has opened a run since the last (re)start
+    beat: int  # heartbeat: grows with every event on the rank
+    entered: int  # number of collective calls that the rank has entered
+    waiting: int  # index in `COLLECTIVES` of the call in which the rank is; 0 for none
+    step: int  # steps that the run has done
+    run: int  # number of the run in its process, from 0
 
-    pid = _Word(0)  # process id of the rank; 0 before it has opened a run since the last (re)start
-    beat = _Word(1)  # heartbeat: grows with every event on the rank
-    entered = _Word(2)  # number of collective calls that the rank has entered
-    waiting = _Word(3)  # index in `COLLECTIVES` of the call in which the rank is; 0 for none
-    step = _Word(4)  # steps that the run has done
-    run = _Word(5)  # number of the run in its process, from 0
-
-    def __init__(self, words: memoryview, index: int) -> None:
-        self.words = words
-        self.first = (index + 1) * _SLOT_WORDS
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("pid", "beat", "entered", "waiting", "step", "run")
+    )
 
 
 class StatusPage:
@@ -146,7 +132,7 @@ class StatusPage:
 
     def slot(self, index: int) -> ProgressSlot:
         """Return the `ProgressSlot` with the progress of the launcher's rank number `index`, from 0."""
-        return ProgressSlot(self._words, index)
+        return ProgressSlot.from_buffer(self._memory, _WORD * _SLOT_WORDS * (index + 1))
 
     @property
     def snapshots(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -228,9 +214,8 @@ class LossRing:
 
         `points` is the number of batches and epochs that were completed before the batch.
         """
-        return (
-            hash((self._run, points, replica, nth)) or 1
-        )  # hashes of integers are equal in all processes
+        # Hashes of integers are equal in all processes.
+        return hash((self._run, points, replica, nth)) or 1
 
     def add(self, key: int, bits: int) -> None:
         """Store a loss under `key`; in a full ring, overwrite the oldest loss.
@@ -293,7 +278,6 @@ class Buffer:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._memory: mmap.mmap | None = None
-        self._words: memoryview | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -301,7 +285,6 @@ class Buffer:
         size = os.fstat(self._descriptor).st_size
         if size and (self._memory is None or len(self._memory) < size):
             self._memory = mmap.mmap(self._descriptor, size)
-            self._words = memoryview(self._memory).cast("Q")
 
     def reserve(self, text: int, data: int) -> None:
         """Make the buffer large enough for `text` bytes of text and `data` bytes of tensor elements.
@@ -321,18 +304,23 @@ class Buffer:
         return self._memory
 
     @property
+    def _words(self) -> memoryview:
+        """The whole mapped memory as 64-bit numbers."""
+        return memoryview(self.memory).cast("Q")
+
+    @property
     def number(self) -> int:
         """Number of the snapshot in the buffer, or 0 if the snapshot is not complete."""
-        words = self._words
-        if words is None or words[_MAGIC_WORD] != _MAGIC:
+        if self._memory is None or self._words[_MAGIC_WORD] != _MAGIC:
             return 0
+        words = self._words
         marks = words[_MARKS : _MARKS + words[_PARTS_WORD]].tolist()
         return marks[0] if marks and min(marks) == max(marks) else 0
 
     @property
     def highest(self) -> int:
         """The highest snapshot number that any rank has marked as written in the buffer."""
-        return 0 if self._words is None else max(self._words[_MARKS : _MARKS + SLOTS].tolist())
+        return 0 if self._memory is None else max(self._words[_MARKS : _MARKS + SLOTS].tolist())
 
     @property
     def tag(self) -> bytes:
@@ -342,19 +330,17 @@ class Buffer:
     @property
     def text(self) -> bytes:
         """The JSON text of the snapshot: state without tensors, and offsets and dtypes of the tensors."""
-        words = memoryview(self.memory).cast("Q")
+        words = self._words
         start = DATA + words[_DATA_WORD]
         return bytes(self.memory[start : start + words[_TEXT_WORD]])
 
     @property
     def data(self) -> memoryview:
         """The bytes of all elements of the snapshot's tensors."""
-        size = memoryview(self.memory).cast("Q")[_DATA_WORD]
-        return memoryview(self.memory)[DATA : DATA + size]
+        return memoryview(self.memory)[DATA : DATA + self._words[_DATA_WORD]]
 
     def begin(self, part: int) -> None:
         """Mark the data of this launcher's rank number `part` as incomplete, before the rank writes."""
-        assert self._words is not None
         self._words[_MARKS + part] = 0
 
     def describe(self, tag: bytes, text: bytes, data: int, parts: int) -> None:
@@ -363,23 +349,21 @@ class Buffer:
         `tag` identifies the run, see `tag_of`. `data` is the number of bytes of all tensors, `parts` the
         number of ranks that write them.
         """
-        assert self._words is not None
-        self._words[_MAGIC_WORD] = 0
-        self._words[_PARTS_WORD] = parts
-        self._words[_TEXT_WORD] = len(text)
-        self._words[_DATA_WORD] = data
+        words = self._words
+        words[_MAGIC_WORD] = 0
+        words[_PARTS_WORD] = parts
+        words[_TEXT_WORD] = len(text)
+        words[_DATA_WORD] = data
         self.memory[_TAG] = tag
         self.memory[DATA + data : DATA + data + len(text)] = text
-        self._words[_MAGIC_WORD] = _MAGIC
+        words[_MAGIC_WORD] = _MAGIC
 
     def discard(self) -> None:
         """Make the snapshot in the buffer incomplete, so that no rank reads it any more."""
-        assert self._words is not None
         self._words[_MAGIC_WORD] = 0
 
     def commit(self, part: int, number: int) -> None:
         """Mark the data of this launcher's rank number `part` as complete, for snapshot `number`."""
-        assert self._words is not None
         self._words[_MARKS + part] = number
 
 

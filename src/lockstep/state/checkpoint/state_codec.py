@@ -45,12 +45,8 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
     },
 }
 _MAKERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "deque": deque,
+    **{name: kind for kind, name in (_LISTS | _SETS).items()},
     "bounded": lambda parts: deque(parts[1], maxlen=parts[0]),
-    "size": torch.Size,
-    "set": set,
-    "frozenset": frozenset,
     "dict": dict,
     "ordered": OrderedDict,
     "module": lambda parts: _with_metadata(*parts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import tempfile
 import time
@@ -99,15 +98,15 @@ def _make_new(parent: Path) -> Path:
     parent = parent.absolute()
     make_directory(parent)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        path = parent / (stamp if number == 1 else f"{stamp}-{number}")
-        try:
+    path, number = parent / stamp, 1
+    while True:
+        with contextlib.suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        sync_directory(parent)
-        return path
-    raise AssertionError("itertools.count does not end")
+            break
+        number += 1
+        path = parent / f"{stamp}-{number}"
+    sync_directory(parent)
+    return path
 
 
 def _check_writable(directory: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import RunDirectoryError
-from lockstep.state.files.run_file import cannot_write
+from lockstep.state.files.run_file import writing
 from lockstep.world import host
 from lockstep.world.model import World
 
@@ -82,7 +82,7 @@ class DirectoryLock:
         self._path, self._owner = directory / NAME, owner
         self._file: int | None = None
         deadline = time.monotonic() + _PATIENCE
-        try:
+        with writing(directory):
             while (other := self._try()) is not None:
                 if time.monotonic() > deadline:
                     raise RunDirectoryError(
@@ -91,8 +91,6 @@ class DirectoryLock:
                         hint="wait for its end, or name another directory with --run-dir",
                     )
                 time.sleep(_LOOK)
-        except OSError as error:
-            raise cannot_write(directory, error) from error
 
     def _try(self) -> str | None:
         """Try to take the lock; return `None` on success, or else a text that names the lock's owner."""
@@ -172,14 +170,12 @@ def _text(directory: Path) -> str:
 
 def leave(directory: Path) -> None:
     """Remove the lock file in `directory` if this process owns it, so that other launches can lock it."""
-    with contextlib.suppress(OSError):
-        file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            owner = _read(file)
-            if owner is not None and owner.pid == os.getpid() and owner.lives and _lock(file):
-                (directory / NAME).unlink()
-        finally:
-            os.close(file)
+    path = directory / NAME
+    with contextlib.suppress(OSError), path.open("r+b", buffering=0) as opened:
+        file = opened.fileno()
+        owner = _read(file)
+        if owner is not None and owner.pid == os.getpid() and owner.lives and _lock(file):
+            path.unlink()
 
 
 def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
@@ -189,23 +185,19 @@ def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
     for a moment; a launch that fails to take the lock at that moment tries again.
     """
     try:
-        file = os.open(directory / NAME, os.O_RDWR | os.O_CLOEXEC)
+        with (directory / NAME).open("r+b", buffering=0) as opened:
+            file = opened.fileno()
+            owner = _read(file)
+            is_own = owner is not None and own is not None and owner.is_launch_of(own)
+            if not is_own and not _lock(file, fcntl.LOCK_SH):
+                return True
+            if owner is None or is_own or owner.lives:
+                return owner is not None and not is_own
+            return False if owner.machine == host.identity() else None
     except FileNotFoundError:
         return False
     except OSError:
         return None
-    try:
-        owner = _read(file)
-        is_own = owner is not None and own is not None and owner.is_launch_of(own)
-        if not is_own and not _lock(file, fcntl.LOCK_SH):
-            return True
-        if owner is None or is_own or owner.lives:
-            return owner is not None and not is_own
-        return False if owner.machine == host.identity() else None
-    except OSError:
-        return None
-    finally:
-        os.close(file)
 
 
 def status(recorded: str, used: bool | None) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ NAME = "run.json"
 FORMAT = 1
 #: Arguments with which torchrun passes the local rank to old scripts: they differ from rank to rank.
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")
-#: Types of the fields that are read again; any field may be missing.
-_KINDS: dict[str, tuple[type, ...]] = {
+#: Types of the fields that are read again, also within objects (`{…}`) and within the entries of lists
+#: (`[…]`); any field may be missing.
+_FIELDS: dict[str, Any] = {
     "format": (int,),
-    "identity": (dict,),
+    "identity": {"replicas": (int,), "threads": (int,)},
     "launch": (str, type(None)),
     "status": (str,),
     "step": (int,),
@@ -31,25 +33,20 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "seconds": (int, float),
     "digest": (str,),
     "fingerprint": (str,),
-    "generations": (list,),
+    "generations": [{"ranks": (int,), "nodes": (int,), "time": (int, float)}],
     "next": (str,),
-    "parent": (dict,),
-    "audits": (dict,),
-    "provenance": (dict,),
+    "parent": {},
+    "audits": {
+        "count": (int,),
+        "confirmed": (int, type(None)),
+        "unconfirmed": (bool,),
+        "found": [{}],
+    },
+    "provenance": {},
     "complete": (bool,),
 }
-_KINDS_OF_GENERATIONS: dict[str, tuple[type, ...]] = {
-    "ranks": (int,),
-    "nodes": (int,),
-    "time": (int, float),
-}
-_KINDS_OF_AUDITS: dict[str, tuple[type, ...]] = {
-    "count": (int,),
-    "confirmed": (int, type(None)),
-    "unconfirmed": (bool,),
-    "found": (list,),
-}
-_COUNTS_OF_IDENTITY: dict[str, tuple[type, ...]] = {"replicas": (int,), "threads": (int,)}
+#: Fields whose numbers are at least 1; other numbers are at least 0.
+_POSITIVE = ("replicas", "threads", "ranks", "nodes", "time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,34 +109,30 @@ def read(directory: Path) -> dict[str, Any] | None:
         raise _damaged(path, str(error)) from error
     if not isinstance(recorded, dict):
         raise _damaged(path, "it is no record of a run")
-    _check_kinds(path, recorded, _KINDS, least=0)
-    if recorded.get("format", FORMAT) > FORMAT:
+    if isinstance(recorded.get("format"), int) and recorded["format"] > FORMAT:
         raise RunDirectoryError(
             f"{path} has format {recorded['format']}; expected {FORMAT} at most",
             hint="a newer version of Lockstep wrote it: use that one",
         )
-    _check_kinds(path, recorded.get("identity", {}), _COUNTS_OF_IDENTITY, least=1)
-    _check_kinds(path, recorded.get("audits", {}), _KINDS_OF_AUDITS, least=0)
-    for name, of in ("generations", recorded), ("found", recorded.get("audits", {})):
-        if not all(isinstance(entry, dict) for entry in of.get(name, [])):
-            raise _damaged(path, f"{name} has entries that are not objects")
-    for generation in recorded.get("generations", []):
-        _check_kinds(path, generation, _KINDS_OF_GENERATIONS, least=1)
+    _check_kinds(path, "run", recorded, _FIELDS)
     return recorded
 
 
-def _check_kinds(
-    path: Path, content: dict[str, Any], expected: dict[str, tuple[type, ...]], *, least: int
-) -> None:
-    """Raise `RunDirectoryError` if a field of `content` has a wrong type, or a number below `least`.
+def _check_kinds(path: Path, name: str, value: Any, expected: Any) -> None:
+    """Raise `RunDirectoryError` if the field `name`, or a field in it, has a wrong type or number.
 
-    `expected` maps names of fields to their allowed types. `path` is the file that the message names.
+    `expected` describes `value` as `_FIELDS` does. `path` is the file that the message names.
     """
-    for name in expected.keys() & content.keys():
-        value, kinds = content[name], expected[name]
-        number = int in kinds and value is not None
-        if type(value) not in kinds or (number and not value >= least):
-            raise _damaged(path, f"{name} is {value!r:.40}")
+    kinds = expected if isinstance(expected, tuple) else (type(expected),)
+    is_number = type(value) in (int, float)
+    if type(value) not in kinds or (is_number and not value >= (name in _POSITIVE)):
+        raise _damaged(path, f"{name} is {value!r:.40}")
+    if isinstance(expected, dict):
+        for inner in expected.keys() & value.keys():
+            _check_kinds(path, inner, value[inner], expected[inner])
+    if isinstance(expected, list):
+        for entry in value:
+            _check_kinds(path, name, entry, expected[0])
 
 
 def _damaged(path: Path, what: str) -> RunDirectoryError:
@@ -155,18 +148,20 @@ def write(directory: Path, content: dict[str, Any]) -> None:
     Raises:
         RunDirectoryError: if the file cannot be written.
     """
-    try:
+    with writing(directory):
         atomic_write(directory / NAME, json.dumps(content, indent=2) + "\n", 0o600)
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Context manager: turn an `OSError` into a `RunDirectoryError` that names `directory`."""
+    try:
+        yield
     except OSError as error:
-        raise cannot_write(directory, error) from error
-
-
-def cannot_write(directory: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a run directory that cannot be written."""
-    return RunDirectoryError(
-        f"the run directory {directory} cannot be written: {error.strerror or error}",
-        hint="name another one with --run-dir",
-    )
+        raise RunDirectoryError(
+            f"the run directory {directory} cannot be written: {error.strerror or error}",
+            hint="name another one with --run-dir",
+        ) from error
 
 
 def link(directory: Path, later: Path) -> None:
@@ -198,10 +193,8 @@ def forget(directory: Path) -> None:
     Raises:
         RunDirectoryError: if the file cannot be removed.
     """
-    try:
+    with writing(directory):
         (directory / NAME).unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_write(directory, error) from error
 
 
 def continues(directory: Path, recorded: dict[str, Any]) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-#: Seconds between two writes of `run.json` for audits that found no difference.
-_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -28,19 +24,12 @@ class Audits:
     confirmed: int | None = None
     unconfirmed: bool = False
     found: list[dict[str, Any]] = field(default_factory=list)
-    _written: float = 0.0
 
     @staticmethod
     def of(recorded: Mapping[str, Any]) -> Audits:
-        """Return the `Audits` in `recorded`, a result of `as_json`; missing fields get their defaults."""
+        """Return the `Audits` whose fields are in `recorded`; missing fields get their defaults."""
         names = ("count", "confirmed", "unconfirmed", "found")
         return Audits(**{name: recorded[name] for name in names if name in recorded})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the audits as the JSON object that `run.json` contains."""
-        content = asdict(self)
-        del content["_written"]
-        return content
 
     def begin(self, step: int) -> None:
         """Record that the run begins, or resumes, with the state after step `step`.
@@ -50,17 +39,9 @@ class Audits:
         self.confirmed = step if self.confirmed is None else min(self.confirmed, step)
         self.unconfirmed = False
 
-    def agrees(self, step: int) -> bool:
-        """Count an audit of step `step` without a difference; return whether to write `run.json` now.
-
-        The result is `True` about once a second.
-        """
+    def agrees(self, step: int) -> None:
+        """Count an audit of step `step` without a difference."""
         self.count, self.confirmed = self.count + 1, step
-        now = time.monotonic()
-        if now - self._written < _SECONDS:
-            return False
-        self._written = now
-        return True
 
     def differs(self, step: int, **who: Any) -> dict[str, Any]:
         """Record in `found` an audit of step `step` that found a difference; return the record.

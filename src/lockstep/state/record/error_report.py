@@ -14,7 +14,7 @@ from types import TracebackType
 
 from lockstep.errors import LockstepError, PeerError, WrongRankError, causes, shortened
 from lockstep.state.files.atomic_file import atomic_write
-from lockstep.state.record.stacks import Frame
+from lockstep.state.record import stacks
 
 #: Parts of messages of torch and Gloo for a connection whose other process has failed.
 _PEER_PHRASES = (
@@ -155,6 +155,6 @@ def _frame(error: BaseException, home: str | None) -> tuple[str | None, int | No
         for frame in frames
         if home and frame.filename.startswith(home) and "site-packages" not in frame.filename
     ]
-    users = [f for f in frames if Frame(f.filename, f.lineno or 0, f.name).is_users]
+    users = [frame for frame in frames if stacks.is_users(frame.filename)]
     frame = (inside or users or frames)[-1]
     return frame.filename, frame.lineno, frame.name

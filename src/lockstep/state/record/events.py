@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.state.files.directory import owner_only
-from lockstep.state.files.run_file import cannot_write
+from lockstep.state.files.run_file import writing
 
 _FLUSH_SECONDS = 1.0
 #: Fields of every event, which a script cannot log.
@@ -28,16 +28,13 @@ class Events:
         self._directory = directory / "events"
         self._pending: deque[tuple[float, dict[str, Any]]] = deque()  # threads add, too
         self._flushed = time.monotonic()
-        self._closed = False
-        try:
+        with writing(self._directory):
             self._directory.mkdir(mode=0o700, exist_ok=True)
             path = self._directory / f"rank-{rank}.jsonl"
             # Closed by `close`, at the end of the run.
             self._file = open(path, "a", encoding="utf-8", opener=owner_only)  # noqa: SIM115
             if _is_torn(path):
                 self._file.write("\n")
-        except OSError as error:
-            raise cannot_write(self._directory, error) from error
 
     def add(self, **fields: Any) -> None:
         """Record an event; values of tensors are read when the event is written.
@@ -60,12 +57,10 @@ class Events:
             RunDirectoryError: if the events cannot be written, for instance on a full disk.
         """
         self._flushed = time.monotonic()
-        try:
+        with writing(self._directory):
             while self._pending:
                 self._file.write(_line(*self._pending.popleft()))
             self._file.flush()
-        except OSError as error:
-            raise cannot_write(self._directory, error) from error
 
     def close(self) -> None:
         """Write all pending events and close the file.
@@ -73,16 +68,13 @@ class Events:
         Raises:
             RunDirectoryError: if the events cannot be written.
         """
-        if self._closed:
+        if self._file.closed:
             return
-        self._closed = True
         try:
             self.flush()
         finally:
-            try:
+            with writing(self._directory):
                 self._file.close()
-            except OSError as error:
-                raise cannot_write(self._directory, error) from error
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,12 +121,10 @@ def append(directory: Path, name: str, /, **fields: Any) -> None:
         RunDirectoryError: if the event cannot be written.
     """
     path = directory / "events" / f"{name}.jsonl"
-    try:
+    with writing(path):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(path, "a", encoding="utf-8", opener=owner_only) as file:
             file.write("\n" * _is_torn(path) + _line(time.time(), fields))
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def _plain(value: Any) -> Any:

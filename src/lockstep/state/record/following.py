@@ -73,9 +73,7 @@ class Follower:
         self._open()
         for file in self._files.values():
             file.read()
-            if (
-                file.rank >= ranks
-            ):  # a rank that existed only before the restart: no more events will come
+            if file.rank >= ranks:  # it existed only before the restart: no more events will come
                 file.pending = [one for one in file.pending if one[0] <= resumed]
                 file.done = math.inf
         self.unseen = 0  # ranks whose events lie on a disk that this one does not share

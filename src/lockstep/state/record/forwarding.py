@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.atomic_file import atomic_write, sync_directory, sync_file
-from lockstep.state.files.run_file import cannot_write
+from lockstep.state.files.run_file import writing
 from lockstep.state.record import trainjob
 from lockstep.state.record.following import Follower
 from lockstep.state.record.loggers import Backend, Say, make
@@ -63,12 +63,10 @@ class Forwarding:
         self._say, self._ranks = say, ranks
         self._directory = directory / DIRECTORY
         self._path = self._directory / "progress.json"
-        try:
+        with writing(self._directory):
             self._directory.mkdir(mode=0o700, exist_ok=True)
             progress = self._read_progress()
             self._follower = Follower(directory, ranks, resumed, progress)
-        except OSError as error:
-            raise cannot_write(self._directory, error) from error
         #: The last step that was forwarded, and the names of its values; more values may come later.
         self._step: int = progress.get("step", -1)
         self._names: set[str] = set(progress.get("names", ()))

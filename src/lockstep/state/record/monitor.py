@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,8 @@ class Monitor:
     def __init__(self, device: torch.device, take: Take) -> None:
         self._device, self._take = device, take
         self._process = psutil.Process()
+        self._process.cpu_percent()  # later calls measure from here
         self._busy = _utilisation(device)
-        self._last = self._used()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-machine", daemon=True)
         self._thread.start()
@@ -38,15 +37,9 @@ class Monitor:
         while not self._ends.wait(_EVERY):
             self._take(self._sample())
 
-    def _used(self) -> tuple[float, float]:
-        times = self._process.cpu_times()
-        return time.monotonic(), times.user + times.system
-
     def _sample(self) -> dict[str, Any]:
-        (before, used_before), (now, used) = self._last, self._used()
-        self._last = now, used
         return {
-            "cpu": round((used - used_before) / (now - before), 3),
+            "cpu": round(self._process.cpu_percent() / 100, 3),
             "host": self._process.memory_info().rss,
             "device": accelerator.reserved_memory(self._device),
             "busy": self._busy(),

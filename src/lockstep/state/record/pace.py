@@ -6,7 +6,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -28,12 +27,7 @@ class Stopwatch:
         self._began = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.seconds += time.perf_counter() - self._began
 
     def over(self, items: Iterator[T]) -> Iterator[T]:

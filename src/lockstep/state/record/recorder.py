@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -44,6 +45,8 @@ from lockstep.world.model import World
 
 #: Number of loaders whose data is recorded; a script may make loaders in every epoch.
 _LOADERS = 64
+#: Seconds between two writes of `run.json` for audits that found no difference.
+_AUDIT_SECONDS = 1.0
 
 
 class TrainingProgress(Protocol):
@@ -95,7 +98,7 @@ class Recorder:
         self.pace = Pace(alone=world.size == 1)
         self._monitor: Monitor | None = None
         self._loggers: Forwarding | None = None
-        self._lengths: dict[int, int | None] = {}
+        self._lengths: dict[int, int] = {}  # global batches of each loader that is no stream
         self._stepped: Microbatch | None = None  # of the newest step
         self._loops: list[bool] = []  # for each loop that is open, whether it trains
         recorded = None if settings.fresh or not world.is_main else run_file.read(self.directory)
@@ -106,6 +109,7 @@ class Recorder:
         self._provenance: dict[str, Any] = {}
         #: What the run's audits have found, also before a restart.
         self.audits = Audits.of(settings.audits)
+        self._audits_written = 0.0
         self._without_loss: dict[int, Microbatch] = {}  # the newest of each loader
         self.origin = ""  # the state from which the run resumes, for a message
         self._has_finished = False
@@ -205,7 +209,8 @@ class Recorder:
 
     def loader_made(self, loader: Loader, dataset: Any, settings: LoaderSettings) -> None:
         """Write checksums of a new loader's data to `run.json`; warn if they differ from earlier ones."""
-        self._lengths[loader.number] = _length(loader)
+        with contextlib.suppress(TypeError):  # a stream
+            self._lengths[loader.number] = len(loader)
         if self._trace is not None:
             length = len(dataset) if hasattr(dataset, "__len__") else None
             exhaustive = settings.any_sampler is None and not settings.drop_last
@@ -226,7 +231,7 @@ class Recorder:
         if trains:
             self.pace.begin()
         if trains and not self._progress.is_replaying:
-            self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths[loader])
+            self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths.get(loader))
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Write the loader's previous microbatch to the trace, if it had no backward pass."""
@@ -309,8 +314,11 @@ class Recorder:
         self._bar.log(kept)
 
     def audit_agrees(self, step: int) -> None:
-        """Record an audit of step number `step` that found no difference."""
-        if self.audits.agrees(step) and self._world.is_main:
+        """Record an audit of step number `step` that found no difference; write it once a second."""
+        self.audits.agrees(step)
+        now = time.monotonic()
+        if self._world.is_main and now - self._audits_written >= _AUDIT_SECONDS:
+            self._audits_written = now
             self._write("running")
 
     def audit_differs(self, step: int, **who: Any) -> None:
@@ -435,15 +443,8 @@ class Recorder:
                 **more,
                 "generations": self._generations,
                 "data": self._data,
-                "audits": self.audits.as_json(),
+                "audits": asdict(self.audits),
                 "provenance": self._provenance,
                 **run_file.kept(self.directory),
             },
         )
-
-
-def _length(loader: Loader) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None  # a stream

@@ -25,9 +25,8 @@ class RecordSettings:
     chosen: Mapping[str, Any] = field(default_factory=dict)  # settings, to start the run again
     number: int = 0  # of the run in the script
     hash_every: int | None = None  # steps between two hashes of parameters; 0: no step record
-    audits: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what earlier starts have recorded of them
+    #: results of audits that earlier starts have recorded
+    audits: Mapping[str, Any] = field(default_factory=dict)
     launch: str | None = None
     restarted: bool = False  # whether this launch has recorded the run before
     repeats: bool = False  # whether another rank has the same microbatches and records them

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.directory import owner_only
-from lockstep.state.files.run_file import cannot_write
+from lockstep.state.files.run_file import writing
 
 #: Name of the directory in a run directory.
 DIRECTORY = "steps"
@@ -102,14 +102,12 @@ class StepRecord:
             _ENTRY.pack(key.step, key.replica, key.kind, len(own), key.nth, samples, own)
             for (key, samples, _), own in zip(pending, values, strict=True)
         )
-        try:
+        with writing(self._directory):
             if self._size + len(data) > _BYTES:
                 self._begin_file()
             path = self._directory / f"{self._stem}{self._start}-{self._number}.bin"
             with open(path, "ab", opener=owner_only) as file:
                 file.write(data)
-        except OSError as error:
-            raise cannot_write(self._directory, error) from error
         self._size += len(data)
 
     def _begin_file(self) -> None:

@@ -12,7 +12,7 @@ from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, Prog
 
 @pytest.fixture
 def slot() -> ProgressSlot:
-    return ProgressSlot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+    return ProgressSlot()
 
 
 def test_everything_that_happens_is_a_sign_of_life(slot: ProgressSlot) -> None:

@@ -36,7 +36,7 @@ class Rank:
             environment="lockstep",
             reason="a test",
         )
-        self.slot = ProgressSlot(memoryview(bytearray(1 << 10)).cast("Q"), 0)
+        self.slot = ProgressSlot()
         self.heartbeat = Heartbeat(self.slot)
         self.told: list[LockstepError] = []
         self.place: Frame | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cli.parser import split
+from lockstep.cli import parse as parse_words
 from lockstep.cli.verify import one_layout_each
 from lockstep.errors import UsageError
 from lockstep.launch.command import choose_strategies
@@ -116,21 +116,15 @@ def test_directories_have_names_that_a_shell_takes() -> None:
     ],
 )
 def test_several_words_of_layouts_leave_the_script_alone(words: str, expected: str) -> None:
-    found, script_args = split(["verify", *words.split(), "--", "--layouts", "1", "2"])
-    assert one_layout_each(found) == ["verify", *expected.split()]
-    assert script_args == ["--layouts", "1", "2"]
+    assert one_layout_each(["verify", *words.split()]) == ["verify", *expected.split()]
 
 
-def test_other_verbs_keep_their_words() -> None:
-    assert split(["run", "train.py", "--layouts", "1", "2", "--", "x"])[0] == [
-        "run",
-        "train.py",
-        "--layouts",
-        "1",
-        "2",
-        "--",
-        "x",
-    ]
+def test_words_after_dashes_are_the_scripts() -> None:
+    words = ["train.py", "--layouts", "1", "2", "--", "--layouts", "3", "--", "x"]
+    options = parse_words(["verify", *words])
+    assert (options.target, options.layouts) == ("train.py", ["1", "2"])
+    assert options.script_args == ["--layouts", "3", "--", "x"]
+    assert parse_words(["run", *words]).args == words[1:]
 
 
 def test_each_layout_with_each_strategy() -> None:

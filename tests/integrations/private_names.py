@@ -1,6 +1,6 @@
 """Private names of transformers, accelerate and Lightning that the adapters override or use.
 
-A test checks that the installed versions still have them.
+`test_private_names.py` checks that the installed versions still have them.
 """
 
 from __future__ import annotations
