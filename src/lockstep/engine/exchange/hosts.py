@@ -61,7 +61,6 @@ class MessageWire:
         # From the next one on, so that first peers differ.
         places = [(own + step) % len(ranks) for step in range(1, len(ranks))]
         self._others = [(place, ranks[place]) for place in places]
-        self.sent = 0
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
@@ -84,7 +83,6 @@ class MessageWire:
             dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG),
             dist.isend(outgoing, group=self._group, group_dst=rank, tag=_TAG),
         ]
-        self.sent += outgoing.nbytes
         return _Messages(works, [outgoing, incoming])
 
     def _begin(
@@ -98,7 +96,6 @@ class MessageWire:
             dist.isend(outgoing[place], group=self._group, group_dst=rank, tag=_TAG)
             for place, rank in self._others
         ]
-        self.sent += sum(outgoing[place].nbytes for place, _ in self._others)
         incoming[self._own].copy_(outgoing[self._own])
         return _Messages(works, [*outgoing, *incoming])
 

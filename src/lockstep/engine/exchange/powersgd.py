@@ -49,11 +49,6 @@ class PowerSGDExchange(CompressedExchange):
         self._index = 0
         self._seen: dict[tuple[int, ...], int] = {}
 
-    @property
-    def sent(self) -> None:
-        """`None`: PyTorch's hook does not count the bytes that it sends."""
-        return None
-
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set the parameters whose gradients are in the next bucket."""
         shapes = [shape_in_memory(p) for p in parameters]

@@ -206,11 +206,7 @@ class SharedMemoryExchange(Exchange):
         if self._across is None:
             self._peers.signal(SUMMED, bucket.number)
             return
-        slots = self._across.slots(nodes[0])
-        for slot, node in zip(slots, nodes, strict=True):
-            if slot.data_ptr() != node.data_ptr():
-                slot.copy_(node)
-        bucket.across = self._across.start(slots, last=bucket.last)
+        bucket.across = self._across.add(nodes, last=bucket.last)
 
     def _is_summed(self, bucket: _Bucket, *, wait: bool) -> bool:
         if bucket.summed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_gradients_are_rounded_and_notes_are_not(lone_group: Any, name: str, dty
 
 def test_a_ranks_nodes_are_added_before_they_are_rounded(lone_group: Any) -> None:
     exchange, _ = made(lone_group, "bf16", 1)
-    exchange._own = 3  # as a rank among others has them
+    exchange._forest = SimpleNamespace(own=3)  # as a rank among others has them
     slots = exchange.slots(torch.empty(4), 1)
     for slot in slots:
         slot[:4], slot[4:] = 1 + 2**-9, 300.0

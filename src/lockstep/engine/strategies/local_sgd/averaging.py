@@ -44,18 +44,12 @@ class Averaging:
         for places in kinds.values():
             # An optimizer may have its number of steps on a different device than the model.
             own = [tensors[place].reshape(-1).to(self._device) * shares[place] for place in places]
-            total = self._sum(torch.cat(own))
+            total = self._exchange.add([torch.cat(own)], last=True).wait()
             parts = torch.split(total, [tensors[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
                 # Copied, since the exchange reuses its memory.
                 means[place] = part.view(tensors[place].shape).to(tensors[place].device, copy=True)
         return means
-
-    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
-        (slot,) = self._exchange.slots(flat)
-        if slot.data_ptr() != flat.data_ptr():
-            slot.copy_(flat)
-        return self._exchange.start([slot], last=True).wait()
 
     def gather(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
         """All-gather `numbers` and `value` (JSON data); return both for each rank.
