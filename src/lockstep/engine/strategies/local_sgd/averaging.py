@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.scatter import gather_rows
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
 from lockstep.errors import ModelError
 
@@ -28,9 +29,9 @@ class Averaging:
     """Computes means of tensors over the ranks of a process group, and gathers numbers from the ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._device, self._wire = device, GroupWire(group)
-        self._exchange = TreeExchange(self._wire, Forest.of(self.size, self.size, self.rank))
+        self.rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._device, self._group = device, group
+        self._exchange = TreeExchange(GroupWire(group), Forest.of(size, size, self.rank))
 
     def of(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
         """Return the mean of each of `tensors` over the ranks; shapes are equal on all ranks.
@@ -71,10 +72,7 @@ class Averaging:
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         """All-gather one vector from each rank; return a matrix with one row per rank, on the CPU."""
-        own = row.to(self._device)
-        rows = own.new_empty(self.size * own.numel())
-        self._wire.gather(own, rows).wait()
-        return rows.cpu().view(self.size, -1)
+        return gather_rows(row.to(self._device), self._group).cpu()
 
     def close(self) -> None:
         """Release the memory and connections by which tensors are summed over ranks."""
@@ -123,8 +121,9 @@ def average_state(
     """
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):
-        memory = optimizer.state[parameter] if any(rank[place] for rank in all_ranks) else {}
-        for key, (shape, kind, value) in _merge([rank[place] for rank in all_ranks]).items():
+        described = ChainMap(*(rank[place] for rank in all_ranks))  # the first rank's counts
+        memory = optimizer.state[parameter] if described else {}
+        for key, (shape, kind, value) in sorted(described.items()):
             if kind is None:
                 memory[key] = value
                 continue
@@ -143,18 +142,6 @@ def average_state(
     ]
     if tensors:
         torch._foreach_copy_(tensors, averaging.of(tensors, shares))
-
-
-def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
-    """Merge the descriptions by several ranks of the optimizer state of one parameter.
-
-    `ranks`: one description from each rank, by names of state entries. If several ranks describe the same
-    entry, the first rank's description is taken.
-    """
-    merged: dict[str, _Description] = {}
-    for rank in ranks:
-        merged = {**rank, **merged}
-    return dict(sorted(merged.items()))
 
 
 def _describe(key: str, value: Any) -> _Description:
