@@ -25,7 +25,7 @@ from lockstep.engine.exchange.flat import as_real
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.client import Client, Clients
 from lockstep.engine.parameter_server.messages import Kind
-from lockstep.engine.parameter_server.rows import RowLayout, Spec
+from lockstep.engine.parameter_server.rows import RowLayout
 from lockstep.errors import StepError
 
 #: Gradients of one tree node, a tensor per parameter; `None` if the node's replicas have not used it.
@@ -99,7 +99,7 @@ class RemoteOptimizer:
         for index, client in enumerate(clients.all):
             places = [place for place, owner in enumerate(owners) if owner == index]
             if places:  # there may be fewer parameters than servers
-                rows = RowLayout([Spec.of(self.parameters[place]) for place in places])
+                rows = RowLayout.of([self.parameters[place] for place in places])
                 outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
                 self._shards.append(_Shard(client, places, rows, outgoing, [], deque()))
                 client.expect(number, self._shards[-1].row)
@@ -143,21 +143,19 @@ class RemoteOptimizer:
 
     def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
         own = [self.parameters[place] for place in shard.places]
-        state, tensors = optimizer_codec.pack(self.optimizer, own)
-        memory = RowLayout([Spec.of(tensor) for tensor in tensors])
+        state, memory = optimizer_codec.pack(self.optimizer, own)
         place = {id(p): number for number, p in enumerate(own)}
         groups = [
             [place[id(p)] for p in group["params"] if id(p) in place]
             for group in self.optimizer.param_groups
         ]
-        meta: dict[str, Any] = {
-            "parameters": [spec.words() for spec in shard.rows.specs],
-            "tensors": [spec.words() for spec in memory.specs],
-            "state": state,
+        meta = {
+            "parameters": shard.rows.words(),
             "groups": groups,
             "optimizer": self._words,
+            **state,
         }
-        rows = [shard.rows.row(values), memory.row(tensors)]
+        rows = [shard.rows.row(values), memory]
         shard.client.send(Kind.BEGIN, rows, tag=self._number, number=self._steps, meta=meta)
 
     # --- steps -----------------------------------------------------------------------------------
@@ -288,8 +286,7 @@ class RemoteOptimizer:
         for shard in self._shards:
             shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
             answer = shard.client.receive(Kind.STATE)
-            rows = RowLayout([Spec.parse(words) for words in answer.meta["tensors"]])
-            found = optimizer_codec.unpack(answer.meta["state"], rows.views(answer.payload))
+            found = optimizer_codec.unpack(answer.meta, answer.payload)
             state |= {shard.places[place]: one for place, one in found.items()}
         return state
 
