@@ -45,11 +45,6 @@ class ServerExchange(ScratchExchange):
         self._pending: deque[_Pending] = deque()
         self._number = 0
 
-    @property
-    def sent(self) -> int:
-        """Number of bytes that this worker has sent to the servers."""
-        return self._clients.moved["sent"]
-
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Send each server its share of `slots`, this rank's sums; return a future of the total.
 

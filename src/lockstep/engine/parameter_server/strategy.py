@@ -62,25 +62,8 @@ def wrap(
         raise
 
 
-def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
-    """Print each server's traffic, once per run; return the bytes that this rank sent and received.
-
-    Rank 0 prints, for the first model that uses servers. The keys of the result are `sent` and `received`.
-    """
-    if clients.leads and clients.is_first:
-        for line in clients.traffic():
-            context.say(line)
-    return clients.moved
-
-
-# --- without a staleness: servers sum gradients ------------------------------------------------------
-
-
 class ServedModel(ReplicatedModel):
-    """A model of which each worker has a copy; parameter servers sum the gradients.
-
-    Each worker updates its own copy with the sum.
-    """
+    """A model of which each worker has, and updates, a copy; parameter servers sum the gradients."""
 
     def __init__(
         self,
@@ -90,17 +73,11 @@ class ServedModel(ReplicatedModel):
         clients: Clients,
     ) -> None:
         super().__init__(module, context, ServerExchange(clients, context.forest), settings)
-        self._clients, self._context = clients, context
+        self._clients = clients
 
     def ends(self) -> dict[str, int]:
-        """Print the servers' traffic once per run; return bytes sent and received by this rank.
-
-        The keys of the result are `sent` and `received`.
-        """
-        return _end(self._clients, self._context)
-
-
-# --- with a staleness: servers update parameters -----------------------------------------------------
+        """Print the servers' traffic once per run; return bytes `sent` and `received` by this rank."""
+        return self._clients.ends()
 
 
 class RemoteModel(WrappedModel):
@@ -278,7 +255,7 @@ class RemoteModel(WrappedModel):
         `received`.
         """
         self._wait()
-        return _end(self._clients, self._context)
+        return self._clients.ends()
 
     def close(self) -> None:
         """Close the connections to the servers."""
