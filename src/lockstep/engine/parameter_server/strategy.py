@@ -7,9 +7,9 @@ lack exactly the latest K updates (`strategies/staleness.py`), so that it rarely
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -94,7 +94,7 @@ class RemoteModel(WrappedModel):
     ) -> None:
         super().__init__(module, context)
         self._context, self._clients, self._staleness = context, clients, staleness
-        self._waiting = context.stepping
+        self._waiting = partial(context.collective, "optimizer.step")
         self.versions: Versions = Versions(module, staleness, made_here=False)
         self._remotes: list[RemoteOptimizer] = []
         self._nodes: list[Gradients] = []
@@ -142,7 +142,7 @@ class RemoteModel(WrappedModel):
             with self._waiting():
                 self._step(remote, type(optimizer).__name__)
 
-        wrapped = functools.wraps(optimizer.step)(step)
+        wrapped = wraps(optimizer.step)(step)
         optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]
 
     def _step(self, remote: RemoteOptimizer, name: str) -> None:

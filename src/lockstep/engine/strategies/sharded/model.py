@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from lockstep.engine.strategies.dtensor import CutState, check_updates
 from lockstep.engine.strategies.gradient_accumulation import Gradients
 from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
 from lockstep.engine.strategies.model_context import ModelContext
-from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict
+from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict, watch_forward
 from lockstep.engine.strategies.sharded.units import (
     FsdpUnit,
     Gather,
@@ -97,7 +98,7 @@ class ShardedModel(CutState, WrappedModel):
         for number, unit in enumerate(self._all):
             unit.module.set_custom_all_gather(Gather(number, self._gathers))  # type: ignore[arg-type]
             part = cast("nn.Module", unit.module)
-            part.register_forward_pre_hook(_Passing(self._path, number))
+            watch_forward(part, partial(self._path.append, number))
             part.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
             # Called by copy.deepcopy.
             part.__dict__["__deepcopy__"] = copied
@@ -323,14 +324,15 @@ class ShardedModel(CutState, WrappedModel):
         """Record that the run is over; from then on `check_gathering` raises an error."""
         self._is_over = True
 
-    def _waiting(self) -> AbstractContextManager[None]:
+    def _waiting(self) -> AbstractContextManager[object]:
         """Return a context manager for a gathering of parameters; it reports or limits the wait.
 
         The wait is for other ranks. In a backward pass the watchdog limits the wait; otherwise the wait is
         reported to the launcher.
         """
-        context = self._context
-        return context.gathering_in_backward() if self._expects else context.gathering()
+        if self._expects:
+            return self._context.passing(self._context.ranks)
+        return self._context.collective("the gathering of parameters")
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
         """Return whether each gradient is nonzero on any rank; collective."""
@@ -361,16 +363,3 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
     if context.group is not None and dist.get_world_size(context.group) > 1:
         scatter = TreeScatter(clone_group(context.group), context.forest)
     return ShardedModel(module, context, units, scatter, settings.get("gather", "unit"))
-
-
-class _Passing:
-    """Forward pre-hook that appends the number of a unit to a list of used units.
-
-    A unit is a separately sharded submodule.
-    """
-
-    def __init__(self, path: list[int], number: int) -> None:
-        self._path, self._number = path, number
-
-    def __call__(self, _module: nn.Module, _inputs: object) -> None:
-        self._path.append(self._number)
