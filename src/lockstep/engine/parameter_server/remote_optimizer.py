@@ -26,6 +26,7 @@ from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.client import Client, Clients
 from lockstep.engine.parameter_server.messages import Kind
 from lockstep.engine.parameter_server.rows import RowLayout
+from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT
 from lockstep.errors import StepError
 
 #: Gradients of one tree node, a tensor per parameter; `None` if the node's replicas have not used it.
@@ -72,7 +73,6 @@ class RemoteOptimizer:
 
     Args:
         number: number of the optimizer among those of the model.
-        nothing: value that stands for each element of a missing gradient.
 
     Attributes:
         has_begun: whether the servers have the current parameters and state.
@@ -85,7 +85,6 @@ class RemoteOptimizer:
         number: int,
         clients: Clients,
         forest: Forest,
-        nothing: float,
     ) -> None:
         self.optimizer, self._number = optimizer, number
         self._words = optimizer_codec.describe(optimizer)
@@ -93,7 +92,7 @@ class RemoteOptimizer:
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
-        self._leads, self._nothing = clients.leads, nothing
+        self._leads = clients.leads
         self._shards: list[_Shard] = []
         owners = deal([p.numel() for p in self.parameters], len(clients.all))
         for index, client in enumerate(clients.all):
@@ -243,7 +242,7 @@ class RemoteOptimizer:
             for own, (place, view) in enumerate(zip(shard.places, views, strict=True)):
                 gradient = node[place]
                 if gradient is None:
-                    as_real(view).fill_(self._nothing)
+                    as_real(view).fill_(NO_GRADIENT)
                 else:
                     view.copy_(gradient)
                     used.add(own)

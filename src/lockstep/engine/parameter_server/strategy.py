@@ -26,7 +26,7 @@ from lockstep.engine.parameter_server.servers import Servers
 from lockstep.engine.strategies.buffers import broadcast_model
 from lockstep.engine.strategies.checks import shares_buffers
 from lockstep.engine.strategies.ddp import ReplicatedModel
-from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT, Gradients, take_gradients
+from lockstep.engine.strategies.gradient_accumulation import Gradients, take_gradients
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.staleness import Versions
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -133,9 +133,7 @@ class RemoteModel(WrappedModel):
                 hint="pass it the parameters with requires_grad=True alone",
             )
         number = len(self._remotes)
-        remote = RemoteOptimizer(
-            optimizer, number, self._clients, self._context.forest, NO_GRADIENT
-        )
+        remote = RemoteOptimizer(optimizer, number, self._clients, self._context.forest)
         self._remotes.append(remote)
 
         def step(_self: Optimizer) -> None:

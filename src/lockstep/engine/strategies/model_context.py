@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
+from lockstep.engine.exchange.choose import make
 
 #: Returns a context manager for a wait for other ranks, which the watchdog and the launcher report.
 Waiting = Callable[[], AbstractContextManager[object]]
@@ -65,6 +67,26 @@ class ModelContext:
     passing: Callable[[range], AbstractContextManager[object]] = nullcontext
     ranks: range = range(1)
     ranks_of_row: range = range(1)
+
+    def make_exchange(
+        self, parameters: Sequence[torch.Tensor], key: str, settings: Mapping[str, Any]
+    ) -> Exchange:
+        """Return a new exchange that sums the gradients of `parameters` over the ranks of `group`.
+
+        `key`: unique name of the exchange within the run. `settings`: keyword arguments of `run.model`.
+        """
+        assert self.group is not None
+        return make(
+            ExchangeContext(
+                name=self.exchange,
+                forest=self.forest,
+                parameters=parameters,
+                group=self.group,
+                store=self.store,
+                key=key,
+                settings=settings,
+            )
+        )
 
     def sharing(self) -> AbstractContextManager[object]:
         """Return a context manager that reports to the launcher that this rank synchronizes buffers.

@@ -14,7 +14,6 @@ from torch import nn
 
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.exchange.base import Exchange
-from lockstep.engine.exchange.choose import make
 from lockstep.engine.exchange.flat import FlatLayout, as_typed, form
 from lockstep.engine.strategies.gradient_accumulation import Gradients, write
 from lockstep.engine.strategies.model_context import ModelContext
@@ -132,15 +131,7 @@ def make_reducer(
     No sum is needed if only one rank holds the part, or if the part has no `parameters`. `column`: index of
     the part, the same on all ranks that hold it.
     """
-    assert context.group is not None
     if context.forest.size == 1 or not parameters:
         return None
-    exchange = make(
-        context.exchange,
-        context.forest,
-        parameters,
-        group=context.group,
-        store=context.store,
-        key=f"{context.number}.{column}",
-    )
+    exchange = context.make_exchange(parameters, f"{context.number}.{column}", {})
     return Reducer(exchange, parameters)

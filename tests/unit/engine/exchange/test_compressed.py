@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.engine.exchange.base import Forest, Stateful
+from lockstep.engine.exchange.base import ExchangeContext, Forest, Stateful
 from lockstep.engine.exchange.choose import make
 
 #: Small numbers that 16 bits would round, as the strategy writes them behind the last bucket.
@@ -20,13 +20,15 @@ NOTES = torch.tensor([0.0, 1.0, 257.0, 2049.0, 65_535.0])
 def made(group: Any, name: str, replicas: int, **settings: Any) -> Any:
     parameters = [nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(7))]
     exchange = make(
-        name,
-        Forest.of(replicas, 1, 0),
-        parameters,
-        group=group,
-        store=dist.HashStore(),
-        key="0",
-        settings=settings,
+        ExchangeContext(
+            name=name,
+            forest=Forest.of(replicas, 1, 0),
+            parameters=parameters,
+            group=group,
+            store=dist.HashStore(),
+            key="0",
+            settings=settings,
+        )
     )
     assert (exchange.name, exchange.exact) == (name, False)
     return exchange, parameters

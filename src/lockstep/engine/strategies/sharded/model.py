@@ -24,7 +24,6 @@ from lockstep.engine.strategies.sharded.units import (
     Gather,
     Gathers,
     merged,
-    names_of,
     refuse_graphs_of_gradients,
 )
 from lockstep.engine.strategies.sharded.wrap_policy import shard
@@ -356,9 +355,9 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
     """
     assert context.mesh is not None
     made = shard(module, context.mesh["data"], settings)
-    names = names_of(module, made)
+    names = {id(part): name for name, part in module.named_modules()}
     reduce_type = getattr(settings.get("mp_policy"), "reduce_dtype", None)
-    units = [FsdpUnit(one, names[id(one)], reduce_type) for one in made]
+    units = [FsdpUnit(one, names[id(one)] or type(module).__name__, reduce_type) for one in made]
     scatter = None
     if context.group is not None and dist.get_world_size(context.group) > 1:
         scatter = TreeScatter(clone_group(context.group), context.forest)

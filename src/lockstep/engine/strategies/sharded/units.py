@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
@@ -308,12 +307,3 @@ def refuse_graphs_of_gradients(name: str, output: object) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-
-def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
-    """Return the names of units (sharded submodules), with their `id` as key.
-
-    The name of `module` itself is that of its class.
-    """
-    names = {id(part): name for name, part in module.named_modules()}
-    return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}
