@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lockstep.engine.exchange.base import Forest
 from lockstep.engine.exchange.flat import as_real
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.client import Client, Clients
+from lockstep.engine.parameter_server.connection import Pool
 from lockstep.engine.parameter_server.messages import Kind
 from lockstep.engine.parameter_server.rows import RowLayout
 from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT
@@ -42,7 +44,6 @@ class _Shard:
         places: indices of these parameters among those of the optimizer.
         rows: layout of the parameters in a row of bytes.
         outgoing: memory for this rank's tree nodes (sums over its replicas), one row each.
-        free: rows into which new versions of the parameters can be received.
         taken: rows with the versions that the worker stores, the oldest first.
     """
 
@@ -50,12 +51,7 @@ class _Shard:
     places: list[int]
     rows: RowLayout
     outgoing: torch.Tensor
-    free: list[torch.Tensor]
     taken: deque[torch.Tensor]
-
-    def row(self) -> torch.Tensor:
-        """Return a tensor of bytes into which a version of the server's parameters is received."""
-        return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
 class _StateInServers(defaultdict[Any, Any]):
@@ -92,7 +88,7 @@ class RemoteOptimizer:
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
-        self._leads = clients.leads
+        self._leads, self._pool = clients.leads, Pool()
         self._shards: list[_Shard] = []
         owners = deal([p.numel() for p in self.parameters], len(clients.all))
         for index, client in enumerate(clients.all):
@@ -100,8 +96,8 @@ class RemoteOptimizer:
             if places:  # there may be fewer parameters than servers
                 rows = RowLayout.of([self.parameters[place] for place in places])
                 outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
-                self._shards.append(_Shard(client, places, rows, outgoing, [], deque()))
-                client.expect(number, self._shards[-1].row)
+                self._shards.append(_Shard(client, places, rows, outgoing, deque()))
+                client.expect(number, partial(self._pool.take, rows.bytes))
         self.has_begun = False
         self.coming = self._steps = 0
         self._in_servers: _StateInServers | None = None
@@ -268,7 +264,7 @@ class RemoteOptimizer:
         """Free the memory of all received versions of the parameters except the newest `count`."""
         for shard in self._shards:
             while len(shard.taken) > count:
-                shard.free.append(shard.taken.popleft())
+                self._pool.give(shard.taken.popleft())
 
     # --- state -----------------------------------------------------------------------------------
 
