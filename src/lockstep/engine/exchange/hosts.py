@@ -37,7 +37,7 @@ class _Messages:
     """Messages that are being sent and received; keeps their tensors alive until `wait` returns."""
 
     works: list[dist.Work | None]
-    tensors: list[torch.Tensor]
+    tensors: Sequence[object]
 
     def wait(self) -> None:
         """Wait until all messages have been sent and received."""
@@ -69,35 +69,34 @@ class MessageWire:
 
         The arguments are those of `Wire.scatter`.
         """
-        return self._begin(outgoing.chunk(len(shares)), received.split_with_sizes(list(shares)))
+        return self._swap_all(outgoing.chunk(len(shares)), received.split_with_sizes(list(shares)))
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> _Messages:
         """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
         size = len(self._others) + 1
-        return self._begin([part] * size, total.chunk(size))
+        return self._swap_all([part] * size, total.chunk(size))
 
     def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> _Messages:
         """Begin to send `outgoing` to rank `ranks[other]`, and to receive `incoming` from it."""
-        rank = self._ranks[other]
-        works = [
-            dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG),
-            dist.isend(outgoing, group=self._group, group_dst=rank, tag=_TAG),
-        ]
-        return _Messages(works, [outgoing, incoming])
+        return self._begin([(self._ranks[other], outgoing, incoming)])
 
-    def _begin(
+    def _swap_all(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> _Messages:
+        messages = self._begin([(rank, outgoing[i], incoming[i]) for i, rank in self._others])
+        incoming[self._own].copy_(outgoing[self._own])
+        return messages
+
+    def _begin(self, pairs: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> _Messages:
         works = [
-            dist.irecv(incoming[place], group=self._group, group_src=rank, tag=_TAG)
-            for place, rank in self._others
+            dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG)
+            for rank, _, incoming in pairs
         ]
         works += [
-            dist.isend(outgoing[place], group=self._group, group_dst=rank, tag=_TAG)
-            for place, rank in self._others
+            dist.isend(outgoing, group=self._group, group_dst=rank, tag=_TAG)
+            for rank, outgoing, _ in pairs
         ]
-        incoming[self._own].copy_(outgoing[self._own])
-        return _Messages(works, [*outgoing, *incoming])
+        return _Messages(works, pairs)
 
 
 def find_hosts(group: dist.ProcessGroup) -> list[range]:

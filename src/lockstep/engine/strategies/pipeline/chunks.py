@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.layout.replicas import share
 from lockstep.engine.strategies.pipeline.p2p import assemble, dismantle
 from lockstep.errors import ModelError
 
@@ -100,8 +101,7 @@ def split(
         )
     batch = next(iter(lengths), 1)
     count = max(1, min(chunks, batch))
-    size, extra = divmod(batch, count)
-    return Split([size + (place < extra) for place in range(count)], frozenset(places))
+    return Split([len(share(batch, count, n)) for n in range(count)], frozenset(places))
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -220,11 +220,10 @@ def _incoming(fill: Any, device: torch.device) -> Message:
         fill(rest)
         header += rest.numpy().tobytes()
     parts, kinds = json.loads(header)
-    tensors, needy = [], []
-    for kind, shape, stride, needs in kinds:
-        dtype = getattr(torch, kind)
-        tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        needy.append(needs)
+    tensors = [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, kind), device=device)
+        for kind, shape, stride, _ in kinds
+    ]
     flats = [_flat(tensor) for tensor in tensors if tensor.numel()]
     small = [flat for flat in flats if flat.numel() <= _SMALL]
     if small:
@@ -234,4 +233,4 @@ def _incoming(fill: Any, device: torch.device) -> Message:
     for flat in flats:
         if flat.numel() > _SMALL:
             fill(flat)
-    return Message(parts, tensors, needy)
+    return Message(parts, tensors, [needs for *_, needs in kinds])
