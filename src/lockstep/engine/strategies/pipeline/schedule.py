@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lockstep.engine.data.randomness import Generators, States, set_generators, set_key, undisturbed
 from lockstep.engine.layout.keys import FORWARD, derive
+from lockstep.engine.strategies.gradient_accumulation import Gradients
 from lockstep.engine.strategies.model_context import Waiting
 from lockstep.engine.strategies.pipeline import chunks as chunking
 from lockstep.engine.strategies.pipeline.consistency import CallCheck, fingerprint
@@ -28,7 +29,6 @@ from lockstep.engine.strategies.pipeline.stage import Program, Stage
 from lockstep.errors import ModelError, StepError
 
 Values = dict[str, Any]
-Gradients = list[torch.Tensor | None]
 
 
 class _Arrival:
