@@ -146,10 +146,6 @@ class Exchange(abc.ABC):
     complete.
     """
 
-    name: str
-    #: Whether sums have the same bits on every layout.
-    exact: bool
-
     @property
     def sent(self) -> int | None:
         """Number of bytes that this rank has sent; `None` if a library sends them without a count."""

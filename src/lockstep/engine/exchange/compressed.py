@@ -17,8 +17,6 @@ from lockstep.engine.exchange.tree import GroupWire, TreeExchange, Wire
 class CompressedExchange(ScratchExchange):
     """Base class of exchanges that compress gradients to send less; their sums are approximate."""
 
-    exact = False
-
     def __init__(self, wire: Wire, forest: Forest) -> None:
         super().__init__(forest)
         self._wire = wire
@@ -68,10 +66,9 @@ class HalfExchange(CompressedExchange):
     significant digits and has no finite values above 65,504.
     """
 
-    def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype, name: str) -> None:
+    def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype) -> None:
         super().__init__(wire, forest)
-        self.name = name
-        self._tree = TreeExchange(wire, self.ranks, name, dtype)
+        self._tree = TreeExchange(wire, self.ranks, dtype)
 
     @property
     def sent(self) -> int:
@@ -85,4 +82,4 @@ class HalfExchange(CompressedExchange):
 def build(context: ExchangeContext) -> HalfExchange:
     """Return the exchange that sends gradients as `bf16` or `fp16`, according to `context.name`."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
-    return HalfExchange(GroupWire(context.group), context.forest, dtype, context.name)
+    return HalfExchange(GroupWire(context.group), context.forest, dtype)

@@ -36,8 +36,6 @@ class HalvingExchange(ScratchExchange):
     messages in the same order.
     """
 
-    name = "tree"
-    exact = True
     sent = 0
 
     def __init__(self, wire: PairWire, forest: Forest) -> None:

@@ -50,7 +50,7 @@ def build(context: ExchangeContext) -> Exchange:
     everyone = mpi.communicator(forest.rank, forest.size)
     if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):
         return PairExchange(everyone, forest)
-    return TreeExchange(MpiWire(everyone), forest, name="mpi")
+    return TreeExchange(MpiWire(everyone), forest)
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
@@ -131,8 +131,6 @@ class PairExchange(ScratchExchange):
     The sum is exact, since IEEE addition of two numbers commutes.
     """
 
-    name = "mpi"
-    exact = True
     sent = 0
 
     def __init__(self, everyone: Communicator, forest: Forest) -> None:

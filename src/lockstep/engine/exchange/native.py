@@ -16,13 +16,11 @@ class NativeExchange(Exchange):
     The sum of two ranks with one summand each is exact: IEEE addition of two numbers commutes.
     """
 
-    name = "native"
     sent = 0
 
     def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
         self._group = group
         self._forest = forest
-        self.exact = self.is_exact(forest)
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:

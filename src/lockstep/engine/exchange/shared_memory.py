@@ -78,8 +78,6 @@ class SharedMemoryExchange(Exchange):
             host, and for a rank without a share.
     """
 
-    exact = True
-
     def __init__(
         self,
         store: dist.Store,
@@ -96,7 +94,6 @@ class SharedMemoryExchange(Exchange):
         self._forest = forest.within(ranks)
         self._shares, self._across = shares_of(hosts), across
         self._small = _SMALL if len(hosts) == 1 else -1
-        self.name = "shared-memory" if len(hosts) == 1 else "tree"
         self._moved = 0
         self._stride = _aligned(capacity + buckets * _ALIGNMENT)
         self._peers = PeerSockets(store, f"{name}/{ranks.start}", forest.rank, ranks)

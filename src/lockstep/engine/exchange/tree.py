@@ -93,14 +93,10 @@ class TreeExchange(ScratchExchange):
     `dtype`: type in which elements are sent, and rounded before; `None` for the type of the gradients.
     """
 
-    exact = True
     sent = 0
 
-    def __init__(
-        self, wire: Wire, forest: Forest, name: str = "tree", dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype | None = None) -> None:
         super().__init__(forest, divisor=forest.size)  # so that all ranks have equal shares
-        self.name = name
         self._wire, self._dtype = wire, dtype
         self._side = accelerator.SideStream()
         self._pending: _Pending | None = None

@@ -36,9 +36,6 @@ class ServerExchange(ScratchExchange):
     `start` for the last bucket waits for all sums.
     """
 
-    name = "server"
-    exact = True
-
     def __init__(self, clients: Clients, forest: Forest) -> None:
         super().__init__(forest)
         self._clients = clients

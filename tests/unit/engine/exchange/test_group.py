@@ -25,7 +25,6 @@ def test_a_group_of_one_gives_back_what_it_got(lone_group: Any, name: str) -> No
             name=name, forest=forest, parameters=parameters, group=lone_group, store=store, key="0"
         )
     )
-    assert (exchange.name, exchange.exact) == (name, True)
     values = [[torch.randn_like(p.detach()) for _ in range(4)] for p in parameters]
     for extra in (0, 3):
         futures = []

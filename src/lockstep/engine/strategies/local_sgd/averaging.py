@@ -74,10 +74,6 @@ class Averaging:
         """All-gather one vector from each rank; return a matrix with one row per rank, on the CPU."""
         return gather_rows(row.to(self._device), self._group).cpu()
 
-    def close(self) -> None:
-        """Release the memory and connections by which tensors are summed over ranks."""
-        self._exchange.close()
-
 
 def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list[float]:
     """Return the share of each rank in a weighted mean over ranks; the shares add up to 1.

@@ -174,10 +174,6 @@ class LocalModel(WrappedModel):
         if extras.get("outer"):
             self._outer.load(extras["outer"])
 
-    def close(self) -> None:
-        """Release the memory and connections by which parameters are averaged."""
-        self._averaging.close()
-
 
 def _wrap(
     module: nn.Module,
