@@ -211,11 +211,10 @@ class RemoteOptimizer:
     def _check_parameters(self) -> None:
         """Raise a `StepError` if parameters were added or removed after `run.optimizer`."""
         now = [p for group in self.optimizer.param_groups for p in group["params"]]
-        known = self.parameters
-        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+        if list(map(id, now)) != list(map(id, self.parameters)):
             raise StepError(
                 f"{type(self.optimizer).__name__} has {len(now)} parameters, of which not all are "
-                f"those {len(known)} that it had when it was given to run.optimizer",
+                f"those {len(self.parameters)} that it had when it was given to run.optimizer",
                 hint="call add_param_group before run.optimizer",
             )
 

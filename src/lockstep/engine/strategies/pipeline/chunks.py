@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -57,10 +58,7 @@ class Split:
             return torch.cat(
                 [torch.zeros_like(own) if part is None else part for part, own in pairs]
             )
-        total = found[0]
-        for part in found[1:]:
-            total = total + part
-        return total
+        return reduce(torch.add, found)
 
 
 def split(

@@ -174,6 +174,8 @@ class _ModelCall:
         self._tensors = tensors
         grad = torch.is_grad_enabled()
         self._given = [p for p, tensor in enumerate(tensors) if grad and tensor.requires_grad]
+        #: Those tensors among the call's arguments for which gradients are needed.
+        self.given = [tensors[place] for place in self._given]
         self._split = chunking.split(tensors, arguments, schedule.chunks, schedule.chunk_inputs)
         self._sizes = self._split.sizes
         self._arrived: list[list[_Arrival]] = []
@@ -184,11 +186,6 @@ class _ModelCall:
         self._has_drawn = (
             False  # whether a chunk has drawn random numbers, in this or earlier stages
         )
-
-    @property
-    def given(self) -> list[torch.Tensor]:
-        """Those tensors among the call's arguments for which gradients are needed."""
-        return [self._tensors[place] for place in self._given]
 
     # --- forward ---------------------------------------------------------------------------------
 
