@@ -43,7 +43,6 @@ class ModelContext:
             "optimizer.step", which the launcher's status page shows while this rank waits in it.
         passing: returns a context manager for a forward or backward pass, which ends the run if the pass
             waits too long for the given ranks, and names them. On a single rank it has no effect.
-        ranks: all ranks of the run.
         ranks_of_row: the ranks that hold this rank's model together.
     """
 
@@ -65,7 +64,6 @@ class ModelContext:
     exchanging: AbstractContextManager[object] = field(default_factory=nullcontext)
     collective: Callable[[str], AbstractContextManager[object]] = nullcontext
     passing: Callable[[range], AbstractContextManager[object]] = nullcontext
-    ranks: range = range(1)
     ranks_of_row: range = range(1)
 
     def make_exchange(

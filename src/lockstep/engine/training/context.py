@@ -205,7 +205,6 @@ class Context:
             exchanging=self.record.pace.exchanging(self.device.type),
             collective=self.heartbeat.collective,
             passing=nullcontext if self.watchdog is None else self.watchdog.passing,
-            ranks=range(self.world.size),
             ranks_of_row=self.dims.ranks_of_row,
         )
 

@@ -330,7 +330,7 @@ class ShardedModel(CutState, WrappedModel):
         reported to the launcher.
         """
         if self._expects:
-            return self._context.passing(self._context.ranks)
+            return self._context.passing(range(self._size))
         return self._context.collective("the gathering of parameters")
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
