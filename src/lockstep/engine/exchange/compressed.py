@@ -11,15 +11,16 @@ import abc
 import torch
 
 from lockstep.engine.exchange.base import ExchangeContext, Forest, ScratchExchange, Sum, done
-from lockstep.engine.exchange.tree import GroupWire, TreeExchange, Wire
+from lockstep.engine.exchange.tree import GroupWire, TreeExchange
 
 
 class CompressedExchange(ScratchExchange):
     """Base class of exchanges that compress gradients to send less; their sums are approximate."""
 
-    def __init__(self, wire: Wire, forest: Forest) -> None:
+    def __init__(self, context: ExchangeContext) -> None:
+        forest = context.forest
         super().__init__(forest)
-        self._wire = wire
+        self._wire = GroupWire(context.group)
         #: The reduction tree over ranks, with one node per rank.
         self.ranks = Forest.of(forest.size, forest.size, forest.rank)
         self._extra = self._notes_sent = 0
@@ -62,13 +63,14 @@ class CompressedExchange(ScratchExchange):
 class HalfExchange(CompressedExchange):
     """Exchange that sends gradients in 16 bits, and adds them in their own type in a fixed order.
 
-    `dtype`: `torch.bfloat16`, which rounds to 3 significant digits, or `torch.float16`, which rounds to 4
-    significant digits and has no finite values above 65,504.
+    The exchange `bf16` rounds to 3 significant digits. `fp16` rounds to 4 significant digits, and has no
+    finite values above 65,504.
     """
 
-    def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype) -> None:
-        super().__init__(wire, forest)
-        self._tree = TreeExchange(wire, self.ranks, dtype)
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
+        self._tree = TreeExchange(self._wire, self.ranks, dtype)
 
     @property
     def sent(self) -> int:
@@ -77,9 +79,3 @@ class HalfExchange(CompressedExchange):
 
     def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
         return self._tree.add([bucket], last=last)
-
-
-def build(context: ExchangeContext) -> HalfExchange:
-    """Return the exchange that sends gradients as `bf16` or `fp16`, according to `context.name`."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
-    return HalfExchange(GroupWire(context.group), context.forest, dtype)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engine.exchange import shared_memory
-from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
+from lockstep.engine.exchange.base import Exchange, ExchangeContext
 from lockstep.engine.exchange.halving import HalvingExchange
 from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
@@ -147,13 +147,9 @@ def build(context: ExchangeContext) -> Exchange:
         hosts = find_hosts(group)
         if 1 < len(hosts) < forest.size:
             return shared_memory.build(context, hosts, _across(context, hosts))
-        if len(hosts) == forest.size and _pays_halving(forest):
+        if len(hosts) == forest.size and halving.pays(forest.blocks, forest.replicas):
             return HalvingExchange(MessageWire(group, range(forest.size), forest.rank), forest)
     return TreeExchange(GroupWire(group), forest)
-
-
-def _pays_halving(forest: Forest) -> bool:
-    return halving.pays(forest.blocks, forest.replicas)
 
 
 def _across(context: ExchangeContext, hosts: Sequence[range]) -> Exchange | None:
@@ -168,4 +164,5 @@ def _across(context: ExchangeContext, hosts: Sequence[range]) -> Exchange | None
         return None
     ranks = [ranks[share] for ranks in hosts]
     wire = MessageWire(context.group, ranks, between.rank)
-    return (HalvingExchange if _pays_halving(between) else TreeExchange)(wire, between)
+    pays = halving.pays(between.blocks, between.replicas)
+    return (HalvingExchange if pays else TreeExchange)(wire, between)
