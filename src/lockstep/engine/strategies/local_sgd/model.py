@@ -50,7 +50,7 @@ class LocalModel(WrappedModel):
         # Gradients and buffers are synchronized over this rank's replicas only.
         own = range(len(context.block))
         self.accumulation = GradientAccumulation(own, len(own))
-        self._buffers = Buffers(module, own, None)
+        self.buffers = Buffers(module, own, None)
         self._group = context.group
         self._averaging = Averaging(context.group, context.device)
         self._every, self._outer = every, outer
@@ -71,7 +71,7 @@ class LocalModel(WrappedModel):
         ranks'.
         """
         super().before_forward()
-        self._has_own_buffers |= self._buffers.dirty
+        self._has_own_buffers |= self.buffers.dirty
 
     def _prepare(self, microbatch: Microbatch) -> None:
         if microbatch.first:
@@ -136,7 +136,7 @@ class LocalModel(WrappedModel):
                 self._average()
             buffers = [buffer.detach() for buffer in self.module.buffers()]
             if buffers:
-                self._buffers.finish()
+                self.buffers.finish()
                 broadcast(buffers, self._group)
         self._steps, self._samples, self._has_own_buffers = 0, 0, False
 

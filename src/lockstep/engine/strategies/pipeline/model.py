@@ -52,7 +52,7 @@ class PipelinedModel(SpreadModel):
         self._row, self._schedule = schedule.row, schedule
         group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
         stage, waiting = schedule.stage.module, context.sharing
-        self._buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
+        self.buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
         self._own = [p for p in self.parameters if not p.is_meta]
         module.__dict__["forward"] = schedule
         module.__dict__["__deepcopy__"] = RefusedCopy(
