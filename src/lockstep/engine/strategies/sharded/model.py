@@ -199,7 +199,7 @@ class ShardedModel(CutState, WrappedModel):
                 hint="call run.backward(loss) in the place of loss.backward()",
             )
         while self._is_early and len(self._started) < len(self._units):
-            if not self._units[len(self._started)].is_complete:
+            if any(gradient is None for gradient in self._units[len(self._started)].gradients):
                 return
             self._start()
             # This must not wait: another rank may wait for this rank to gather parameters.

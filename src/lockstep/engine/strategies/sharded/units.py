@@ -56,11 +56,6 @@ class FsdpUnit:
         """The gathered (unsharded) parameters, which get gradients; empty before the first gathering."""
         return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the backward pass has computed all gradients of the unit (a sharded submodule)."""
-        return all(gradient is not None for gradient in self.gradients)
-
     def watch(self, arrived: Callable[[], None]) -> None:
         """Register hooks that move each computed gradient to `self.gradients`, and then call `arrived`."""
         if self._handles or not self.leaves:
