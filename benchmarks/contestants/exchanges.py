@@ -12,7 +12,7 @@ import torch.distributed as dist
 from contestants.turns import RankOrder
 from torch import nn
 
-from lockstep.engine.exchange.base import Exchange, Forest
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
 from lockstep.engine.exchange.choose import make
 from lockstep.world import detect
 
@@ -45,12 +45,14 @@ def case(name: str, buffer: torch.Tensor) -> Callable[[], object]:
         dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
     )
     exchange = make(
-        name,
-        Forest.of(world.size, world.size, world.rank),
-        [nn.Parameter(buffer)],
-        group=dist.group.WORLD,
-        store=dist.PrefixStore("benchmark", store),
-        key=name,
+        ExchangeContext(
+            name=name,
+            forest=Forest.of(world.size, world.size, world.rank),
+            parameters=[nn.Parameter(buffer)],
+            group=dist.group.WORLD,
+            store=dist.PrefixStore("benchmark", store),
+            key=name,
+        )
     )
     return partial(sum_by, exchange, buffer)
 

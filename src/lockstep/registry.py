@@ -283,7 +283,7 @@ EXCHANGES = Registry(
         ExchangeEntry(name="tree", build="lockstep.engine.exchange.hosts:build"),
         ExchangeEntry(
             name="native",
-            build="lockstep.engine.exchange.native:build",
+            build="lockstep.engine.exchange.native:NativeExchange",
             exactness="close",
             is_exact="lockstep.engine.exchange.native:NativeExchange.is_exact",
         ),
@@ -294,14 +294,18 @@ EXCHANGES = Registry(
         ),
         ExchangeEntry(name="server", strategy="ps", compares_batches=True, at_servers=True),
         ExchangeEntry(
-            name="bf16", build="lockstep.engine.exchange.compressed:build", exactness="approximate"
+            name="bf16",
+            build="lockstep.engine.exchange.compressed:HalfExchange",
+            exactness="approximate",
         ),
         ExchangeEntry(
-            name="fp16", build="lockstep.engine.exchange.compressed:build", exactness="approximate"
+            name="fp16",
+            build="lockstep.engine.exchange.compressed:HalfExchange",
+            exactness="approximate",
         ),
         ExchangeEntry(
             name="powersgd",
-            build="lockstep.engine.exchange.powersgd:build",
+            build="lockstep.engine.exchange.powersgd:PowerSGDExchange",
             exactness="approximate",
             keywords=_OF_POWERSGD,
             no_loss_scale="ranks add what they left out of one step to the next, and would keep the "

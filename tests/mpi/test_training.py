@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks(4)
 SUMS = """
 import torch
 from torch import nn
-from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.base import ExchangeContext, Forest
 from lockstep.engine.exchange.choose import make
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import fold, leaves, merges
@@ -47,7 +47,10 @@ for replicas in (world.size, 5, 7):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         forest = Forest.of(replicas, world.size, world.rank)
         parameters = [nn.Parameter(torch.zeros(1, dtype=dtype))]
-        exchange = make("mpi", forest, parameters, group=None, store=None, key="")
+        context = ExchangeContext(
+            name="mpi", forest=forest, parameters=parameters, group=None, store=None, key=""
+        )
+        exchange = make(context)
         for _ in range(2):
             check(exchange, replicas, dtype)
         kind = type(exchange).__name__

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from lockstep.engine.exchange.scratch import Scratch
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import fold, merges, nodes
 from lockstep.world import accelerator
@@ -145,10 +146,6 @@ class Exchange(abc.ABC):
     complete.
     """
 
-    name: str
-    #: Whether sums have the same bits on every layout.
-    exact: bool
-
     @property
     def sent(self) -> int | None:
         """Number of bytes that this rank has sent; `None` if a library sends them without a count."""
@@ -179,8 +176,46 @@ class Exchange(abc.ABC):
                 another batch.
         """
 
+    def add(self, nodes: Sequence[torch.Tensor], *, last: bool) -> Sum:
+        """Begin to add `nodes`, this rank's partial sums, over all ranks; return a future of the total.
+
+        The nodes are copied to `slots` first. `last` is as in `start`.
+        """
+        slots = self.slots(nodes[0])
+        for slot, node in zip(slots, nodes, strict=True):
+            if slot.data_ptr() != node.data_ptr():
+                slot.copy_(node)
+        return self.start(slots, last=last)
+
     def close(self) -> None:  # noqa: B027 - only some exchanges need it
         """Release the shared memory and connections of the exchange."""
+
+
+class ScratchExchange(Exchange):
+    """Base class of exchanges whose slots are memory that is reused in every backward pass.
+
+    `divisor`: the memory behind each slot is padded to a multiple of this number of elements.
+    """
+
+    def __init__(self, forest: Forest, divisor: int = 1) -> None:
+        self._forest, self._divisor = forest, divisor
+        self._scratch = Scratch()
+
+    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
+        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`.
+
+        For a single sum that needs no `extra` elements and no padding, this is `bucket` itself.
+        """
+        size, own = bucket.numel() + extra, self._forest.own
+        padded = self._padded(size)
+        if own == 1 and padded == bucket.numel():
+            return [bucket]
+        memory = self._scratch.take(bucket, own * padded).view(own, padded)
+        return [node[:size] for node in memory]
+
+    def _padded(self, numel: int) -> int:
+        """Return the next multiple of `divisor`; at least one, since backends refuse to send 0 elements."""
+        return max(1, -(-numel // self._divisor)) * self._divisor
 
 
 @runtime_checkable

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, cast
-
-import torch
+from dataclasses import replace
+from typing import cast
 
 from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
 from lockstep.errors import ExactnessError, UsageError
@@ -64,33 +61,18 @@ def exactness_of(name: str, forest: Forest) -> str:
     return "exact" if is_exact else entry.exactness
 
 
-def make(
-    name: str,
-    forest: Forest,
-    parameters: Sequence[torch.Tensor],
-    settings: Mapping[str, Any] = MappingProxyType({}),
-    **more: Any,
-) -> Exchange:
-    """Return a new exchange for the gradients of `parameters`.
-
-    Args:
-        name: name of the exchange in the registry, such as `tree`.
-        forest: order of additions over the ranks.
-        parameters: the parameters whose gradients are summed.
-        settings: keyword arguments of `run.model`; those that belong to other exchanges are
-            ignored.
-        more: the other attributes of `ExchangeContext`.
+def make(context: ExchangeContext) -> Exchange:
+    """Return a new exchange, as `context` describes it; settings of other exchanges are ignored.
 
     Raises:
         ModelError: if the exchange refuses a setting.
         UsageError: for the exchange `server`, whose sums are computed by parameter servers.
     """
-    entry = EXCHANGES.find(name)
+    entry = EXCHANGES.find(context.name)
     if not entry.build:
         raise UsageError(
-            f"exchange={name} makes no sums of gradients; expected an exchange that does",
+            f"exchange={context.name} makes no sums of gradients; expected an exchange that does",
             hint="leave the exchange to 'auto'",
         )
-    own = {key: value for key, value in settings.items() if key in entry.keywords}
-    context = ExchangeContext(name=name, forest=forest, parameters=parameters, settings=own, **more)
-    return cast("Exchange", resolve(entry.build)(context))
+    own = {key: value for key, value in context.settings.items() if key in entry.keywords}
+    return cast("Exchange", resolve(entry.build)(replace(context, settings=own)))

@@ -7,43 +7,28 @@ end of the last bucket, such as flags of parameters in use, are sent uncompresse
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 
 import torch
 
-from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum, done
-from lockstep.engine.exchange.scratch import Scratch
-from lockstep.engine.exchange.tree import GroupWire, TreeExchange, Wire, Work
+from lockstep.engine.exchange.base import ExchangeContext, Forest, ScratchExchange, Sum, done
+from lockstep.engine.exchange.tree import GroupWire, TreeExchange
 
 
-class CompressedExchange(Exchange):
+class CompressedExchange(ScratchExchange):
     """Base class of exchanges that compress gradients to send less; their sums are approximate."""
 
-    exact = False
-
-    def __init__(self, wire: Wire, forest: Forest) -> None:
-        self._wire = wire
-        self._own = forest.own
+    def __init__(self, context: ExchangeContext) -> None:
+        forest = context.forest
+        super().__init__(forest)
+        self._wire = GroupWire(context.group)
         #: The reduction tree over ranks, with one node per rank.
         self.ranks = Forest.of(forest.size, forest.size, forest.rank)
-        self._scratch = Scratch()
-        self._extra = 0
-
-    @property
-    def sent(self) -> int | None:
-        """Number of bytes that this rank has sent."""
-        return self._wire.sent
+        self._extra = self._notes_sent = 0
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`.
-
-        For a single sum without `extra` elements this is `bucket` itself.
-        """
+        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`."""
         self._extra = extra
-        if self._own == 1 and not extra:
-            return [bucket]
-        size = bucket.numel() + extra
-        return [self._scratch.take(bucket, size) for _ in range(self._own)]
+        return super().slots(bucket, extra)
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
@@ -56,6 +41,7 @@ class CompressedExchange(Exchange):
         size = whole.numel() - self._extra
         notes = whole[size:]
         gathered = notes.new_empty(self.ranks.size, self._extra)
+        self._notes_sent += gathered.nbytes - notes.nbytes
         work = self._wire.gather(notes.contiguous(), gathered.view(-1)) if self._extra else None
         total = self._sum(whole[:size], last=last)
         if last:
@@ -77,63 +63,19 @@ class CompressedExchange(Exchange):
 class HalfExchange(CompressedExchange):
     """Exchange that sends gradients in 16 bits, and adds them in their own type in a fixed order.
 
-    `dtype`: `torch.bfloat16`, which rounds to 3 significant digits, or `torch.float16`, which rounds to 4
-    significant digits and has no finite values above 65,504.
+    The exchange `bf16` rounds to 3 significant digits. `fp16` rounds to 4 significant digits, and has no
+    finite values above 65,504.
     """
 
-    def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype, name: str) -> None:
-        super().__init__(wire, forest)
-        self.name = name
-        self._tree = TreeExchange(_HalfWire(wire, dtype), self.ranks, name)
-
-    def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
-        (slot,) = self._tree.slots(bucket)
-        if slot.data_ptr() != bucket.data_ptr():
-            slot.copy_(bucket)
-        return self._tree.start([slot], last=last)
-
-
-class _HalfWire:
-    """Collectives for the tree exchange that convert all elements to 16 bits before they send them."""
-
-    def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
-        self._wire, self._dtype = wire, dtype
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
+        self._tree = TreeExchange(self._wire, self.ranks, dtype)
 
     @property
     def sent(self) -> int:
         """Number of bytes that this rank has sent."""
-        return self._wire.sent
+        return self._tree.sent + self._notes_sent
 
-    def scatter(
-        self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
-    ) -> Work:
-        """Begin an all-to-all in 16 bits: each rank receives one part of every rank's `outgoing`.
-
-        The arguments are those of `Wire.scatter`.
-        """
-        arriving = received.new_empty(received.numel(), dtype=self._dtype)
-        work = self._wire.scatter(outgoing.to(self._dtype), arriving, shares)
-        return _Widening(work, arriving, received)
-
-    def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
-        """Begin an all-gather in 16 bits: the `part` of every rank is written to `total`, in rank order."""
-        arriving = total.new_empty(total.numel(), dtype=self._dtype)
-        return _Widening(self._wire.gather(part.to(self._dtype), arriving), arriving, total)
-
-
-class _Widening:
-    """A running collective; `wait` converts its 16-bit result to the type of `target`."""
-
-    def __init__(self, work: Work, arriving: torch.Tensor, target: torch.Tensor) -> None:
-        self._work, self._arriving, self._target = work, arriving, target
-
-    def wait(self) -> None:
-        """Wait until the collective is complete, and convert its 16-bit result into the target tensor."""
-        self._work.wait()
-        self._target.copy_(self._arriving)
-
-
-def build(context: ExchangeContext) -> HalfExchange:
-    """Return the exchange that sends gradients as `bf16` or `fp16`, according to `context.name`."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[context.name]
-    return HalfExchange(GroupWire(context.group), context.forest, dtype, context.name)
+    def _sum(self, bucket: torch.Tensor, *, last: bool) -> Sum:
+        return self._tree.add([bucket], last=last)

@@ -64,11 +64,16 @@ def same_layout(one: Form, other: Form) -> bool:
     return first == second
 
 
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of `tensor`; contiguous ones if it has gaps or overlaps in memory."""
+    if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
 def form(parameter: torch.Tensor) -> Form:
     """Return the shape and strides that the gradient of `parameter` has in a flat tensor."""
-    shape, stride = parameter.shape, parameter.stride()
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
-        stride = torch.empty(shape, device="meta").stride()
+    shape, stride = parameter.shape, dense_stride(parameter)
     if not parameter.is_complex():
         return shape, stride
     return torch.Size([*shape, 2]), (*(2 * step for step in stride), 1)

@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.engine.exchange.base import Exchange, Forest, Sum, future_on
-from lockstep.engine.exchange.scratch import Scratch
+from lockstep.engine.exchange.base import Forest, ScratchExchange, Sum, future_on
 from lockstep.engine.exchange.tree import Work
 from lockstep.engine.layout.halving import is_possible
 
@@ -25,15 +24,11 @@ from lockstep.engine.layout.halving import is_possible
 class PairWire(Protocol):
     """Interface to exchange messages between two ranks; the ranks that sum are numbered from 0."""
 
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank has sent."""
-
     def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> Work:
         """Begin to send `outgoing` to the rank with number `other`, and to receive `incoming` from it."""
 
 
-class HalvingExchange(Exchange):
+class HalvingExchange(ScratchExchange):
     """All-reduce over N ranks in 2 log2(N) rounds, whose additions are those of the reduction tree.
 
     Each call of `start` begins the sum of a bucket (flat tensor of gradients), and advances the sums of
@@ -41,36 +36,15 @@ class HalvingExchange(Exchange):
     messages in the same order.
     """
 
-    name = "tree"
-    exact = True
+    sent = 0
 
     def __init__(self, wire: PairWire, forest: Forest) -> None:
         assert is_possible(forest.blocks, forest.replicas), (
             "members are not 2^k equal nodes of the tree"
         )
-        self._wire, self._forest = wire, forest
-        self._scratch = Scratch()
+        super().__init__(forest, divisor=forest.size)  # so that each round can halve a slot
+        self._wire = wire
         self._open: list[Iterator[None]] = []
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank has sent."""
-        return self._wire.sent
-
-    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return one tensor for this rank's sum, with `extra` more elements than `bucket`.
-
-        The memory behind the tensor is padded to a multiple of the number of ranks, so that each round can
-        halve it.
-        """
-        size = bucket.numel() + extra
-        padded = self._padded(size)
-        if padded == bucket.numel():
-            return [bucket]
-        return [self._scratch.take(bucket, padded)[:size]]
-
-    def _padded(self, numel: int) -> int:
-        return max(1, -(-numel // self._forest.size)) * self._forest.size
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to add `slots`, this rank's single sum, over all ranks; return a future of the total.
@@ -105,6 +79,7 @@ class HalvingExchange(Exchange):
             lower, upper = part.chunk(2)
             part, given = (upper, lower) if is_upper else (lower, upper)
             incoming = received[: part.numel()]
+            self.sent += given.nbytes
             work = self._wire.swap(other, given, incoming)
             yield
             work.wait()
@@ -112,6 +87,7 @@ class HalvingExchange(Exchange):
             torch.add(*((incoming, part) if is_upper else (part, incoming)), out=part)
             halves.append((other, part, given))
         for other, part, given in reversed(halves):
+            self.sent += part.nbytes
             work = self._wire.swap(other, part, given)
             yield
             work.wait()

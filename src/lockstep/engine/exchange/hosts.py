@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engine.exchange import shared_memory
-from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
+from lockstep.engine.exchange.base import Exchange, ExchangeContext
 from lockstep.engine.exchange.halving import HalvingExchange
 from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
@@ -37,7 +37,7 @@ class _Messages:
     """Messages that are being sent and received; keeps their tensors alive until `wait` returns."""
 
     works: list[dist.Work | None]
-    tensors: list[torch.Tensor]
+    tensors: Sequence[object]
 
     def wait(self) -> None:
         """Wait until all messages have been sent and received."""
@@ -61,7 +61,6 @@ class MessageWire:
         # From the next one on, so that first peers differ.
         places = [(own + step) % len(ranks) for step in range(1, len(ranks))]
         self._others = [(place, ranks[place]) for place in places]
-        self.sent = 0
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
@@ -70,37 +69,34 @@ class MessageWire:
 
         The arguments are those of `Wire.scatter`.
         """
-        return self._begin(outgoing.chunk(len(shares)), received.split_with_sizes(list(shares)))
+        return self._swap_all(outgoing.chunk(len(shares)), received.split_with_sizes(list(shares)))
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> _Messages:
         """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
         size = len(self._others) + 1
-        return self._begin([part] * size, total.chunk(size))
+        return self._swap_all([part] * size, total.chunk(size))
 
     def swap(self, other: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> _Messages:
         """Begin to send `outgoing` to rank `ranks[other]`, and to receive `incoming` from it."""
-        rank = self._ranks[other]
-        works = [
-            dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG),
-            dist.isend(outgoing, group=self._group, group_dst=rank, tag=_TAG),
-        ]
-        self.sent += outgoing.nbytes
-        return _Messages(works, [outgoing, incoming])
+        return self._begin([(self._ranks[other], outgoing, incoming)])
 
-    def _begin(
+    def _swap_all(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> _Messages:
+        messages = self._begin([(rank, outgoing[i], incoming[i]) for i, rank in self._others])
+        incoming[self._own].copy_(outgoing[self._own])
+        return messages
+
+    def _begin(self, pairs: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> _Messages:
         works = [
-            dist.irecv(incoming[place], group=self._group, group_src=rank, tag=_TAG)
-            for place, rank in self._others
+            dist.irecv(incoming, group=self._group, group_src=rank, tag=_TAG)
+            for rank, _, incoming in pairs
         ]
         works += [
-            dist.isend(outgoing[place], group=self._group, group_dst=rank, tag=_TAG)
-            for place, rank in self._others
+            dist.isend(outgoing, group=self._group, group_dst=rank, tag=_TAG)
+            for rank, outgoing, _ in pairs
         ]
-        self.sent += sum(outgoing[place].nbytes for place, _ in self._others)
-        incoming[self._own].copy_(outgoing[self._own])
-        return _Messages(works, [*outgoing, *incoming])
+        return _Messages(works, pairs)
 
 
 def find_hosts(group: dist.ProcessGroup) -> list[range]:
@@ -151,13 +147,9 @@ def build(context: ExchangeContext) -> Exchange:
         hosts = find_hosts(group)
         if 1 < len(hosts) < forest.size:
             return shared_memory.build(context, hosts, _across(context, hosts))
-        if len(hosts) == forest.size and _pays_halving(forest):
+        if len(hosts) == forest.size and halving.pays(forest.blocks, forest.replicas):
             return HalvingExchange(MessageWire(group, range(forest.size), forest.rank), forest)
     return TreeExchange(GroupWire(group), forest)
-
-
-def _pays_halving(forest: Forest) -> bool:
-    return halving.pays(forest.blocks, forest.replicas)
 
 
 def _across(context: ExchangeContext, hosts: Sequence[range]) -> Exchange | None:
@@ -172,4 +164,5 @@ def _across(context: ExchangeContext, hosts: Sequence[range]) -> Exchange | None
         return None
     ranks = [ranks[share] for ranks in hosts]
     wire = MessageWire(context.group, ranks, between.rank)
-    return (HalvingExchange if _pays_halving(between) else TreeExchange)(wire, between)
+    pays = halving.pays(between.blocks, between.replicas)
+    return (HalvingExchange if pays else TreeExchange)(wire, between)

@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 
-from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum, done
+from lockstep.engine.exchange.base import (
+    Exchange,
+    ExchangeContext,
+    Forest,
+    ScratchExchange,
+    Sum,
+    done,
+)
 from lockstep.engine.exchange.native import NativeExchange
-from lockstep.engine.exchange.scratch import Scratch
 from lockstep.engine.exchange.tree import TreeExchange, Work
 from lockstep.errors import PeerError, RunError, UsageError
 from lockstep.world import mpi
@@ -44,7 +50,7 @@ def build(context: ExchangeContext) -> Exchange:
     everyone = mpi.communicator(forest.rank, forest.size)
     if NativeExchange.is_exact(forest) and all(p.dtype in _NUMBERS for p in parameters):
         return PairExchange(everyone, forest)
-    return TreeExchange(MpiWire(everyone), forest, name="mpi")
+    return TreeExchange(MpiWire(everyone), forest)
 
 
 def check(forest: Forest, *, one_host: bool, device: str) -> None:
@@ -98,7 +104,6 @@ class MpiWire:
 
     def __init__(self, everyone: Communicator) -> None:
         self._everyone = everyone
-        self.sent = 0
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
@@ -108,7 +113,6 @@ class MpiWire:
         The arguments are those of `Wire.scatter`.
         """
         size = len(shares)
-        self.sent += outgoing.nbytes * (size - 1) // size
         memory, carrier = _carried(received)
         given, _ = _carried(outgoing)
         request = self._everyone.Ialltoallv(
@@ -118,31 +122,21 @@ class MpiWire:
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
         """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
-        self.sent += total.nbytes - part.nbytes
         return _Operation(self._everyone.Iallgather(_carried(part), _carried(total)))
 
 
-class PairExchange(Exchange):
+class PairExchange(ScratchExchange):
     """All-reduce by MPI over two ranks, each with a single tensor to add.
 
     The sum is exact, since IEEE addition of two numbers commutes.
     """
 
-    name = "mpi"
-    exact = True
     sent = 0
 
     def __init__(self, everyone: Communicator, forest: Forest) -> None:
         assert NativeExchange.is_exact(forest)
+        super().__init__(forest)
         self._everyone = everyone
-        self._scratch = Scratch()
-
-    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return one tensor for this rank's gradients, `extra` elements longer than `bucket`.
-
-        Without `extra` this is `bucket` itself.
-        """
-        return [self._scratch.take(bucket, bucket.numel() + extra) if extra else bucket]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Sum the gradients of both ranks, wait for the sum, and return it as a completed future.

@@ -16,13 +16,10 @@ class NativeExchange(Exchange):
     The sum of two ranks with one summand each is exact: IEEE addition of two numbers commutes.
     """
 
-    name = "native"
     sent = 0
 
-    def __init__(self, group: dist.ProcessGroup, forest: Forest) -> None:
-        self._group = group
-        self._forest = forest
-        self.exact = self.is_exact(forest)
+    def __init__(self, context: ExchangeContext) -> None:
+        self._group, self._forest = context.group, context.forest
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:
@@ -51,8 +48,3 @@ class NativeExchange(Exchange):
         work = dist.all_reduce(total, group=self._group, async_op=True)
         assert work is not None
         return cast("Sum", work.get_future().then(lambda done: done.value()[0]))
-
-
-def build(context: ExchangeContext) -> NativeExchange:
-    """Return the exchange that sums gradients by the all-reduce of the run's process group."""
-    return NativeExchange(context.group, context.forest)

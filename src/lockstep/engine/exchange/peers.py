@@ -79,7 +79,13 @@ class PeerSockets:
             connection.send(_RANK.pack(self.rank))
         except OSError as error:
             connection.close()
-            raise _unreachable(other, error) from error
+            raise PeerError(
+                f"rank {other} cannot be reached through a socket of this host: "
+                f"{error.strerror or error}; expected one kernel and one network namespace, since both "
+                "ranks name the same boot and namespace",
+                hint="exchange='tree' (--exchange tree) goes over the network; two ranks must have one "
+                "user",
+            ) from error
         return _Peer(other, connection)
 
     @staticmethod
@@ -223,14 +229,6 @@ def _absent(who: str) -> PeerError:
     return PeerError(
         f"{who} did not come to the same run.model call, within {_CONNECT_SECONDS:.0f} s",
         hint="all ranks must call run.model for the same models, in the same order",
-    )
-
-
-def _unreachable(rank: int, error: OSError) -> PeerError:
-    return PeerError(
-        f"rank {rank} cannot be reached through a socket of this host: {error.strerror or error}; expected "
-        "one kernel and one network namespace, since both ranks name the same boot and namespace",
-        hint="exchange='tree' (--exchange tree) goes over the network; two ranks must have one user",
     )
 
 

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lockstep.engine.exchange.base import ExchangeContext, Forest, Sum, done
+from lockstep.engine.exchange.base import ExchangeContext, Sum, done
 from lockstep.engine.exchange.compressed import CompressedExchange
 from lockstep.engine.exchange.flat import shape_in_memory
-from lockstep.engine.exchange.tree import GroupWire
 from lockstep.errors import ModelError
 
 #: Defaults that differ from PyTorch's: the rank (the paper uses 2 to 4), compression from step 10 on and
@@ -37,22 +35,15 @@ class PowerSGDExchange(CompressedExchange):
 
     name = "powersgd"
 
-    def __init__(
-        self, group: dist.ProcessGroup, forest: Forest, settings: Mapping[str, Any]
-    ) -> None:
-        super().__init__(GroupWire(group), forest)
+    def __init__(self, context: ExchangeContext) -> None:
+        super().__init__(context)
         try:
-            self._state = PowerSGDState(group, **{**DEFAULTS, **settings})
+            self._state = PowerSGDState(context.group, **{**DEFAULTS, **context.settings})
         except (ValueError, TypeError) as error:
             raise ModelError(f"PowerSGD does not take its settings: {error}") from None
         self._shapes: list[torch.Size] = []
         self._index = 0
         self._seen: dict[tuple[int, ...], int] = {}
-
-    @property
-    def sent(self) -> None:
-        """`None`: PyTorch's hook does not count the bytes that it sends."""
-        return None
 
     def announce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set the parameters whose gradients are in the next bucket."""
@@ -86,8 +77,3 @@ class PowerSGDExchange(CompressedExchange):
         self._state.iter = state["steps"]
         for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
             getattr(self._state, memory).clear()
-
-
-def build(context: ExchangeContext) -> PowerSGDExchange:
-    """Return the exchange that sends gradients as low-rank matrices (PowerSGD)."""
-    return PowerSGDExchange(context.group, context.forest, context.settings)

@@ -1,4 +1,4 @@
-"""Reduce-scatter with a fixed order of additions; all-gathers of integers and of byte strings."""
+"""Reduce-scatter with a fixed order of additions; all-gathers of vectors, integers and byte strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engine.exchange.base import Forest
-from lockstep.engine.exchange.tree import GroupWire, Work, all_gather
+from lockstep.engine.exchange.tree import GroupWire, Work
 from lockstep.world.groups import keep
 from lockstep.world.rendezvous.store import TIMEOUT
 
@@ -97,15 +97,23 @@ class TreeScatter:
         return Scattering(work, outgoing, received, self._forest, share)
 
 
+def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-gather one vector from each rank of `group`; return a matrix with one row per rank.
+
+    All ranks of `group` call this together, with vectors of equal length and type.
+    """
+    rows = row.new_empty(dist.get_world_size(group) * row.numel())
+    GroupWire(group).gather(row, rows).wait()
+    return rows.view(-1, row.numel())
+
+
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     """All-gather `numbers` over the ranks of `group`; return one list per rank, in rank order.
 
     All ranks of `group` call this together, with equally many numbers.
     """
     # On the CPU: groups for GPUs have a CPU backend, too (world/connect.py).
-    gathered = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
-    all_gather(gathered, torch.tensor(numbers), group=group)
-    found: list[list[int]] = gathered.view(-1, len(numbers)).tolist()
+    found: list[list[int]] = gather_rows(torch.tensor(numbers), group).tolist()
     return found
 
 
@@ -115,9 +123,7 @@ def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes
     All ranks of `group` call this together, with the same `room`. Zero bytes at the end of a text are lost.
     """
     own = torch.frombuffer(bytearray(text[:room].ljust(room, b"\0")), dtype=torch.uint8)
-    texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(texts, own, group=group)
-    return [row.numpy().tobytes().rstrip(b"\0") for row in texts]
+    return [row.numpy().tobytes().rstrip(b"\0") for row in gather_rows(own, group)]
 
 
 def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

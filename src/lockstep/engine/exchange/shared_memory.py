@@ -78,8 +78,6 @@ class SharedMemoryExchange(Exchange):
             host, and for a rank without a share.
     """
 
-    exact = True
-
     def __init__(
         self,
         store: dist.Store,
@@ -96,7 +94,6 @@ class SharedMemoryExchange(Exchange):
         self._forest = forest.within(ranks)
         self._shares, self._across = shares_of(hosts), across
         self._small = _SMALL if len(hosts) == 1 else -1
-        self.name = "shared-memory" if len(hosts) == 1 else "tree"
         self._moved = 0
         self._stride = _aligned(capacity + buckets * _ALIGNMENT)
         self._peers = PeerSockets(store, f"{name}/{ranks.start}", forest.rank, ranks)
@@ -206,11 +203,7 @@ class SharedMemoryExchange(Exchange):
         if self._across is None:
             self._peers.signal(SUMMED, bucket.number)
             return
-        slots = self._across.slots(nodes[0])
-        for slot, node in zip(slots, nodes, strict=True):
-            if slot.data_ptr() != node.data_ptr():
-                slot.copy_(node)
-        bucket.across = self._across.start(slots, last=bucket.last)
+        bucket.across = self._across.add(nodes, last=bucket.last)
 
     def _is_summed(self, bucket: _Bucket, *, wait: bool) -> bool:
         if bucket.summed is not None:

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.base import Exchange, Forest, Sum, future_on
-from lockstep.engine.exchange.scratch import Scratch
+from lockstep.engine.exchange.base import Forest, ScratchExchange, Sum, future_on
 from lockstep.world import accelerator
 
 
@@ -26,10 +25,6 @@ class Work(Protocol):
 
 class Wire(Protocol):
     """Interface of the collective operations by which the tree exchange copies tensors between ranks."""
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank has sent."""
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
@@ -51,7 +46,6 @@ class GroupWire:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.sent = 0
 
     def scatter(
         self, outgoing: torch.Tensor, received: torch.Tensor, shares: Sequence[int]
@@ -61,7 +55,6 @@ class GroupWire:
         The arguments are those of `Wire.scatter`.
         """
         size = len(shares)
-        self.sent += outgoing.nbytes * (size - 1) // size
         work: dist.Work | None = dist.all_to_all_single(
             received,
             outgoing,
@@ -75,7 +68,6 @@ class GroupWire:
 
     def gather(self, part: torch.Tensor, total: torch.Tensor) -> Work:
         """Begin an all-gather: the `part` of every rank is written to `total`, in rank order."""
-        self.sent += total.nbytes - part.nbytes
         work: dist.Work | None = all_gather(total, part, group=self._group, async_op=True)
         assert work is not None
         return work
@@ -89,42 +81,26 @@ class _Pending:
     received: torch.Tensor
     future: Sum
     numel: int
+    dtype: torch.dtype
 
 
-class TreeExchange(Exchange):
+class TreeExchange(ScratchExchange):
     """All-reduce in which each rank sums one share of every bucket, in the order of the reduction tree.
 
     Each rank sends as many bytes as in a ring all-reduce, if it has a single sum over its replicas to send.
     Operations of neighbouring buckets overlap; all ranks begin them in the same order.
+
+    `dtype`: type in which elements are sent, and rounded before; `None` for the type of the gradients.
     """
 
-    exact = True
+    sent = 0
 
-    def __init__(self, wire: Wire, forest: Forest, name: str = "tree") -> None:
-        self.name = name
-        self._wire = wire
-        self._forest = forest
-        self._scratch = Scratch()
+    def __init__(self, wire: Wire, forest: Forest, dtype: torch.dtype | None = None) -> None:
+        super().__init__(forest, divisor=forest.size)  # so that all ranks have equal shares
+        self._wire, self._dtype = wire, dtype
         self._side = accelerator.SideStream()
         self._pending: _Pending | None = None
         self._gathering: list[_Pending] = []
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank has sent."""
-        return self._wire.sent
-
-    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return tensors for this rank's partial sums, each `extra` elements longer than `bucket`.
-
-        The memory behind each tensor is padded, so that all ranks have equal shares of it.
-        """
-        size, own = bucket.numel() + extra, self._forest.own
-        padded = self._share(size) * self._forest.size
-        if own == 1 and padded == bucket.numel():
-            return [bucket]
-        memory = self._scratch.take(bucket, own * padded).view(own, padded)
-        return [memory[i, :size] for i in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
@@ -141,40 +117,46 @@ class TreeExchange(Exchange):
                 self._finish()
         return future
 
-    def _share(self, numel: int) -> int:
-        """Return the number of elements, out of `numel`, that each rank sums; at least 1.
-
-        Backends refuse to send 0 elements. All shares have the same size, so that the last may be padded.
-        """
-        return max(1, -(-numel // self._forest.size))
+    def _converted(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return `tensor` as `dtype`, in memory that later backward passes reuse."""
+        if tensor.dtype == dtype:
+            return tensor
+        like = tensor.new_empty(0, dtype=dtype)
+        return self._scratch.take(like, tensor.numel()).view(tensor.shape).copy_(tensor)
 
     def _scatter(self, slots: list[torch.Tensor], future: Sum) -> _Pending:
         size, own = self._forest.size, self._forest.own
-        numel = slots[0].numel()
-        share = self._share(numel)
+        numel, dtype = slots[0].numel(), slots[0].dtype
+        share = self._padded(numel) // size
         memory = slots[0].as_strided((own, size, share), (share * size, share, 1))
         # One block per receiving rank: that rank's share of each of this rank's nodes.
         outgoing = memory.transpose(0, 1).contiguous().view(-1)
+        outgoing = self._converted(outgoing, self._dtype or dtype)
         received = self._scratch.take(outgoing, sum(self._forest.counts) * share)
         shares = [count * share for count in self._forest.counts]
+        self.sent += outgoing.nbytes * (size - 1) // size
         work = self._wire.scatter(outgoing, received, shares)
-        return _Pending(work, received.view(-1, share), future, numel)
+        return _Pending(work, received.view(-1, share), future, numel, dtype)
 
     def _sum_pending(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         pending.work.wait()
-        part = self._forest.sum_in_place(list(pending.received))
+        nodes = self._converted(pending.received, pending.dtype)
+        part = self._forest.sum_in_place(list(nodes))
+        part = self._converted(part, pending.received.dtype)
         total = self._scratch.take(part, part.numel() * self._forest.size)
-        work = self._wire.gather(part, total)
-        self._gathering.append(_Pending(work, total, pending.future, pending.numel))
+        self.sent += total.nbytes - part.nbytes
+        pending.work, pending.received = self._wire.gather(part, total), total
+        self._gathering.append(pending)
 
     def _finish(self) -> None:
         gathering, self._gathering = self._gathering, []
         for item in gathering:
             item.work.wait()
-            item.future.set_result(item.received[: item.numel])
+            total = self._converted(item.received, item.dtype)
+            item.future.set_result(total[: item.numel])
         self._scratch.pass_ends()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 from lockstep.errors import UsageError
 
@@ -19,9 +20,7 @@ def balance(weights: Sequence[int], parts: int) -> list[range]:
     count = len(weights)
     if not 1 <= parts <= count:
         raise UsageError(f"{count} things for {parts} pieces; expected at least one in each piece")
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = list(accumulate(weights, initial=0))
 
     @cache
     def lightest(start: int, left: int) -> tuple[int, int]:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import asdict
 
 import torch
 
@@ -29,12 +28,12 @@ def main() -> None:
     listener, place = discovery.listen(own[0] if own else discovery.launch_address(os.environ)[0])
     server = Server(listener, discovery.token_of(os.environ))
     signal.signal(END_SERVER, lambda *_: server.end())
-    _say(f"server {index}: process {os.getpid()} listens at {place.address} on port {place.port}")
+    _say(f"server {index}: process {os.getpid()} listens at {place[0]} on port {place[1]}")
     if own:
         for number in _OF_JOBS:
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_await_parent, args=(server,), daemon=True).start()
-        sys.stdout.write(json.dumps(asdict(place)) + "\n")
+        sys.stdout.write(json.dumps(place) + "\n")
         sys.stdout.flush()
     else:
         discovery.publish(os.environ, index, place)

@@ -189,8 +189,8 @@ class Clients:
     """A worker's connections to all parameter servers, for one model.
 
     Args:
-        leads: whether this is rank 0, which sends initial parameters and prints the traffic.
-        is_first: whether this is the first model of the run that uses servers.
+        leads: whether this is rank 0, which sends initial parameters.
+        say: function that prints each server's traffic at the end; `None` if another rank or model does.
         release: function that is called once the connections are closed.
     """
 
@@ -199,11 +199,11 @@ class Clients:
         clients: Sequence[Client],
         *,
         leads: bool,
-        is_first: bool = False,
+        say: Callable[[str], None] | None = None,
         release: Callable[[], None] | None = None,
     ) -> None:
-        self.all, self.leads, self.is_first = clients, leads, is_first
-        self._release = release
+        self.all, self.leads = clients, leads
+        self._say, self._release = say, release
 
     @property
     def moved(self) -> dict[str, int]:
@@ -213,15 +213,15 @@ class Clients:
             "received": sum(client.received for client in self.all),
         }
 
-    def traffic(self) -> list[str]:
-        """Return a line of text for each server: bytes received from and sent to all workers."""
-        lines = []
-        for client in self.all:
-            client.send(Kind.TRAFFIC)
-            moved = client.receive(Kind.TRAFFIC).meta
-            into, out = megabytes(moved["in"]), megabytes(moved["out"])
-            lines.append(f"lockstep: {client.name}: {into} in, {out} out")
-        return lines
+    def ends(self) -> dict[str, int]:
+        """Print each server's traffic with all workers, if it is to be printed here; return `moved`."""
+        if self._say is not None:
+            for client in self.all:
+                client.send(Kind.TRAFFIC)
+                moved = client.receive(Kind.TRAFFIC).meta
+                into, out = megabytes(moved["in"]), megabytes(moved["out"])
+                self._say(f"lockstep: {client.name}: {into} in, {out} out")
+        return self.moved
 
     def close(self) -> None:
         """Close the connections to all servers."""

@@ -12,7 +12,6 @@ import hmac
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
@@ -30,14 +29,8 @@ from lockstep.world.waiting import await_any
 
 _PREFIX = "lockstep/servers"
 _CONNECT_SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterServerAddress:
-    """Host name or IP address, and port, at which a parameter server listens."""
-
-    address: str
-    port: int
+#: Host name or IP address, and port, at which a parameter server listens.
+Address = tuple[str, int]
 
 
 def token_of(environ: Mapping[str, str]) -> str:
@@ -61,36 +54,34 @@ def proof(token: str, role: str, nonces: tuple[str, str]) -> str:
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
-def listen(address: str) -> tuple[socket.socket, ParameterServerAddress]:
+def listen(address: str) -> tuple[socket.socket, Address]:
     """Return a socket that listens at `address`, and the address and port at which workers reach it.
 
     If this machine does not have `address`, as in a container, the socket listens at all addresses.
     """
     if network.listens_locally(address):
         listener = network.listen(0, loopback=True)
-        return listener, ParameterServerAddress(address=LOOPBACK, port=listener.getsockname()[1])
+        return listener, (LOOPBACK, listener.getsockname()[1])
     for candidate in network.addresses_of(address):
         family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
         # In a container, an address of this node may not exist.
         with contextlib.suppress(OSError):
             listener = socket.create_server((candidate, 0), family=family, backlog=1024)
-            return listener, ParameterServerAddress(
-                address=candidate, port=listener.getsockname()[1]
-            )
+            return listener, (candidate, listener.getsockname()[1])
     listener = network.listen(0, loopback=False)
-    return listener, ParameterServerAddress(address=address, port=listener.getsockname()[1])
+    return listener, (address, listener.getsockname()[1])
 
 
-def publish(environ: Mapping[str, str], index: int, place: ParameterServerAddress) -> None:
+def publish(environ: Mapping[str, str], index: int, place: Address) -> None:
     """Write the address `place` of server number `index` to the launch's key-value store.
 
     `environ`: environment variables, which have the address of the store.
     """
     store = _store(environ.get(STORE), *launch_address(environ))
-    store.set(str(index), json.dumps(asdict(place)))
+    store.set(str(index), json.dumps(place))
 
 
-def find(world: World, count: int) -> list[ParameterServerAddress]:
+def find(world: World, count: int) -> list[Address]:
     """Wait until all `count` servers have written their addresses to the store; return them.
 
     `world`: the world of this rank, which has the address of the launch's store.
@@ -104,7 +95,7 @@ def find(world: World, count: int) -> list[ParameterServerAddress]:
     keys = [str(index) for index in range(count)]
     try:
         if await_any(store, [keys], join_timeout().total_seconds()) is not None:
-            return [ParameterServerAddress(**json.loads(store.get(key))) for key in keys]
+            return [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise PeerError(f"the store of the launch is gone: {error}") from error
     raise PeerError(
@@ -112,23 +103,24 @@ def find(world: World, count: int) -> list[ParameterServerAddress]:
     )
 
 
-def connect(place: ParameterServerAddress, name: str) -> socket.socket:
+def connect(place: Address, name: str) -> socket.socket:
     """Return a connected socket to the server at `place`; `name` is used in error messages.
 
     Raises:
         PeerError: if the server cannot be reached.
     """
+    host, port = place
     why: OSError | None = None
-    for address in network.addresses_of(place.address):
+    for address in network.addresses_of(host):
         try:
-            connection = socket.create_connection((address, place.port), timeout=_CONNECT_SECONDS)
+            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
         except OSError as error:
             why = error
         else:
             connection.settimeout(None)
             return connection
     raise PeerError(
-        f"{name} at {place.address} on port {place.port} cannot be reached: {why}",
+        f"{name} at {host} on port {port} cannot be reached: {why}",
         hint=f"what happened to {name} is the cause; see its log",
     ) from why
 

@@ -44,7 +44,8 @@ class Server:
         self._unknown: dict[
             Connection, tuple[str, float]
         ] = {}  # nonce, and deadline to authenticate
-        self._paused_until: float | None = None  # time until which the listener is not polled
+        self._paused_until = 0.0  # time until which the listener is not polled
+        self._accepts = True  # whether the listener is polled
         self._writing: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -96,42 +97,39 @@ class Server:
         except (BlockingIOError, ConnectionError):
             return  # the client has closed it
         except OSError:  # EMFILE, ENFILE, ENOBUFS, ENOMEM: for some time
-            self._pause(_PAUSE)
+            self._paused_until = time.monotonic() + _PAUSE
             return
         nonce = secrets.token_hex(16)
         self._unknown[connection] = nonce, time.monotonic() + _GREETING_SECONDS
         connection.send(Kind.CHALLENGE, meta={"nonce": nonce})
         self._selector.register(connection, _READ)
-        if len(self._unknown) >= _MOST_UNKNOWN:
-            self._pause(0.0)
-
-    def _pause(self, seconds: float) -> None:
-        """Stop accepting connections, without blocking; `_check_unknown` begins again after `seconds`."""
-        self._paused_until = time.monotonic() + seconds
-        self._selector.unregister(self._listener)
 
     def _timeout(self) -> float | None:
         """Return the seconds until `_check_unknown` must be called; `None` if there is no need.
 
         The call is due at the next deadline of an unauthenticated connection, or at the end of a pause.
         """
+        now = time.monotonic()
         due = [until for _, until in self._unknown.values()]
-        if self._paused_until is not None and len(self._unknown) < _MOST_UNKNOWN:
+        if self._paused_until > now:
             due.append(self._paused_until)
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        return max(0.0, min(due) - now) if due else None
 
     def _check_unknown(self) -> None:
-        """Close connections that took too long to authenticate; end a pause that is over.
+        """Close connections that took too long to authenticate; begin or end to accept new ones.
 
-        During a pause (see `_pause`) the server accepts no connections.
+        None are accepted for `_PAUSE` seconds after the system had no descriptor or memory for one, and
+        while `_MOST_UNKNOWN` are unauthenticated.
         """
         now = time.monotonic()
         for connection in [c for c, (_, until) in self._unknown.items() if until <= now]:
             self._drop(connection, BrokenError("it has not shown the token"))
-        paused = self._paused_until
-        if paused is not None and paused <= now and len(self._unknown) < _MOST_UNKNOWN:
-            self._paused_until = None
+        accepts = self._paused_until <= now and len(self._unknown) < _MOST_UNKNOWN
+        if accepts and not self._accepts:
             self._selector.register(self._listener, _READ)
+        elif self._accepts and not accepts:
+            self._selector.unregister(self._listener)
+        self._accepts = accepts
 
     def _read_and_write(self, connection: Connection, events: int) -> None:
         try:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.engine.exchange.base import Exchange, Forest, Sum, future_on
-from lockstep.engine.exchange.scratch import Scratch
+from lockstep.engine.exchange.base import Forest, ScratchExchange, Sum, future_on
 from lockstep.engine.layout.replicas import share
 from lockstep.engine.parameter_server.client import Client, Clients
 from lockstep.engine.parameter_server.messages import DTYPES, Kind
@@ -30,38 +29,18 @@ class _Pending:
     future: Sum
 
 
-class ServerExchange(Exchange):
+class ServerExchange(ScratchExchange):
     """Exchange that sends buckets of gradients to the parameter servers, which sum them.
 
     A bucket is sent as soon as it is complete, while the backward pass computes the next one. The call of
     `start` for the last bucket waits for all sums.
     """
 
-    name = "server"
-    exact = True
-
     def __init__(self, clients: Clients, forest: Forest) -> None:
+        super().__init__(forest)
         self._clients = clients
-        self._forest = forest
-        self._scratch = Scratch()
         self._pending: deque[_Pending] = deque()
         self._number = 0
-
-    @property
-    def sent(self) -> int:
-        """Number of bytes that this worker has sent to the servers."""
-        return self._clients.moved["sent"]
-
-    def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
-        """Return tensors for this rank's partial sums (over its replicas), one for each tree node.
-
-        Each tensor is `extra` elements longer than `bucket`.
-        """
-        size, own = bucket.numel() + extra, self._forest.own
-        if own == 1 and not extra:
-            return [bucket]
-        memory = self._scratch.take(bucket, own * size)
-        return [memory[node * size : (node + 1) * size] for node in range(own)]
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Send each server its share of `slots`, this rank's sums; return a future of the total.

@@ -34,8 +34,9 @@ class ModelWorkers:
         self._forest, self._pool = Forest.of(replicas, size, 0), pool
         self._buckets: dict[int, dict[int, WorkerRequest]] = defaultdict(dict)  # by number, by rank
         self._optimizers: dict[int, ServerOptimizer] = {}  # by the number of the optimizer
-        self._left: str | None = None  # message about the last worker that left
-        self._left_hint = ""
+        self._left: tuple[str, str] | None = (
+            None  # message and hint about the last worker that left
+        )
         self._error: dict[str, str | None] | None = None  # why the workers cannot continue
 
     @property
@@ -60,10 +61,12 @@ class ModelWorkers:
         for optimizer in self._optimizers.values():
             optimizer.forget(connection)
         how = "left the run" if connection.has_left else "is gone: it closed its connection"
-        self._left = f"rank {rank} {how} before the others were done"
-        self._left_hint = f"what happened to rank {rank} is the cause; see its log"
+        self._left = (
+            f"rank {rank} {how} before the others were done",
+            f"what happened to rank {rank} is the cause; see its log",
+        )
         if not connection.has_left:
-            self._fail(self._left, self._left_hint)
+            self._fail(*self._left)
         self._check_left()
 
     def handle(self, connection: Connection, message: Message) -> None:
@@ -111,7 +114,7 @@ class ModelWorkers:
         """Send all workers an error if some wait for a worker that has disconnected."""
         waits = self._buckets or any(optimizer.waits for optimizer in self._optimizers.values())
         if waits and self._left is not None:
-            self._fail(self._left, self._left_hint)
+            self._fail(*self._left)
 
     def _fail(self, message: str, hint: str | None, *, kind: str = "peer") -> None:
         """Send all workers an error, which they raise; only the first error is sent.

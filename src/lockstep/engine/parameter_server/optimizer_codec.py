@@ -1,6 +1,6 @@
 """Conversion of optimizers to JSON and back: class name, defaults, parameter groups, and state.
 
-Tensors of the state are sent separately. A worker sends the description, and a server creates an equal
+Tensors of the state are sent as bytes. A worker sends the description, and a server creates an equal
 optimizer. Nothing is unpickled.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep.engine.parameter_server.rows import RowLayout
 from lockstep.errors import ModelError
 
 
@@ -122,11 +123,12 @@ def _tuples(value: Any) -> Any:
 
 def pack(
     optimizer: Optimizer, parameters: Sequence[torch.Tensor]
-) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return an optimizer's state of `parameters` as a list for JSON and a list of tensors.
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return an optimizer's state of `parameters` as a JSON object, and its tensors as a row of bytes.
 
-    An item of the JSON list is `[index of the parameter, name, kind, value]`. If the kind is `tensor`, the
-    value is an index into the list of tensors; if it is `value`, the value itself.
+    The object's `state` is a list of `[index of the parameter, name, kind, value]`. If the kind is
+    `tensor`, the value is an index into `tensors`, the layout of the row; if it is `value`, the value
+    itself.
     """
     entries: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
@@ -137,18 +139,18 @@ def pack(
                 tensors.append(value)
             else:
                 entries.append([place, name, "value", _plain(name, value)])
-    return entries, tensors
+    rows = RowLayout.of(tensors)
+    return {"state": entries, "tensors": rows.words()}, rows.row(tensors)
 
 
-def unpack(
-    entries: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor]
-) -> dict[int, dict[str, Any]]:
+def unpack(words: Mapping[str, Any], row: torch.Tensor) -> dict[int, dict[str, Any]]:
     """Return the optimizer state that `pack` encoded, keyed by index of the parameter.
 
-    `entries` and `tensors` are the two lists that `pack` returned.
+    `words` and `row` are the JSON object and the bytes that `pack` returned.
     """
+    tensors = RowLayout.parse(words["tensors"]).views(row)
     state: dict[int, dict[str, Any]] = {}
-    for place, name, kind, value in entries:
+    for place, name, kind, value in words["state"]:
         found = tensors[value].clone() if kind == "tensor" else _tuples(value)
         state.setdefault(int(place), {})[str(name)] = found
     return state

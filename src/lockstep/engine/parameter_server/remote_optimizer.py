@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from lockstep.engine.exchange.base import Forest
 from lockstep.engine.exchange.flat import as_real
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.client import Client, Clients
+from lockstep.engine.parameter_server.connection import Pool
 from lockstep.engine.parameter_server.messages import Kind
-from lockstep.engine.parameter_server.rows import RowLayout, Spec
+from lockstep.engine.parameter_server.rows import RowLayout
+from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT
 from lockstep.errors import StepError
 
 #: Gradients of one tree node, a tensor per parameter; `None` if the node's replicas have not used it.
@@ -41,7 +44,6 @@ class _Shard:
         places: indices of these parameters among those of the optimizer.
         rows: layout of the parameters in a row of bytes.
         outgoing: memory for this rank's tree nodes (sums over its replicas), one row each.
-        free: rows into which new versions of the parameters can be received.
         taken: rows with the versions that the worker stores, the oldest first.
     """
 
@@ -49,12 +51,7 @@ class _Shard:
     places: list[int]
     rows: RowLayout
     outgoing: torch.Tensor
-    free: list[torch.Tensor]
     taken: deque[torch.Tensor]
-
-    def row(self) -> torch.Tensor:
-        """Return a tensor of bytes into which a version of the server's parameters is received."""
-        return self.free.pop() if self.free else torch.empty(self.rows.bytes, dtype=torch.uint8)
 
 
 class _StateInServers(defaultdict[Any, Any]):
@@ -72,7 +69,6 @@ class RemoteOptimizer:
 
     Args:
         number: number of the optimizer among those of the model.
-        nothing: value that stands for each element of a missing gradient.
 
     Attributes:
         has_begun: whether the servers have the current parameters and state.
@@ -85,7 +81,6 @@ class RemoteOptimizer:
         number: int,
         clients: Clients,
         forest: Forest,
-        nothing: float,
     ) -> None:
         self.optimizer, self._number = optimizer, number
         self._words = optimizer_codec.describe(optimizer)
@@ -93,16 +88,16 @@ class RemoteOptimizer:
         self.parameters: list[torch.nn.Parameter] = [
             p for group in optimizer.param_groups for p in group["params"]
         ]
-        self._leads, self._nothing = clients.leads, nothing
+        self._leads, self._pool = clients.leads, Pool()
         self._shards: list[_Shard] = []
         owners = deal([p.numel() for p in self.parameters], len(clients.all))
         for index, client in enumerate(clients.all):
             places = [place for place, owner in enumerate(owners) if owner == index]
             if places:  # there may be fewer parameters than servers
-                rows = RowLayout([Spec.of(self.parameters[place]) for place in places])
+                rows = RowLayout.of([self.parameters[place] for place in places])
                 outgoing = torch.zeros(forest.own, rows.bytes, dtype=torch.uint8)
-                self._shards.append(_Shard(client, places, rows, outgoing, [], deque()))
-                client.expect(number, self._shards[-1].row)
+                self._shards.append(_Shard(client, places, rows, outgoing, deque()))
+                client.expect(number, partial(self._pool.take, rows.bytes))
         self.has_begun = False
         self.coming = self._steps = 0
         self._in_servers: _StateInServers | None = None
@@ -143,21 +138,19 @@ class RemoteOptimizer:
 
     def _send(self, shard: _Shard, values: Sequence[torch.Tensor]) -> None:
         own = [self.parameters[place] for place in shard.places]
-        state, tensors = optimizer_codec.pack(self.optimizer, own)
-        memory = RowLayout([Spec.of(tensor) for tensor in tensors])
+        state, memory = optimizer_codec.pack(self.optimizer, own)
         place = {id(p): number for number, p in enumerate(own)}
         groups = [
             [place[id(p)] for p in group["params"] if id(p) in place]
             for group in self.optimizer.param_groups
         ]
-        meta: dict[str, Any] = {
-            "parameters": [spec.words() for spec in shard.rows.specs],
-            "tensors": [spec.words() for spec in memory.specs],
-            "state": state,
+        meta = {
+            "parameters": shard.rows.words(),
             "groups": groups,
             "optimizer": self._words,
+            **state,
         }
-        rows = [shard.rows.row(values), memory.row(tensors)]
+        rows = [shard.rows.row(values), memory]
         shard.client.send(Kind.BEGIN, rows, tag=self._number, number=self._steps, meta=meta)
 
     # --- steps -----------------------------------------------------------------------------------
@@ -218,11 +211,10 @@ class RemoteOptimizer:
     def _check_parameters(self) -> None:
         """Raise a `StepError` if parameters were added or removed after `run.optimizer`."""
         now = [p for group in self.optimizer.param_groups for p in group["params"]]
-        known = self.parameters
-        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+        if list(map(id, now)) != list(map(id, self.parameters)):
             raise StepError(
                 f"{type(self.optimizer).__name__} has {len(now)} parameters, of which not all are "
-                f"those {len(known)} that it had when it was given to run.optimizer",
+                f"those {len(self.parameters)} that it had when it was given to run.optimizer",
                 hint="call add_param_group before run.optimizer",
             )
 
@@ -245,7 +237,7 @@ class RemoteOptimizer:
             for own, (place, view) in enumerate(zip(shard.places, views, strict=True)):
                 gradient = node[place]
                 if gradient is None:
-                    as_real(view).fill_(self._nothing)
+                    as_real(view).fill_(NO_GRADIENT)
                 else:
                     view.copy_(gradient)
                     used.add(own)
@@ -271,7 +263,7 @@ class RemoteOptimizer:
         """Free the memory of all received versions of the parameters except the newest `count`."""
         for shard in self._shards:
             while len(shard.taken) > count:
-                shard.free.append(shard.taken.popleft())
+                self._pool.give(shard.taken.popleft())
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -288,8 +280,7 @@ class RemoteOptimizer:
         for shard in self._shards:
             shard.client.send(Kind.STATE, tag=self._number, number=self._steps)
             answer = shard.client.receive(Kind.STATE)
-            rows = RowLayout([Spec.parse(words) for words in answer.meta["tensors"]])
-            found = optimizer_codec.unpack(answer.meta["state"], rows.views(answer.payload))
+            found = optimizer_codec.unpack(answer.meta, answer.payload)
             state |= {shard.places[place]: one for place, one in found.items()}
         return state
 

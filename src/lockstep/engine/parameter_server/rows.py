@@ -6,112 +6,90 @@ order of memory, and round the last few elements differently from those that fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
+
+from lockstep.engine.exchange.flat import dense_stride
 
 #: Rows begin at a cache line, so that every type of element is aligned.
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """Type, shape and strides of a tensor; its elements fill the memory without gaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Spec:
-        """Return the `Spec` of `tensor`; its strides are contiguous if the tensor has gaps."""
-        dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
-        stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride))
-
-    @staticmethod
-    def parse(words: Sequence[Any]) -> Spec:
-        """Return the `Spec` from `words`, the JSON values that `Spec.words` returned.
-
-        Raises:
-            ValueError: if no tensor has these values.
-        """
-        name, shape, stride = words
-        dtype = getattr(torch, str(name), None)
-        if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
-            raise ValueError(f"no tensor is {words!r}")
-        return Spec(dtype, tuple(map(int, shape)), tuple(map(int, stride)))
-
-    def words(self) -> list[Any]:
-        """Return the type, shape and strides as a list of JSON values."""
-        return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.stride)]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the tensor."""
-        return int(torch.Size(self.shape).numel())
-
     @property
     def bytes(self) -> int:
         """Size of the tensor in bytes."""
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A range of bytes of a row (flat tensor of bytes) whose elements have one type.
-
-    A complex number counts as two real elements, since torch's addition of complex numbers may change the
-    sign of a zero.
-    """
-
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    def of(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the segment's elements in `row`, a tensor of bytes, as a view of their type."""
-        return row[self.start : self.stop].view(self.dtype)
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class RowLayout:
-    """Layout of several tensors in one row of bytes (a flat tensor).
+    """Layout of several tensors in one row of bytes (a flat tensor); larger types come first.
 
     Attributes:
-        segments: ranges of the row whose elements have one type; larger types come first.
         bytes: length of the row.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
-        self.specs = tuple(specs)
+        self._specs = specs
+        self._starts = [0] * len(specs)
+        self._segments: list[tuple[torch.dtype, int, int]] = []
         order = sorted(
             range(len(specs)), key=lambda i: (-specs[i].dtype.itemsize, str(specs[i].dtype), i)
         )
-        self._starts = [0] * len(specs)
-        end, bounds, dtypes = 0, [0], list[torch.dtype]()
-        for place in order:
-            if dtypes and dtypes[-1] != specs[place].dtype:
-                bounds.append(end)
-            if not dtypes or dtypes[-1] != specs[place].dtype:
-                dtypes.append(specs[place].dtype)
-            self._starts[place] = end
-            end += specs[place].bytes
-        bounds.append(end)
-        self.segments = [
-            Segment(dtype.to_real(), start, stop)
-            for dtype, (start, stop) in zip(dtypes, pairwise(bounds), strict=False)
-        ]
+        end = 0
+        for dtype, places in groupby(order, key=lambda i: specs[i].dtype):
+            start = end
+            for place in places:
+                self._starts[place] = end
+                end += specs[place].bytes
+            self._segments.append((dtype.to_real(), start, end))
         self.bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> RowLayout:
+        """Return a layout for `tensors`; the strides of one with gaps in memory become contiguous."""
+        return RowLayout([Spec(t.dtype, tuple(t.shape), dense_stride(t)) for t in tensors])
+
+    @staticmethod
+    def parse(words: Sequence[Any]) -> RowLayout:
+        """Return the layout that `words` describes, the JSON values that `RowLayout.words` returned."""
+        return RowLayout(
+            [
+                Spec(getattr(torch, name), tuple(shape), tuple(stride))
+                for name, shape, stride in words
+            ]
+        )
+
+    def words(self) -> list[Any]:
+        """Return the type, shape and strides of each tensor as JSON values."""
+        return [
+            [str(dtype).removeprefix("torch."), shape, stride]
+            for dtype, shape, stride in self._specs
+        ]
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return each tensor of the layout as a view of its bytes in `row`."""
         return [
             row[start : start + spec.bytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
-            for spec, start in zip(self.specs, self._starts, strict=True)
+            for spec, start in zip(self._specs, self._starts, strict=True)
         ]
+
+    def segments(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return the elements of each type in `row`, as flat views; complex numbers as two real ones.
+
+        Torch's addition of complex numbers may change the sign of a zero.
+        """
+        return [row[start:stop].view(dtype) for dtype, start, stop in self._segments]
 
     def row(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a new 1-D tensor of bytes that holds the values of `tensors` in this layout."""

@@ -18,7 +18,7 @@ from lockstep.engine.exchange.base import Forest
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.connection import Connection, Pool
 from lockstep.engine.parameter_server.messages import Header, Kind, Message
-from lockstep.engine.parameter_server.rows import RowLayout, Spec
+from lockstep.engine.parameter_server.rows import RowLayout
 from lockstep.errors import MismatchError, ModelError
 
 
@@ -65,15 +65,14 @@ class ServerOptimizer:
                 defaults.
         """
         meta = message.meta
-        self._rows = RowLayout([Spec.parse(words) for words in meta["parameters"]])
-        state = RowLayout([Spec.parse(words) for words in meta["tensors"]])
+        self._rows = RowLayout.parse(meta["parameters"])
         self._row = message.payload[: self._rows.bytes]
         views = self._rows.views(self._row)
         self._parameters = [torch.nn.Parameter(view) for view in views]
         groups = [[self._parameters[i] for i in group] for group in meta["groups"]]
         made = optimizer_codec.build(meta["optimizer"], groups)
-        tensors = state.views(message.payload[self._rows.bytes :].clone())
-        for place, own in optimizer_codec.unpack(meta["state"], tensors).items():
+        state = message.payload[self._rows.bytes :]
+        for place, own in optimizer_codec.unpack(meta, state).items():
             made.state[self._parameters[place]] = own
         self._optimizer, self._version = made, message.header.number
 
@@ -113,12 +112,8 @@ class ServerOptimizer:
         self._states = [request for request in self._states if request not in due]
         for request in due:
             assert self._optimizer is not None
-            entries, tensors = optimizer_codec.pack(self._optimizer, self._parameters)
-            rows = RowLayout([Spec.of(tensor) for tensor in tensors])
-            meta = {"state": entries, "tensors": [spec.words() for spec in rows.specs]}
-            request.connection.send(
-                Kind.STATE, [rows.row(tensors)], number=self._version, meta=meta
-            )
+            meta, row = optimizer_codec.pack(self._optimizer, self._parameters)
+            request.connection.send(Kind.STATE, [row], number=self._version, meta=meta)
 
     def _apply(self, optimizer: Optimizer, messages: Sequence[Message]) -> None:
         self._check(messages)
@@ -146,8 +141,8 @@ class ServerOptimizer:
             for message, count in zip(messages, self._forest.counts, strict=True)
             for row in message.payload.view(count, -1)
         ]
-        for segment in self._rows.segments:
-            self._forest.sum_in_place([segment.of(row) for row in rows])
+        for parts in zip(*map(self._rows.segments, rows), strict=True):
+            self._forest.sum_in_place(parts)
         return rows[0]
 
     def _check(self, messages: Sequence[Message]) -> None:

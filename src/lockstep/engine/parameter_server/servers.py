@@ -15,12 +15,11 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.engine.parameter_server import discovery
 from lockstep.engine.parameter_server.client import Client, Clients
-from lockstep.engine.parameter_server.discovery import ParameterServerAddress
+from lockstep.engine.parameter_server.discovery import Address
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.errors import PeerError
 from lockstep.world.device_types import HIDDEN
@@ -48,7 +47,7 @@ class Servers:
         self._logs = directory / "logs"
         self._processes: list[subprocess.Popen[str]] = []
         self._users, self._is_first = 0, True
-        self._found: tuple[Sequence[ParameterServerAddress], str] | None = None
+        self._found: tuple[Sequence[Address], str] | None = None
 
     def connect(self, context: ModelContext) -> Clients:
         """Connect to all servers for one model; all ranks call this together.
@@ -71,8 +70,9 @@ class Servers:
             "threads": self._threads,
         }
         clients: list[Client] = []
-        leads, is_first = forest.rank == 0, self._is_first
-        made = Clients(clients, leads=leads, is_first=is_first, release=self._release)
+        leads = forest.rank == 0
+        say = context.say if leads and self._is_first else None
+        made = Clients(clients, leads=leads, say=say, release=self._release)
         try:
             for index, address in enumerate(addresses):
                 clients.append(Client(discovery.connect(address, f"server {index}"), index))
@@ -83,19 +83,18 @@ class Servers:
         self._is_first = False
         return made
 
-    def _find(self) -> tuple[Sequence[ParameterServerAddress], str]:
+    def _find(self) -> tuple[Sequence[Address], str]:
         """Return the addresses of the servers, and the secret of the launch.
 
         All ranks call this together, since the first call may start the servers.
         """
         rendezvous, world = self._rendezvous, self._rendezvous.world
         if self._found is None and world.environment == "lockstep":
-            addresses = discovery.find(world, self._count)
-            self._found = addresses, discovery.token_of(os.environ)
+            self._found = discovery.find(world, self._count), discovery.token_of(os.environ)
         elif self._found is None:
             text = rendezvous.broadcast("servers/own", self._start, "start the parameter servers")
             addresses, token = json.loads(text)
-            self._found = [ParameterServerAddress(**address) for address in addresses], token
+            self._found = addresses, token
         return self._found
 
     def _start(self) -> str:
@@ -122,10 +121,10 @@ class Servers:
                     )
                 )
         seconds = join_timeout().total_seconds()
-        started = [asdict(self._read(index, seconds)) for index in range(self._count)]
+        started = [self._read(index, seconds) for index in range(self._count)]
         return json.dumps([started, token])
 
-    def _read(self, index: int, seconds: float) -> ParameterServerAddress:
+    def _read(self, index: int, seconds: float) -> Address:
         """Wait until child process `index`, a server, prints its address; return the address.
 
         Raises:
@@ -138,7 +137,8 @@ class Servers:
         poll.register(output, select.POLLIN)
         ready = poll.poll(seconds * 1000)
         if ready and (text := output.readline()):
-            return ParameterServerAddress(**json.loads(text))
+            address: Address = json.loads(text)
+            return address
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS if ready else 0)
         code, hint = process.returncode, f"see {self._logs / f'server-{index}.log'}"

@@ -7,9 +7,9 @@ lack exactly the latest K updates (`strategies/staleness.py`), so that it rarely
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from lockstep.engine.parameter_server.servers import Servers
 from lockstep.engine.strategies.buffers import broadcast_model
 from lockstep.engine.strategies.checks import shares_buffers
 from lockstep.engine.strategies.ddp import ReplicatedModel
-from lockstep.engine.strategies.gradient_accumulation import NO_GRADIENT, Gradients, take_gradients
+from lockstep.engine.strategies.gradient_accumulation import Gradients, take_gradients
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.staleness import Versions
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -62,25 +62,8 @@ def wrap(
         raise
 
 
-def _end(clients: Clients, context: ModelContext) -> dict[str, int]:
-    """Print each server's traffic, once per run; return the bytes that this rank sent and received.
-
-    Rank 0 prints, for the first model that uses servers. The keys of the result are `sent` and `received`.
-    """
-    if clients.leads and clients.is_first:
-        for line in clients.traffic():
-            context.say(line)
-    return clients.moved
-
-
-# --- without a staleness: servers sum gradients ------------------------------------------------------
-
-
 class ServedModel(ReplicatedModel):
-    """A model of which each worker has a copy; parameter servers sum the gradients.
-
-    Each worker updates its own copy with the sum.
-    """
+    """A model of which each worker has, and updates, a copy; parameter servers sum the gradients."""
 
     def __init__(
         self,
@@ -90,17 +73,11 @@ class ServedModel(ReplicatedModel):
         clients: Clients,
     ) -> None:
         super().__init__(module, context, ServerExchange(clients, context.forest), settings)
-        self._clients, self._context = clients, context
+        self._clients = clients
 
     def ends(self) -> dict[str, int]:
-        """Print the servers' traffic once per run; return bytes sent and received by this rank.
-
-        The keys of the result are `sent` and `received`.
-        """
-        return _end(self._clients, self._context)
-
-
-# --- with a staleness: servers update parameters -----------------------------------------------------
+        """Print the servers' traffic once per run; return bytes `sent` and `received` by this rank."""
+        return self._clients.ends()
 
 
 class RemoteModel(WrappedModel):
@@ -117,7 +94,7 @@ class RemoteModel(WrappedModel):
     ) -> None:
         super().__init__(module, context)
         self._context, self._clients, self._staleness = context, clients, staleness
-        self._waiting = context.stepping
+        self._waiting = partial(context.collective, "optimizer.step")
         self.versions: Versions = Versions(module, staleness, made_here=False)
         self._remotes: list[RemoteOptimizer] = []
         self._nodes: list[Gradients] = []
@@ -156,16 +133,14 @@ class RemoteModel(WrappedModel):
                 hint="pass it the parameters with requires_grad=True alone",
             )
         number = len(self._remotes)
-        remote = RemoteOptimizer(
-            optimizer, number, self._clients, self._context.forest, NO_GRADIENT
-        )
+        remote = RemoteOptimizer(optimizer, number, self._clients, self._context.forest)
         self._remotes.append(remote)
 
         def step(_self: Optimizer) -> None:
             with self._waiting():
                 self._step(remote, type(optimizer).__name__)
 
-        wrapped = functools.wraps(optimizer.step)(step)
+        wrapped = wraps(optimizer.step)(step)
         optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]
 
     def _step(self, remote: RemoteOptimizer, name: str) -> None:
@@ -278,7 +253,7 @@ class RemoteModel(WrappedModel):
         `received`.
         """
         self._wait()
-        return _end(self._clients, self._context)
+        return self._clients.ends()
 
     def close(self) -> None:
         """Close the connections to the servers."""

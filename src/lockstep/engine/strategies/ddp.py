@@ -15,7 +15,6 @@ from torch import nn
 
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.exchange.base import Exchange, Stateful, Sum, done
-from lockstep.engine.exchange.choose import make
 from lockstep.engine.exchange.flat import FlatLayout, as_typed, form, same_layout
 from lockstep.engine.strategies.checks import INEXACT, shares_buffers, spans_devices
 from lockstep.engine.strategies.ddp_reducer import DDPReducer
@@ -284,14 +283,6 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
 
     `settings`: the keywords given to `run.model`.
     """
-    assert context.group is not None
-    exchange = make(
-        context.exchange,
-        context.forest,
-        [p for p in module.parameters() if p.requires_grad],
-        settings,
-        group=context.group,
-        store=context.store,
-        key=str(context.number),
-    )
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    exchange = context.make_exchange(parameters, str(context.number), settings)
     return ReplicatedModel(module, context, exchange, settings)

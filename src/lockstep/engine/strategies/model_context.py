@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
+from lockstep.engine.exchange.choose import make
 
 #: Returns a context manager for a wait for other ranks, which the watchdog and the launcher report.
-Waiting = Callable[[], AbstractContextManager[None]]
-
-
-class Heartbeat(Protocol):
-    """Interface by which the collective calls of this rank are reported to the launcher.
-
-    The launcher's status page shows the call in which this rank waits.
-    """
-
-    def collective(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager that reports a collective call to the launcher while its body runs.
-
-        `kind`: name of the call, such as "optimizer.step".
-        """
-
-
-class Watchdog(Protocol):
-    """Ends the run if a forward or backward pass waits too long for other ranks, and names these ranks."""
-
-    def passing(self, row: range) -> AbstractContextManager[None]:
-        """Return a context manager that ends the run if the pass in its body waits too long.
-
-        The wait is for ranks in `row`, which communicate in this forward or backward pass.
-        """
+Waiting = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +39,10 @@ class ModelContext:
         staleness: number of latest updates that parameters lack when gradients are computed; `None`: off.
         servers: the run's parameter servers (`lockstep.engine.parameter_server.servers.Servers`).
         exchanging: context manager that measures how long a backward pass waits for sums of gradients.
-        watchdog: limits waits for other ranks; `None` on a single rank.
-        ranks: all ranks of the run.
+        collective: returns a context manager for a collective call of the given name, such as
+            "optimizer.step", which the launcher's status page shows while this rank waits in it.
+        passing: returns a context manager for a forward or backward pass, which ends the run if the pass
+            waits too long for the given ranks, and names them. On a single rank it has no effect.
         ranks_of_row: the ranks that hold this rank's model together.
     """
 
@@ -82,42 +62,33 @@ class ModelContext:
     staleness: int | None = None
     servers: object = None
     exchanging: AbstractContextManager[object] = field(default_factory=nullcontext)
-    heartbeat: Heartbeat | None = None
-    watchdog: Watchdog | None = None
-    ranks: range = range(1)
+    collective: Callable[[str], AbstractContextManager[object]] = nullcontext
+    passing: Callable[[range], AbstractContextManager[object]] = nullcontext
     ranks_of_row: range = range(1)
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager that reports to the launcher that this rank runs an optimizer's step."""
-        return self._collective("optimizer.step")
+    def make_exchange(
+        self, parameters: Sequence[torch.Tensor], key: str, settings: Mapping[str, Any]
+    ) -> Exchange:
+        """Return a new exchange that sums the gradients of `parameters` over the ranks of `group`.
 
-    def sharing(self) -> AbstractContextManager[None]:
+        `key`: unique name of the exchange within the run. `settings`: keyword arguments of `run.model`.
+        """
+        assert self.group is not None
+        return make(
+            ExchangeContext(
+                name=self.exchange,
+                forest=self.forest,
+                parameters=parameters,
+                group=self.group,
+                store=self.store,
+                key=key,
+                settings=settings,
+            )
+        )
+
+    def sharing(self) -> AbstractContextManager[object]:
         """Return a context manager that reports to the launcher that this rank synchronizes buffers.
 
         The strategies `local-sgd` and `diloco` use it for averages of parameters, too.
         """
-        return self._collective("the exchange of buffers")
-
-    def gathering(self) -> AbstractContextManager[None]:
-        """Return a context manager that reports to the launcher that this rank gathers parameters.
-
-        It is used outside of backward passes.
-        """
-        return self._collective("the gathering of parameters")
-
-    def gathering_in_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager that ends the run if `run.backward` waits too long to gather parameters.
-
-        The wait is for the other ranks of the run. On a single rank the context manager has no effect.
-        """
-        return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks)
-
-    def passing(self) -> AbstractContextManager[None]:
-        """Return a context manager that ends the run if a forward or backward pass waits too long.
-
-        The wait is for the other ranks that hold this rank's model.
-        """
-        return nullcontext() if self.watchdog is None else self.watchdog.passing(self.ranks_of_row)
-
-    def _collective(self, kind: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.heartbeat is None else self.heartbeat.collective(kind)
+        return self.collective("the exchange of buffers")

@@ -7,20 +7,19 @@ Gradients of a part are summed over its column.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.engine.data.microbatch import Microbatch
 from lockstep.engine.exchange.base import Exchange
-from lockstep.engine.exchange.choose import make
 from lockstep.engine.exchange.flat import FlatLayout, as_typed, form
 from lockstep.engine.strategies.gradient_accumulation import Gradients, write
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 
-_BUCKET_BYTES = 25 << 20
+_BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
 
 
 class SpreadModel(WrappedModel):
@@ -69,7 +68,9 @@ class Reducer:
     def __init__(self, exchange: Exchange, parameters: Sequence[torch.Tensor]) -> None:
         self._exchange = exchange
         self._parameters = parameters
-        self._buckets = _buckets(parameters)
+        self._buckets, _ = dist._compute_bucket_assignment_by_size(
+            list(parameters), [_BUCKET_BYTES]
+        )
         # Computed once: later a rank may give a parameter other strides in memory.
         self._parts = [FlatLayout(form(parameters[p]) for p in bucket) for bucket in self._buckets]
 
@@ -130,34 +131,7 @@ def make_reducer(
     No sum is needed if only one rank holds the part, or if the part has no `parameters`. `column`: index of
     the part, the same on all ranks that hold it.
     """
-    assert context.group is not None
     if context.forest.size == 1 or not parameters:
         return None
-    exchange = make(
-        context.exchange,
-        context.forest,
-        parameters,
-        group=context.group,
-        store=context.store,
-        key=f"{context.number}.{column}",
-    )
+    exchange = context.make_exchange(parameters, f"{context.number}.{column}", {})
     return Reducer(exchange, parameters)
-
-
-def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Divide parameters into buckets of about 25 MiB; return the buckets as lists of indices.
-
-    The parameters of a bucket have the same dtype and device.
-    """
-    buckets: list[list[int]] = []
-    order = sorted(range(len(parameters)), key=lambda p: str(parameters[p].dtype))
-    for _, places in groupby(order, key=lambda p: (parameters[p].dtype, parameters[p].device)):
-        size = _BUCKET_BYTES
-        for place in places:
-            parameter = parameters[place]
-            if size >= _BUCKET_BYTES:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(place)
-            size += parameter.numel() * parameter.element_size()
-    return buckets

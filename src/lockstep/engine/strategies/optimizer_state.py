@@ -83,14 +83,14 @@ def capture_extras(optimizer: Optimizer, others: Collection[int] = ()) -> dict[s
         for name, value in vars(optimizer).items()
         if name not in _of_torch() and id(value) not in states
     ]
-    places = {id(p): place for place, p in enumerate(_parameters(optimizer) if attributes else ())}
+    parameters = _parameters(optimizer) if attributes else []
+    places = {id(p): place for place, p in enumerate(parameters)}
     for name, value in attributes:
         if isinstance(value, dict) and value and all(id(key) in places for key in value):
             keyed[name] = {places[id(key)]: one for key, one in value.items()}
         else:
             values[name] = value
-    own = _parameters(optimizer) if attributes else ()
-    aliases = {local(p).untyped_storage().data_ptr() for p in own}
+    aliases = {local(p).untyped_storage().data_ptr() for p in parameters}
     found = {"values": _plain(values, aliases), "keyed": _plain(keyed, aliases)}
     found["inner"] = _plain(inner, set())
     return {kind: own for kind, own in found.items() if own}

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lockstep.engine.exchange.tree import GroupWire
+from lockstep.engine.exchange.scatter import gather_rows
 from lockstep.errors import ModelError, StepError
 
 #: Types of inputs whose statistics are computed in fp32, since their sums would be too coarse.
@@ -45,9 +45,8 @@ class Ranks:
         self.exactness = exactness
         self.collective = collective
         self.counts = counts
+        self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
-        if group is not None:
-            self._wire = GroupWire(group)
 
     def fold(
         self, own: torch.Tensor, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,9 +56,8 @@ class Ranks:
         `merge`: merges row i of one matrix with row i of another, for all i at once; each row is a flat
         `own` or a result.
         """
-        gathered = own.new_empty(self.size * own.numel())
-        self._wire.gather(own, gathered).wait()
-        return fold(gathered.view(self.size, -1), merge)
+        assert self.group is not None
+        return fold(gather_rows(own, self.group), merge)
 
     def __deepcopy__(self, _memo: object) -> Ranks:
         return self  # a copy of a model is on the same ranks

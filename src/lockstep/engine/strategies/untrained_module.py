@@ -18,20 +18,15 @@ class UntrainedModule:
 
     def __init__(self, module: nn.Module, context: ModelContext) -> None:
         self.module = module
-        self._buffers = Buffers(module, context.block, context.group, waiting=context.sharing)
+        self.buffers = Buffers(module, context.block, context.group, waiting=context.sharing)
         self._watching = False
-        self.leave = watch_forward(module, self._before_forward, self._buffers.after_evaluation)
-
-    @property
-    def trains_buffers(self) -> bool:
-        """Whether a submodule that changes buffers in forward passes (BatchNorm) is in training mode."""
-        return self._buffers.are_trained
+        self.leave = watch_forward(module, self._before_forward, self.buffers.after_evaluation)
 
     def _before_forward(self) -> None:
         if self._watching:
-            self._buffers.before_forward()
+            self.buffers.before_forward()
             if not torch.compiler.is_compiling():
-                self._buffers.before_evaluation()
+                self.buffers.before_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Prepare a module's buffers for a microbatch (one replica's share of a batch).
@@ -41,27 +36,23 @@ class UntrainedModule:
         """
         self._watching = True
         if microbatch.first:
-            self._buffers.finish()
-            self._buffers.record_shapes()
-            self._buffers.restores = microbatch.audit
+            self.buffers.finish()
+            self.buffers.record_shapes()
+            self.buffers.restores = microbatch.audit
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
         """Reset or synchronize buffers after a microbatch (one replica's share of a batch).
 
         They are synchronized over ranks after this rank's last microbatch of the batch. `left`: whether
-        `break` or an exception has ended the loop's body. Then `finish_buffers` synchronizes the buffers
+        `break` or an exception has ended the loop's body. Then `buffers.finish` synchronizes the buffers
         later.
         """
         self._watching = False
         if microbatch.audit:
-            self._buffers.discard()
+            self.buffers.discard()
         elif not microbatch.last:
-            self._buffers.next_replica()
+            self.buffers.next_replica()
         elif not left:
-            self._buffers.finish()
+            self.buffers.finish()
         if microbatch.last or left:
-            self._buffers.end_batch()
-
-    def finish_buffers(self) -> None:
-        """Copy replica 0's buffers to all ranks, if forward passes have changed any buffers."""
-        self._buffers.finish()
+            self.buffers.end_batch()

@@ -61,7 +61,7 @@ class WrappedModel(abc.ABC):
         self.several_replicas = context.replicas > 1
         self._block = context.block
         group = context.group if shares_buffers else None
-        self._buffers = Buffers(module, context.block, group, waiting=context.sharing)
+        self.buffers = Buffers(module, context.block, group, waiting=context.sharing)
         self._watched = TrainableParameters(module)
         self._is_summed = self._was_added_to = False
         self._interrupted = self._is_last = self._stepped = False
@@ -80,14 +80,6 @@ class WrappedModel(abc.ABC):
     def leaves(self) -> Sequence[torch.Tensor]:
         """The leaf tensors for which autograd computes gradients."""
         return self.parameters
-
-    @property
-    def trains_buffers(self) -> bool:
-        """Whether a forward pass may now change buffers or communicate.
-
-        It may if a submodule with buffers, such as BatchNorm, or one that communicates is in training mode.
-        """
-        return self._buffers.are_trained
 
     @property
     def wrapped(self) -> nn.Module:
@@ -118,7 +110,7 @@ class WrappedModel(abc.ABC):
                 self.show_newest()
         if not self._watching:
             return
-        self._buffers.before_forward()
+        self.buffers.before_forward()
         if torch.is_grad_enabled() and self.parameters:
             if self._stepped and self.several_replicas:
                 raise StepError(
@@ -134,11 +126,11 @@ class WrappedModel(abc.ABC):
         self.before_forward()
         # If torch compiles the hooks, tensors have the `_version` of the trace.
         if self._watching and not torch.compiler.is_compiling():
-            self._buffers.before_evaluation()
+            self.buffers.before_evaluation()
 
     def _after_forward(self) -> None:
         if self._watching and not torch.compiler.is_compiling():
-            self._buffers.after_evaluation()
+            self.buffers.after_evaluation()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Prepare gradients, buffers and checks for a microbatch (a replica's share of a batch).
@@ -150,15 +142,15 @@ class WrappedModel(abc.ABC):
         self._is_last = microbatch.last
         self._behind = self._block.stop - 1 - microbatch.replica
         if microbatch.first:
-            self._buffers.finish()
+            self.buffers.finish()
             self.accumulation.take()
             if self.several_replicas:
                 self._watched.check()
                 self._mixed.clear()
-                self._buffers.record_shapes()
-                self._buffers.restores = microbatch.audit
-                if self.trains_buffers:
-                    self._buffers.batch_begins()
+                self.buffers.record_shapes()
+                self.buffers.restores = microbatch.audit
+                if self.buffers.are_trained:
+                    self.buffers.batch_begins()
         if self.versions is not None and torch.is_grad_enabled():
             self.versions.show_oldest()
         self._prepare(microbatch)
@@ -178,11 +170,11 @@ class WrappedModel(abc.ABC):
         if self.several_replicas and not left:
             self.accumulation.check(self.module, len(self._block), self._behind)
         if not microbatch.last:
-            self._buffers.next_replica()
+            self.buffers.next_replica()
         elif not left:
-            self._buffers.finish()
+            self.buffers.finish()
         if self.several_replicas and (microbatch.last or left):
-            self._buffers.end_batch()
+            self.buffers.end_batch()
         if left:
             self.check_between()
 
@@ -204,8 +196,8 @@ class WrappedModel(abc.ABC):
         `left`: whether `break` or an exception has ended the loop's body. A `StepError` is raised if this
         happened after a forward or backward pass of the model.
         """
-        done = "backward" if self._is_summed else "forward" if self._buffers.dirty else ""
-        self._buffers.discard()
+        done = "backward" if self._is_summed else "forward" if self.buffers.dirty else ""
+        self.buffers.discard()
         self.accumulation.take()
         for parameter in self.parameters:
             parameter.grad = None
@@ -318,10 +310,6 @@ class WrappedModel(abc.ABC):
         self._stepped = True
         if self._is_last and not self.gradient_bytes:
             self.gradient_bytes = bytes_here(p.grad for p in self.parameters if p.grad is not None)
-
-    def finish_buffers(self) -> None:
-        """Copy replica 0's buffers to all ranks, if forward passes have changed any buffers."""
-        self._buffers.finish()
 
     def synchronize(self) -> None:  # noqa: B027 - only local SGD has ranks with different parameters
         """Average parameters over ranks, if the strategy trains ranks independently; collective.

@@ -36,10 +36,11 @@ def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -
     exactness = "exact" if replicas == 1 else "close" if replicas == ranks else "approximate"
 
     of_model = context.of_model(-1)
+    row = of_model.ranks_of_row
 
     @contextlib.contextmanager
     def collective() -> Iterator[None]:
-        with context.heartbeat.collective("the statistics of BatchNorm"), of_model.passing():
+        with context.heartbeat.collective("the statistics of BatchNorm"), of_model.passing(row):
             yield
 
     def counts() -> bool:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -202,9 +203,8 @@ class Context:
             staleness=self.settings.staleness,
             servers=servers,
             exchanging=self.record.pace.exchanging(self.device.type),
-            heartbeat=self.heartbeat,
-            watchdog=self.watchdog,
-            ranks=range(self.world.size),
+            collective=self.heartbeat.collective,
+            passing=nullcontext if self.watchdog is None else self.watchdog.passing,
             ranks_of_row=self.dims.ranks_of_row,
         )
 

@@ -229,7 +229,7 @@ class Loop:
     def finish_buffers(self) -> None:
         """Broadcast replica 0's buffers if the script left the last batch by `break`; a collective call."""
         for module in self._buffered:
-            module.finish_buffers()
+            module.buffers.finish()
 
     @property
     def _buffered(self) -> list[WrappedModel | UntrainedModule]:
@@ -330,7 +330,7 @@ class Loop:
             return audit is not None and not self.is_replaying and audit.takes(microbatch)
         if microbatch.size or torch.is_grad_enabled():
             return True
-        return any(model.trains_buffers or model.is_split for model in self._buffered)
+        return any(model.buffers.are_trained or model.is_split for model in self._buffered)
 
     @property
     def is_audited(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.engine.exchange.base import Forest, Stateful
+from lockstep.engine.exchange.base import ExchangeContext, Forest, Stateful
 from lockstep.engine.exchange.choose import make
 
 #: Small numbers that 16 bits would round, as the strategy writes them behind the last bucket.
@@ -19,15 +20,16 @@ NOTES = torch.tensor([0.0, 1.0, 257.0, 2049.0, 65_535.0])
 def made(group: Any, name: str, replicas: int, **settings: Any) -> Any:
     parameters = [nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(7))]
     exchange = make(
-        name,
-        Forest.of(replicas, 1, 0),
-        parameters,
-        group=group,
-        store=dist.HashStore(),
-        key="0",
-        settings=settings,
+        ExchangeContext(
+            name=name,
+            forest=Forest.of(replicas, 1, 0),
+            parameters=parameters,
+            group=group,
+            store=dist.HashStore(),
+            key="0",
+            settings=settings,
+        )
     )
-    assert (exchange.name, exchange.exact) == (name, False)
     return exchange, parameters
 
 
@@ -62,7 +64,7 @@ def test_gradients_are_rounded_and_notes_are_not(lone_group: Any, name: str, dty
 
 def test_a_ranks_nodes_are_added_before_they_are_rounded(lone_group: Any) -> None:
     exchange, _ = made(lone_group, "bf16", 1)
-    exchange._own = 3  # as a rank among others has them
+    exchange._forest = SimpleNamespace(own=3)  # as a rank among others has them
     slots = exchange.slots(torch.empty(4), 1)
     for slot in slots:
         slot[:4], slot[4:] = 1 + 2**-9, 300.0

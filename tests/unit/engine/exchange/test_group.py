@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.base import ExchangeContext, Forest
 from lockstep.engine.exchange.choose import make
 from lockstep.engine.layout.tree import total
 
@@ -20,8 +20,11 @@ def test_a_group_of_one_gives_back_what_it_got(lone_group: Any, name: str) -> No
     parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 40_000)]
     store = dist.HashStore()
     forest = Forest.of(4, 1, 0)
-    exchange = make(name, forest, parameters, group=lone_group, store=store, key="0")
-    assert (exchange.name, exchange.exact) == (name, True)
+    exchange = make(
+        ExchangeContext(
+            name=name, forest=forest, parameters=parameters, group=lone_group, store=store, key="0"
+        )
+    )
     values = [[torch.randn_like(p.detach()) for _ in range(4)] for p in parameters]
     for extra in (0, 3):
         futures = []

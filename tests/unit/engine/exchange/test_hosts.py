@@ -115,7 +115,7 @@ def exchange_of(
     share, across = forest.rank - hosts[between.rank].start, None
     if share < shares_of(hosts):
         wire = NetworkWire(network, [ranks[share] for ranks in hosts], between.rank)
-        halves = module._pays_halving(between)
+        halves = module.halving.pays(between.blocks, between.replicas)
         across = HalvingExchange(wire, between) if halves else TreeExchange(wire, between)
     return SharedMemoryExchange(store, "x", forest, hosts=hosts, across=across, **room)
 
@@ -219,7 +219,7 @@ def test_halving_has_the_bits_of_the_tree(counts: tuple[int, ...], each: int) ->
 
 def layouts_of(hosts: int, each: int, replicas: int) -> bool:
     forest = Forest.of(replicas, hosts * each, 0).between(ranges((each,) * hosts))
-    return module._pays_halving(forest)
+    return module.halving.pays(forest.blocks, forest.replicas)
 
 
 def test_where_halving_is_chosen() -> None:

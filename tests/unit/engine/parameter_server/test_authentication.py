@@ -121,7 +121,7 @@ def test_no_descriptor_is_left_for_a_connection(serve: Callable[[int], Service])
         try:
             connection.connect(("127.0.0.1", service.ports[0]))
             deadline = time.monotonic() + SECONDS
-            while service.servers[0]._paused_until is None:
+            while service.servers[0]._accepts:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         finally:

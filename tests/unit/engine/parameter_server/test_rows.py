@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from lockstep.engine.parameter_server import optimizer_codec
 from lockstep.engine.parameter_server.messages import HEADER, Header, Kind, parse, pieces, view
 from lockstep.engine.parameter_server.remote_optimizer import deal
-from lockstep.engine.parameter_server.rows import RowLayout, Spec
+from lockstep.engine.parameter_server.rows import RowLayout
 from lockstep.errors import ModelError
 
 
@@ -33,7 +32,7 @@ def tensors() -> list[torch.Tensor]:
 
 def test_a_row_keeps_values_and_the_order_in_memory() -> None:
     values = tensors()
-    rows = RowLayout([Spec.of(one) for one in values])
+    rows = RowLayout.of(values)
     assert rows.bytes % 64 == 0
     for one, found in zip(values, rows.views(rows.row(values)), strict=True):
         assert (found.dtype, found.shape) == (one.dtype, one.shape)
@@ -45,7 +44,7 @@ def test_a_row_keeps_values_and_the_order_in_memory() -> None:
 
 
 def test_no_two_tensors_share_memory() -> None:
-    rows = RowLayout([Spec.of(one) for one in tensors()])
+    rows = RowLayout.of(tensors())
     row = torch.zeros(rows.bytes, dtype=torch.uint8)
     for place in rows.views(row):
         assert not place.any()
@@ -54,33 +53,25 @@ def test_no_two_tensors_share_memory() -> None:
 
 def test_segments_cover_all_elements_of_a_type() -> None:
     values = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(5)]
-    rows = RowLayout([Spec.of(one) for one in values])
-    sizes = [(one.dtype, one.of(rows.row(values)).numel()) for one in rows.segments]
+    rows = RowLayout.of(values)
+    sizes = [(one.dtype, one.numel()) for one in rows.segments(rows.row(values))]
     assert sizes == [(torch.float64, 2), (torch.float32, 8)]
 
 
 def test_complex_numbers_are_summed_as_two_real_ones() -> None:
     """Torch multiplies what it adds to a complex number by one: -0.0 would be 0.0 afterwards."""
-    row = RowLayout([Spec.of(torch.zeros(3, dtype=torch.complex64))])
-    (segment,) = row.segments
     one, other = (torch.full((3,), complex(-0.0, -0.0)) for _ in range(2))
-    total = segment.of(row.row([one])).add_(segment.of(row.row([other])))
+    rows = RowLayout.of([one])
+    (total,), (added,) = (rows.segments(rows.row([values])) for values in (one, other))
+    total.add_(added)
     assert total.dtype == torch.float32
     assert total.signbit().all()
 
 
-def test_specs_go_through_json() -> None:
-    for one in tensors():
-        spec = Spec.of(one)
-        assert Spec.parse(json.loads(json.dumps(spec.words()))) == spec
-
-
-@pytest.mark.parametrize(
-    "words", [["load", [1], [1]], ["float32", [1, 2], [1]], ["nothing", [], []]]
-)
-def test_specs_of_nothing(words: list[Any]) -> None:
-    with pytest.raises(ValueError, match="no tensor is"):
-        Spec.parse(words)
+def test_layouts_go_through_json() -> None:
+    rows = RowLayout.of(tensors())
+    words = json.loads(json.dumps(rows.words()))
+    assert RowLayout.parse(words)._specs == rows._specs
 
 
 def test_a_message_says_how_long_it_is() -> None:
@@ -176,8 +167,8 @@ def test_state_that_is_no_tensor_and_no_number() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"step": 3, "buffer": torch.ones(2)}
-    entries, found = optimizer_codec.pack(optimizer, [parameter])
-    (state,) = optimizer_codec.unpack(entries, found).values()
+    words, row = optimizer_codec.pack(optimizer, [parameter])
+    (state,) = optimizer_codec.unpack(words, row).values()
     assert state["step"] == 3
     assert torch.equal(state["buffer"], torch.ones(2))
     optimizer.state[parameter]["odd"] = {"a": 1}

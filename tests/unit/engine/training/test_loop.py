@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,8 @@ def test_what_evaluation_draws_between_batches_is_the_same_on_every_layout() -> 
 class Counting:
     """A model that meets its like after some steps, as the loop sees it."""
 
-    is_split = trains_buffers = False
+    is_split = False
+    buffers = SimpleNamespace(are_trained=False, finish=lambda: None)
 
     def __init__(self, every: int) -> None:
         self.every, self.steps, self.met = every, 0, 0
@@ -170,7 +172,7 @@ class Counting:
 
     def nothing(self, *_: Any, **__: Any) -> None: ...
 
-    finish_buffers = show_newest = microbatch_begins = microbatch_ends = nothing
+    show_newest = microbatch_begins = microbatch_ends = nothing
 
 
 def count_points(every: tuple[int, ...], late: tuple[int, ...]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.scatter import gather_rows
 from lockstep.engine.exchange.tree import GroupWire, TreeExchange
 from lockstep.errors import ModelError
 
@@ -28,9 +29,9 @@ class Averaging:
     """Computes means of tensors over the ranks of a process group, and gathers numbers from the ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._device, self._wire = device, GroupWire(group)
-        self._exchange = TreeExchange(self._wire, Forest.of(self.size, self.size, self.rank))
+        self.rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._device, self._group = device, group
+        self._exchange = TreeExchange(GroupWire(group), Forest.of(size, size, self.rank))
 
     def of(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
         """Return the mean of each of `tensors` over the ranks; shapes are equal on all ranks.
@@ -44,18 +45,12 @@ class Averaging:
         for places in kinds.values():
             # An optimizer may have its number of steps on a different device than the model.
             own = [tensors[place].reshape(-1).to(self._device) * shares[place] for place in places]
-            total = self._sum(torch.cat(own))
+            total = self._exchange.add([torch.cat(own)], last=True).wait()
             parts = torch.split(total, [tensors[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
                 # Copied, since the exchange reuses its memory.
                 means[place] = part.view(tensors[place].shape).to(tensors[place].device, copy=True)
         return means
-
-    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
-        (slot,) = self._exchange.slots(flat)
-        if slot.data_ptr() != flat.data_ptr():
-            slot.copy_(flat)
-        return self._exchange.start([slot], last=True).wait()
 
     def gather(self, numbers: Sequence[int], value: Any) -> list[tuple[list[int], Any]]:
         """All-gather `numbers` and `value` (JSON data); return both for each rank.
@@ -77,14 +72,7 @@ class Averaging:
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         """All-gather one vector from each rank; return a matrix with one row per rank, on the CPU."""
-        own = row.to(self._device)
-        rows = own.new_empty(self.size * own.numel())
-        self._wire.gather(own, rows).wait()
-        return rows.cpu().view(self.size, -1)
-
-    def close(self) -> None:
-        """Release the memory and connections by which tensors are summed over ranks."""
-        self._exchange.close()
+        return gather_rows(row.to(self._device), self._group).cpu()
 
 
 def shares_of(weights: Sequence[int], has: Sequence[bool] | None = None) -> list[float]:
@@ -106,7 +94,7 @@ def describe_state(
     """Return a description of an optimizer's state for each of `parameters`, as JSON data.
 
     A tensor of floats is described by its shape and dtype, any other value also by itself. A value that
-    neither has a mean over ranks nor fits JSON raises a `ModelError`.
+    neither has a mean over ranks nor is a number or text raises a `ModelError`.
     """
     states = (optimizer.state.get(parameter, {}) for parameter in parameters)
     return [{key: _describe(key, value) for key, value in state.items()} for state in states]
@@ -129,8 +117,9 @@ def average_state(
     """
     slots: list[_Slot] = []
     for place, parameter in enumerate(parameters):
-        memory = optimizer.state[parameter] if any(rank[place] for rank in all_ranks) else {}
-        for key, (shape, kind, value) in _merge([rank[place] for rank in all_ranks]).items():
+        described = ChainMap(*(rank[place] for rank in all_ranks))  # the first rank's counts
+        memory = optimizer.state[parameter] if described else {}
+        for key, (shape, kind, value) in sorted(described.items()):
             if kind is None:
                 memory[key] = value
                 continue
@@ -151,18 +140,6 @@ def average_state(
         torch._foreach_copy_(tensors, averaging.of(tensors, shares))
 
 
-def _merge(ranks: Sequence[dict[str, _Description]]) -> dict[str, _Description]:
-    """Merge the descriptions by several ranks of the optimizer state of one parameter.
-
-    `ranks`: one description from each rank, by names of state entries. If several ranks describe the same
-    entry, the first rank's description is taken.
-    """
-    merged: dict[str, _Description] = {}
-    for rank in ranks:
-        merged = {**rank, **merged}
-    return dict(sorted(merged.items()))
-
-
 def _describe(key: str, value: Any) -> _Description:
     """Return `[shape, dtype, value]` for one entry of an optimizer's state, as JSON data.
 
@@ -177,18 +154,10 @@ def _describe(key: str, value: Any) -> _Description:
             return [shape, kind, value.item()]
         what = f"a tensor of {value.dtype}"
     else:
-        if _fits_json(value):
+        if value is None or isinstance(value, bool | int | float | str):
             return [None, None, value]
         what = f"a {type(value).__name__}"
     raise ModelError(
         f"the optimizer remembers {key}, {what}, which has no mean over ranks",
         hint="take another optimizer, or an exchange of gradients",
     )
-
-
-def _fits_json(value: Any) -> bool:
-    """Whether `value` is a float, or is unchanged by a conversion to JSON and back."""
-    try:
-        return bool(json.loads(json.dumps(value)) == value) or isinstance(value, float)
-    except (TypeError, ValueError):
-        return False

@@ -8,6 +8,7 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lockstep.engine.strategies.local_sgd.averaging import (
     describe_state,
     shares_of,
 )
-from lockstep.engine.strategies.local_sgd.outer import Mean, Nesterov, Outer
+from lockstep.engine.strategies.local_sgd.outer import OuterOptimizer
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.errors import MismatchError, ModelError
@@ -34,20 +35,22 @@ from lockstep.registry import EXCHANGES
 class LocalModel(WrappedModel):
     """A model that each rank trains by itself; now and then the ranks average their parameters.
 
-    `every`: number of steps between two averages. `outer`: object that updates the parameters at an
-    average, from their mean change over all ranks.
+    `every`: number of steps between two averages. `outer`: updates the parameters at an average, from their
+    mean change over all ranks.
     """
 
     exactness = "approximate"
     steps_locally = True
 
-    def __init__(self, module: nn.Module, context: ModelContext, every: int, outer: Outer) -> None:
+    def __init__(
+        self, module: nn.Module, context: ModelContext, every: int, outer: OuterOptimizer
+    ) -> None:
         super().__init__(module, context, shares_buffers=False)
         assert context.group is not None
         # Gradients and buffers are synchronized over this rank's replicas only.
         own = range(len(context.block))
         self.accumulation = GradientAccumulation(own, len(own))
-        self._buffers = Buffers(module, own, None)
+        self.buffers = Buffers(module, own, None)
         self._group = context.group
         self._averaging = Averaging(context.group, context.device)
         self._every, self._outer = every, outer
@@ -68,7 +71,7 @@ class LocalModel(WrappedModel):
         ranks'.
         """
         super().before_forward()
-        self._has_own_buffers |= self._buffers.dirty
+        self._has_own_buffers |= self.buffers.dirty
 
     def _prepare(self, microbatch: Microbatch) -> None:
         if microbatch.first:
@@ -133,7 +136,7 @@ class LocalModel(WrappedModel):
                 self._average()
             buffers = [buffer.detach() for buffer in self.module.buffers()]
             if buffers:
-                self._buffers.finish()
+                self.buffers.finish()
                 broadcast(buffers, self._group)
         self._steps, self._samples, self._has_own_buffers = 0, 0, False
 
@@ -171,47 +174,25 @@ class LocalModel(WrappedModel):
         if extras.get("outer"):
             self._outer.load(extras["outer"])
 
-    def close(self) -> None:
-        """Release the memory and connections by which parameters are averaged."""
-        self._averaging.close()
-
-
-def wrap_local_sgd(
-    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
-) -> LocalModel:
-    """Wrap a model for local SGD, which averages parameters over ranks, by default every 16 steps.
-
-    16 is the largest such number that Lin et al. try, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR
-    2020, arXiv:1808.07217).
-    """
-    return _wrap("local-sgd", module, context, settings, context.sync_every or 16, Mean)
-
-
-def wrap_diloco(
-    module: nn.Module, context: ModelContext, settings: Mapping[str, Any]
-) -> LocalModel:
-    """Wrap a model for DiLoCo: an outer optimizer uses the ranks' mean change as its gradient.
-
-    The change is that of the parameters since the last average. Ranks average every 50 steps by default,
-    the smallest number that Douillard et al. compare (50 to 2000).
-    """
-    return _wrap("diloco", module, context, settings, context.sync_every or 50, Nesterov)
-
 
 def _wrap(
-    name: str,
     module: nn.Module,
     context: ModelContext,
     settings: Mapping[str, Any],
+    *,
+    name: str,
     every: int,
-    outer: Callable[[list[nn.Parameter]], Outer],
+    lr: float,
+    momentum: float,
 ) -> LocalModel:
     """Return `module` as a `LocalModel` for the strategy `name`.
 
     `settings`: the keywords given to `run.model`; `broadcast_buffers=False` raises a `ModelError`. `every`:
-    steps between averages. `outer`: creates the object that updates parameters at an average.
+    default number of steps between averages. `lr`, `momentum`: of the optimizer that updates parameters at
+    an average.
     """
     assert context.group is not None
+    every = context.sync_every or every
     own_buffers = named_buffers_of_own(settings)
     if own_buffers is not None:
         raise ModelError(
@@ -226,4 +207,12 @@ def _wrap(
     broadcast_model(module, context.group)
     context.say(f"lockstep: strategy {name}: parameters are averaged every {every} steps")
     parameters = [p for p in module.parameters() if p.requires_grad]
-    return LocalModel(module, context, every, outer(parameters))
+    return LocalModel(module, context, every, OuterOptimizer(parameters, lr=lr, momentum=momentum))
+
+
+#: Local SGD: parameters become their mean over ranks (Stich, ICLR 2019, arXiv:1805.09767). 16 steps are the
+#: most that Lin et al. try, "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217).
+wrap_local_sgd = partial(_wrap, name="local-sgd", every=16, lr=1.0, momentum=0.0)
+#: DiLoCo: learning rate and momentum are those of Douillard et al. 2023 (arXiv:2311.08105), 50 steps the
+#: smallest number that they compare (50 to 2000).
+wrap_diloco = partial(_wrap, name="diloco", every=50, lr=0.7, momentum=0.9)

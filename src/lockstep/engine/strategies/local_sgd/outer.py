@@ -1,4 +1,4 @@
-"""Updates of parameters by averages over ranks: the mean (local SGD) or a Nesterov step (DiLoCo)."""
+"""Update of parameters by an outer SGD optimizer, whose gradient is their mean change over ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from typing import Any
 import torch
 
 
-class _Change:
-    """Computes the change of this rank's parameters since ranks last averaged their parameters."""
+class OuterOptimizer:
+    """Updates parameters at an average over ranks, by an outer SGD optimizer with Nesterov momentum.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    The outer optimizer's gradient is the mean over ranks of each parameter's change since the last average.
+    With `lr=1` and without momentum, parameters become their mean over the ranks; a parameter that no rank
+    has changed keeps its bits.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, lr: float, momentum: float) -> None:
         self._parameters = parameters
         # The parameters after the last average.
         self._anchors = [parameter.detach().clone() for parameter in parameters]
+        self._has_momentum = momentum > 0
+        self._optimizer = torch.optim.SGD(
+            self._anchors, lr=lr, momentum=momentum, nesterov=self._has_momentum
+        )
 
     def begin(self) -> None:
         """Save a copy of the parameters, before the first step after ranks have averaged them."""
@@ -28,40 +37,6 @@ class _Change:
         """Return this rank's change of each parameter since the last average: old minus new value."""
         return list(torch._foreach_sub(self._anchors, self._now()))
 
-
-class Mean(_Change):
-    """Local SGD: sets parameters to their mean over the ranks (Stich, ICLR 2019, arXiv:1805.09767).
-
-    The mean is taken of the changes since the last average. So a parameter that no rank has changed keeps
-    its bits.
-    """
-
-    def finish(self, means: Sequence[torch.Tensor]) -> None:
-        """Set each parameter to its value after the last averaging minus its mean change.
-
-        `means`: the mean over all ranks of each parameter's change, old minus new value.
-        """
-        torch._foreach_copy_(self._now(), torch._foreach_sub(self._anchors, list(means)))
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty state: local SGD has no outer optimizer."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Ignore `state`: local SGD has no outer optimizer."""
-
-
-class Nesterov(_Change):
-    """DiLoCo: updates parameters by an outer SGD optimizer with Nesterov momentum.
-
-    The outer optimizer's gradient is the mean change of the parameters over ranks. Learning rate and
-    momentum are those of Douillard et al. 2023 (arXiv:2311.08105).
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(parameters)
-        self._optimizer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
-
     def finish(self, means: Sequence[torch.Tensor]) -> None:
         """Step the outer optimizer, and copy the updated values to the parameters.
 
@@ -74,12 +49,10 @@ class Nesterov(_Change):
         torch._foreach_copy_(self._now(), self._anchors)
 
     def state(self) -> dict[str, Any]:
-        """Return the `state_dict` of the outer optimizer, which contains its momentum."""
-        return self._optimizer.state_dict()
+        """Return the outer optimizer's `state_dict` with its momentum; an empty one without momentum."""
+        return self._optimizer.state_dict() if self._has_momentum else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the `state_dict` of the outer optimizer."""
-        self._optimizer.load_state_dict(dict(state))
-
-
-Outer = Mean | Nesterov
+        """Load the outer optimizer's `state_dict`; without momentum `state` has no effect."""
+        if self._has_momentum:
+            self._optimizer.load_state_dict(dict(state))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 
+from lockstep.engine.layout.replicas import share
 from lockstep.engine.strategies.pipeline.p2p import assemble, dismantle
 from lockstep.errors import ModelError
 
@@ -56,10 +58,7 @@ class Split:
             return torch.cat(
                 [torch.zeros_like(own) if part is None else part for part, own in pairs]
             )
-        total = found[0]
-        for part in found[1:]:
-            total = total + part
-        return total
+        return reduce(torch.add, found)
 
 
 def split(
@@ -100,8 +99,7 @@ def split(
         )
     batch = next(iter(lengths), 1)
     count = max(1, min(chunks, batch))
-    size, extra = divmod(batch, count)
-    return Split([size + (place < extra) for place in range(count)], frozenset(places))
+    return Split([len(share(batch, count, n)) for n in range(count)], frozenset(places))
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

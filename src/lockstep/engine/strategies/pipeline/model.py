@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class PipelinedModel(SpreadModel):
         self._row, self._schedule = schedule.row, schedule
         group = context.group if context.mesh is None or context.mesh["data"].size() > 1 else None
         stage, waiting = schedule.stage.module, context.sharing
-        self._buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
+        self.buffers = Buffers(stage, context.block, group, modes=module, waiting=waiting)
         self._own = [p for p in self.parameters if not p.is_meta]
         module.__dict__["forward"] = schedule
         module.__dict__["__deepcopy__"] = RefusedCopy(
@@ -190,7 +191,8 @@ def wrap(module: nn.Module, context: ModelContext, settings: Mapping[str, Any]) 
     own = [p for p in module.parameters() if p.requires_grad and not p.is_meta]
     reducer = make_reducer(own, context, row.rank)
     calls = CallCheck(row, context.number, type(module).__name__)
-    schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls, context.passing)
+    passing = partial(context.passing, context.ranks_of_row)
+    schedule = Schedule(program.only(row.rank), row, (chunks, inputs), calls, passing)
     return PipelinedModel(module, context, schedule, reducer)
 
 

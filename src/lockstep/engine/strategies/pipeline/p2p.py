@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,8 +112,8 @@ class RowCommunicator:
 
         `value` must not be changed before `flush`.
         """
-        header, flats = _outgoing(value, self._device)
-        for block in (*_blocks(header), *flats):
+        _, blocks = _outgoing(value, self._device)
+        for block in blocks:
             work = dist.isend(block, group=self._group, group_dst=to)
             assert work is not None
             self._sending.append((work, block))
@@ -150,14 +150,11 @@ class RowCommunicator:
 
         if self.rank != source:
             return _incoming(fill, device)
-        header, flats = _outgoing(value, device)
-        for block in (*_blocks(header), *flats):
+        message, blocks = _outgoing(value, device)
+        for block in blocks:
             fill(block)
-        tensors: list[torch.Tensor] = []
-        parts = dismantle(value, tensors)
-        needy = [tensor.requires_grad for tensor in tensors]
         # On the device that the other ranks use: they compare hashes, which depend on the device.
-        return Message(parts, [tensor.to(device) for tensor in tensors], needy)
+        return replace(message, tensors=[tensor.to(device) for tensor in message.tensors])
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank that holds this model, with tensors on the CPU; collective."""
@@ -167,10 +164,11 @@ class RowCommunicator:
         return values
 
 
-def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
-    """Return a message with `value`: its header, and its tensors as blocks of bytes on `device`."""
+def _outgoing(value: Any, device: torch.device) -> tuple[Message, list[torch.Tensor]]:
+    """Return a message with `value`, and the blocks of bytes to send: header, and tensors on `device`."""
     tensors: list[torch.Tensor] = []
     parts = dismantle(value, tensors)
+    message = Message(parts, tensors, [tensor.requires_grad for tensor in tensors])
     kinds, flats = [], []
     for tensor in tensors:
         is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
@@ -181,7 +179,8 @@ def _outgoing(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tenso
             flats.append(_flat(plain).to(device))
     small = [flat for flat in flats if flat.numel() <= _SMALL]
     large = [flat for flat in flats if flat.numel() > _SMALL]
-    return json.dumps([parts, kinds]).encode(), [*([torch.cat(small)] if small else ()), *large]
+    header = _blocks(json.dumps([parts, kinds]).encode())
+    return message, [*header, *([torch.cat(small)] if small else ()), *large]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,11 +219,10 @@ def _incoming(fill: Any, device: torch.device) -> Message:
         fill(rest)
         header += rest.numpy().tobytes()
     parts, kinds = json.loads(header)
-    tensors, needy = [], []
-    for kind, shape, stride, needs in kinds:
-        dtype = getattr(torch, kind)
-        tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        needy.append(needs)
+    tensors = [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, kind), device=device)
+        for kind, shape, stride, _ in kinds
+    ]
     flats = [_flat(tensor) for tensor in tensors if tensor.numel()]
     small = [flat for flat in flats if flat.numel() <= _SMALL]
     if small:
@@ -234,4 +232,4 @@ def _incoming(fill: Any, device: torch.device) -> Message:
     for flat in flats:
         if flat.numel() > _SMALL:
             fill(flat)
-    return Message(parts, tensors, needy)
+    return Message(parts, tensors, [needs for *_, needs in kinds])

@@ -58,9 +58,9 @@ class _Call(nn.Module):
 
 
 def _cut_row(module: nn.Module, count: int, split: Sequence[str] | None) -> Program:
-    names, parts = [n for n, _ in module.named_children()], list(module.children())
-    if len(module._modules) != len(parts):  # named_children yields a repeated module once
-        names, parts = list(module._modules), [m for m in module._modules.values() if m is not None]
+    # named_children yields a repeated module once.
+    children = {name: part for name, part in module._modules.items() if part is not None}
+    names, parts = list(children), list(children.values())
     if len(parts) < count:
         raise UsageError(
             f"pipeline stages don't fit ranks: {len(parts)} modules in a row for {count} ranks; "

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lockstep.engine.data.randomness import Generators, States, set_generators, set_key, undisturbed
 from lockstep.engine.layout.keys import FORWARD, derive
+from lockstep.engine.strategies.gradient_accumulation import Gradients
 from lockstep.engine.strategies.model_context import Waiting
 from lockstep.engine.strategies.pipeline import chunks as chunking
 from lockstep.engine.strategies.pipeline.consistency import CallCheck, fingerprint
@@ -28,7 +29,6 @@ from lockstep.engine.strategies.pipeline.stage import Program, Stage
 from lockstep.errors import ModelError, StepError
 
 Values = dict[str, Any]
-Gradients = list[torch.Tensor | None]
 
 
 class _Arrival:
@@ -174,6 +174,8 @@ class _ModelCall:
         self._tensors = tensors
         grad = torch.is_grad_enabled()
         self._given = [p for p, tensor in enumerate(tensors) if grad and tensor.requires_grad]
+        #: Those tensors among the call's arguments for which gradients are needed.
+        self.given = [tensors[place] for place in self._given]
         self._split = chunking.split(tensors, arguments, schedule.chunks, schedule.chunk_inputs)
         self._sizes = self._split.sizes
         self._arrived: list[list[_Arrival]] = []
@@ -184,11 +186,6 @@ class _ModelCall:
         self._has_drawn = (
             False  # whether a chunk has drawn random numbers, in this or earlier stages
         )
-
-    @property
-    def given(self) -> list[torch.Tensor]:
-        """Those tensors among the call's arguments for which gradients are needed."""
-        return [self._tensors[place] for place in self._given]
 
     # --- forward ---------------------------------------------------------------------------------
 

@@ -34,14 +34,9 @@ class Stage:
     first: str
     last: str
 
-    @property
-    def bytes(self) -> int:
-        """Number of bytes of the stage's parameters."""
-        return weight(self.module)
-
     def __str__(self) -> str:
         names = self.first if self.first == self.last else f"{self.first} to {self.last}"
-        return f"{names} ({self.bytes / 1e6:.2f} MB)"
+        return f"{names} ({weight(self.module) / 1e6:.2f} MB)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,13 +18,12 @@ from lockstep.engine.strategies.dtensor import CutState, check_updates
 from lockstep.engine.strategies.gradient_accumulation import Gradients
 from lockstep.engine.strategies.gradient_norm import each_norm, total_norm
 from lockstep.engine.strategies.model_context import ModelContext
-from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict
+from lockstep.engine.strategies.passes import RefusedCopy, refuse_state_dict, watch_forward
 from lockstep.engine.strategies.sharded.units import (
     FsdpUnit,
     Gather,
     Gathers,
     merged,
-    names_of,
     refuse_graphs_of_gradients,
 )
 from lockstep.engine.strategies.sharded.wrap_policy import shard
@@ -97,7 +97,7 @@ class ShardedModel(CutState, WrappedModel):
         for number, unit in enumerate(self._all):
             unit.module.set_custom_all_gather(Gather(number, self._gathers))  # type: ignore[arg-type]
             part = cast("nn.Module", unit.module)
-            part.register_forward_pre_hook(_Passing(self._path, number))
+            watch_forward(part, partial(self._path.append, number))
             part.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
             # Called by copy.deepcopy.
             part.__dict__["__deepcopy__"] = copied
@@ -199,7 +199,7 @@ class ShardedModel(CutState, WrappedModel):
                 hint="call run.backward(loss) in the place of loss.backward()",
             )
         while self._is_early and len(self._started) < len(self._units):
-            if not self._units[len(self._started)].is_complete:
+            if any(gradient is None for gradient in self._units[len(self._started)].gradients):
                 return
             self._start()
             # This must not wait: another rank may wait for this rank to gather parameters.
@@ -323,14 +323,15 @@ class ShardedModel(CutState, WrappedModel):
         """Record that the run is over; from then on `check_gathering` raises an error."""
         self._is_over = True
 
-    def _waiting(self) -> AbstractContextManager[None]:
+    def _waiting(self) -> AbstractContextManager[object]:
         """Return a context manager for a gathering of parameters; it reports or limits the wait.
 
         The wait is for other ranks. In a backward pass the watchdog limits the wait; otherwise the wait is
         reported to the launcher.
         """
-        context = self._context
-        return context.gathering_in_backward() if self._expects else context.gathering()
+        if self._expects:
+            return self._context.passing(range(self._size))
+        return self._context.collective("the gathering of parameters")
 
     def _are_nonzero(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
         """Return whether each gradient is nonzero on any rank; collective."""
@@ -354,23 +355,10 @@ def wrap(module: nn.Module, context: ModelContext, settings: dict[str, Any]) -> 
     """
     assert context.mesh is not None
     made = shard(module, context.mesh["data"], settings)
-    names = names_of(module, made)
+    names = {id(part): name for name, part in module.named_modules()}
     reduce_type = getattr(settings.get("mp_policy"), "reduce_dtype", None)
-    units = [FsdpUnit(one, names[id(one)], reduce_type) for one in made]
+    units = [FsdpUnit(one, names[id(one)] or type(module).__name__, reduce_type) for one in made]
     scatter = None
     if context.group is not None and dist.get_world_size(context.group) > 1:
         scatter = TreeScatter(clone_group(context.group), context.forest)
     return ShardedModel(module, context, units, scatter, settings.get("gather", "unit"))
-
-
-class _Passing:
-    """Forward pre-hook that appends the number of a unit to a list of used units.
-
-    A unit is a separately sharded submodule.
-    """
-
-    def __init__(self, path: list[int], number: int) -> None:
-        self._path, self._number = path, number
-
-    def __call__(self, _module: nn.Module, _inputs: object) -> None:
-        self._path.append(self._number)

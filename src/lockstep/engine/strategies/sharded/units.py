@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
@@ -56,11 +55,6 @@ class FsdpUnit:
     def leaves(self) -> list[torch.Tensor]:
         """The gathered (unsharded) parameters, which get gradients; empty before the first gathering."""
         return [one.unsharded_param for one in self._inner if hasattr(one, "_unsharded_param")]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the backward pass has computed all gradients of the unit (a sharded submodule)."""
-        return all(gradient is not None for gradient in self.gradients)
 
     def watch(self, arrived: Callable[[], None]) -> None:
         """Register hooks that move each computed gradient to `self.gradients`, and then call `arrived`."""
@@ -308,12 +302,3 @@ def refuse_graphs_of_gradients(name: str, output: object) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-
-def names_of(module: nn.Module, units: Sequence[FSDPModule]) -> dict[int, str]:
-    """Return the names of units (sharded submodules), with their `id` as key.
-
-    The name of `module` itself is that of its class.
-    """
-    names = {id(part): name for name, part in module.named_modules()}
-    return {id(unit): names[id(unit)] or type(module).__name__ for unit in units}

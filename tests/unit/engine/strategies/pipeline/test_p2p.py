@@ -20,8 +20,7 @@ CPU = torch.device("cpu")
 
 def sent(value: object) -> Message:
     """Send a value to a message's other end, block by block."""
-    header, flats = p2p._outgoing(value, CPU)
-    blocks = deque([*p2p._blocks(header), *flats])
+    blocks = deque(p2p._outgoing(value, CPU)[1])
     received = p2p._incoming(lambda block: block.copy_(blocks.popleft()), CPU)
     assert not blocks
     return received
@@ -62,9 +61,9 @@ def test_where_generators_stand_goes_over_no_device():
     torch.rand(1), np.random.rand(), random.random()
     states = Generators.now().since(before)
     assert states is not None
-    header, flats = p2p._outgoing([torch.ones(3), states, None, True], torch.device("meta"))
-    assert [len(flat) for flat in flats] == [12], "the output alone"
-    assert len(header) > 10_000
+    _, blocks = p2p._outgoing([torch.ones(3), states, None, True], torch.device("meta"))
+    assert [len(block) for block in blocks if block.is_meta] == [12], "the output alone"
+    assert sum(len(block) for block in blocks if not block.is_meta) > 10_000
     assert sent([torch.ones(3), states]).value[1] == states
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.engine.strategies.checks import as_module
 from lockstep.engine.strategies.pipeline.partition import cut
-from lockstep.engine.strategies.pipeline.stage import Program
+from lockstep.engine.strategies.pipeline.stage import Program, weight
 from lockstep.errors import ModelError, UsageError
 from tests.vision import resnet18
 
@@ -83,7 +83,7 @@ def test_resnet18_in_training_and_evaluation(count: int) -> None:
     held = [id(p) for stage in program.stages for p in stage.module.parameters()]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     whole = sum(p.numel() * 4 for p in model.parameters())
-    assert max(stage.bytes for stage in program.stages) < 1.7 * whole / count
+    assert max(weight(stage.module) for stage in program.stages) < 1.7 * whole / count
     for training in (True, False):
         model.train(training)
         assert torch.equal(run(program, x), model(x))
