@@ -7,7 +7,7 @@ import pytest
 from lockstep.cli.parser import split
 from lockstep.cli.verify import one_layout_each
 from lockstep.errors import UsageError
-from lockstep.launch.command import parse_strategies
+from lockstep.launch.command import choose_strategies
 from lockstep.tools.verify.layouts import Layout, RandomKills, Stage, parse
 from lockstep.tools.verify.running import directory_name
 
@@ -150,8 +150,8 @@ def test_one_layout_with_two_strategies_can_be_compared() -> None:
 
 
 def test_strategies_that_are_none() -> None:
-    assert parse_strategies("ddp, fsdp") == ["ddp", "fsdp"]
+    assert choose_strategies(None, "ddp, fsdp", ()) == ["ddp", "fsdp"]
     with pytest.raises(
         UsageError, match="--strategies names 'zero'; expected some of auto, single"
     ):
-        parse_strategies("ddp,zero")
+        choose_strategies(None, "ddp,zero", ())
