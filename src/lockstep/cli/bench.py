@@ -109,16 +109,17 @@ def handle(options: argparse.Namespace) -> int:
     _check_outputs(options)
     with kept_directory(options.keep_runs, "bench") as directory:
         content = benchmark.run(directory, _report, keep=options.keep_runs is not None)
-    refused = benchmark.compare(content)
-    _write(content, options)
-    if refused is not None:
-        raise refused  # after the results were written
+    try:
+        benchmark.compare(content)
+    finally:  # the results are written, also if they do not compare
+        _write(content, options)
     return 1 if any(row["verdict"] for row in content["results"]) else 0
 
 
 def _benchmark(options: argparse.Namespace) -> Benchmark:
+    from lockstep.launch.command import choose_exchanges
     from lockstep.tools.bench.benchmark import Benchmark
-    from lockstep.tools.bench.combinations import choose_exchanges, combine, parse_counts
+    from lockstep.tools.bench.combinations import combine, parse_counts
 
     command, strategies = run_command(options, "exchange")
     exchanges = choose_exchanges(options.exchange, options.exchanges)
@@ -164,7 +165,7 @@ def _show_given(options: argparse.Namespace) -> int:
 
     No script runs.
     """
-    from lockstep.tools.bench.given import StepAssumptions
+    from lockstep.tools.bench.projecting import StepAssumptions
     from lockstep.tools.quantities import parse_latency, parse_size
 
     if None in (options.gradients, options.compute, options.project):

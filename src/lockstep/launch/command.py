@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.registry import STRATEGIES, WITH_SERVERS
+from lockstep.registry import EXCHANGES, STRATEGIES, WITH_SERVERS
 from lockstep.settings import OF_SERVERS, TABLE
 
 #: Variables of the caller's environment that must not reach a child launch.
@@ -61,54 +62,91 @@ class RunCommand:
         """Return the command line of `lockstep run` with options `words`."""
         return [sys.executable, "-m", "lockstep", "run", *words, *self.script]
 
-    def start(
+    @contextlib.contextmanager
+    def started(
         self,
         words: Sequence[str],
         environ: Mapping[str, str],
-        output: Path,
-        errors: Path,
-        directory: Path | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """Start `lockstep run` with options `words`; append its output to files `output` and `errors`.
+        directory: Path,
+        working_directory: Path | None = None,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Context manager: start `lockstep run` with options `words`; kill it at the end if it still runs.
 
-        `directory` is the working directory, by default that of this process.
+        Its output is appended to two files in `directory`. The working directory is by default that of
+        this process.
         """
+        output, errors = directory / "output.txt", directory / "errors.txt"
         with output.open("ab") as out, errors.open("ab") as err:
-            return subprocess.Popen(
+            launcher = subprocess.Popen(
                 self.program(words),
                 env=environ,
-                cwd=directory,
+                cwd=working_directory,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
             )
+        try:
+            yield launcher
+        finally:
+            launcher.kill()  # its workers go with it
+            launcher.wait()
 
 
-def verdict_in(errors: Path) -> str:
-    """Return the failure message in `errors`, the file with the launcher's standard error.
+def errors_in(directory: Path) -> str:
+    """Return the standard error of the launches whose output is in `directory`."""
+    return (directory / "errors.txt").read_text(errors="replace")
 
-    If the file has no such message, its last eight lines are returned.
+
+def verdict_in(directory: Path) -> str:
+    """Return the failure message of the last launch whose output is in `directory`.
+
+    If the launch has printed no such message, the last eight lines of its standard error are returned.
     """
-    lines = errors.read_text(errors="replace").rstrip().splitlines()
+    lines = errors_in(directory).rstrip().splitlines()
     marks = [i for i, line in enumerate(lines) if line.startswith("lockstep: ")]
     return "\n".join(lines[marks[-1] :] if marks else lines[-8:])
 
 
-def parse_names(flag: str, text: str, known: Sequence[str], example: str) -> list[str]:
-    """Parse the comma-separated names in a flag's value.
+def _choose(
+    flags: tuple[str, str], one: str | None, several: str | None, known: Sequence[str], example: str
+) -> Sequence[str | None]:
+    """Return the names that one of two flags gives, such as `--strategy` and `--strategies`.
 
-    `flag` is the flag's name for the error, `known` the valid names, and `example` the error's hint.
+    The name `None` stands for what the script chooses. `flags` are the two flags, `one` and `several`
+    their values. `known` are the valid names, `example` is a value for the hint of an error.
 
     Raises:
-        UsageError: for an unknown name.
+        UsageError: if both flags are given, or a name is unknown.
     """
-    names = [name.strip() for name in text.split(",")]
+    flag, many = flags
+    if one is not None and several is not None:
+        raise UsageError(
+            f"--{flag} {one} beside --{many} {several}; expected one of them",
+            hint=f"--{many} {flag[0].upper()},… runs each layout with each of its {many}, "
+            f"--{flag} {flag[0].upper()} with one",
+        )
+    if several is None:
+        return [one]
+    names = [name.strip() for name in several.split(",")]
     for name in names:
         if name not in known:
             raise UsageError(
-                f"{flag} names {name!r}; expected some of {', '.join(known)}", hint=example
+                f"--{many} names {name!r}; expected some of {', '.join(known)}",
+                hint=f"for example --{many} {example}",
             )
     return names
+
+
+def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | None]:
+    """Return the exchanges to run, from `--exchange` and `--exchanges`.
+
+    An element `None` stands for the exchange that the script chooses.
+
+    Raises:
+        UsageError: if both flags are given, or an exchange is unknown.
+    """
+    flags = ("exchange", "exchanges")
+    return _choose(flags, one, several, EXCHANGES.names(), "tree,shared-memory")
 
 
 def choose_strategies(
@@ -126,15 +164,8 @@ def choose_strategies(
     Raises:
         UsageError: if the flags contradict each other, or a strategy is unknown.
     """
-    if one is not None and several is not None:
-        raise UsageError(
-            f"--strategy {one} beside --strategies {several}; expected one of them",
-            hint="--strategies S,… runs each layout with each of its strategies, --strategy S with one",
-        )
-    strategies: Sequence[str | None] = [one]
-    if several is not None:
-        example = "for example --strategies ddp,fsdp"
-        strategies = parse_names("--strategies", several, STRATEGIES.names(), example)
+    flags = ("strategy", "strategies")
+    strategies = _choose(flags, one, several, STRATEGIES.names(), "ddp,fsdp")
     if of_servers and None not in strategies and WITH_SERVERS not in strategies:
         flag, names = of_servers[0], one or several
         given = f"--strategy {one}" if several is None else f"--strategies {several}"

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
-from lockstep.launch.command import parse_names
 from lockstep.launch.devices.gpus import Gpu, list_gpus, visible
-from lockstep.registry import EXCHANGES, STRATEGIES
+from lockstep.registry import STRATEGIES
 from lockstep.tools.bench.projection import Link
 from lockstep.tools.bench.traffic import Layout
 from lockstep.tools.quantities import counted
@@ -130,22 +129,3 @@ def parse_layouts(flag: str, text: str, link: Link) -> list[Layout]:
 
 
 _LAYOUT = re.compile(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?")
-
-
-def choose_exchanges(one: str | None, several: str | None) -> Sequence[str | None]:
-    """Return the exchanges to measure; `None` leaves the choice to the script.
-
-    `one` is the value of the flag `--exchange`, `several` is that of `--exchanges`.
-
-    Raises:
-        UsageError: if both flags are given, or a name is unknown.
-    """
-    if one is not None and several is not None:
-        raise UsageError(
-            f"--exchange {one} beside --exchanges {several}; expected one of them",
-            hint="--exchanges E,… runs each layout with each of its exchanges, --exchange E with one",
-        )
-    if several is None:
-        return [one]
-    example = "for example --exchanges tree,shared-memory"
-    return parse_names("--exchanges", several, EXCHANGES.names(), example)

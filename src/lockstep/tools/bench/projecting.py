@@ -1,4 +1,4 @@
-"""Fit a model of the step time to rows of measurements, and predict step times on other layouts."""
+"""Predict step times on other layouts: by a model fitted to measurements, or from given numbers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.errors import UsageError
 from lockstep.registry import STRATEGIES
+from lockstep.tools.bench.comparing import FORMAT
 from lockstep.tools.bench.projection import (
     Batches,
     Cost,
     FitPoint,
     Link,
     Model,
+    Parameters,
+    buckets_of,
     cost_of,
     fit_model,
 )
 from lockstep.tools.bench.results import BY_STEPS, Row, belongs, group
 from lockstep.tools.bench.traffic import SHARDED, Layout, ReduceAlgorithm
-from lockstep.tools.quantities import rounded
+from lockstep.tools.quantities import rounded, seconds, size
 
+#: Kind of a results file without a measurement.
+_KIND = "arithmetic"
 #: Strategies whose ranks do not each compute a share of the samples.
 _NOT_SHARED = STRATEGIES.where(lambda one: one.scatters or one.spreads)
 _UNEVEN = "with {} ranks do not share the samples evenly; there is no model of that"
@@ -48,19 +54,10 @@ class Projection:
     assumptions: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # why a group has no projection
 
-    @property
-    def model(self) -> dict[str, Any]:
-        """Parameters, errors and assumptions of the models, for the field `model` of the results file.
-
-        It is a dict of JSON's types.
-        """
-        return {
-            "formula": _FORMULA,
-            "parameters": self.parameters,
-            "residuals": self.residuals,
-            "assumptions": self.assumptions,
-            "refused": self.refused,
-        }
+    def content(self) -> dict[str, Any]:
+        """Return the fields `projection` and `model` of the results file, in JSON's types."""
+        model = {"formula": _FORMULA, **asdict(self)}
+        return {"projection": model.pop("rows"), "model": model}
 
 
 def project(rows: Sequence[Row], wanted: Sequence[Layout], link: Link) -> Projection:
@@ -99,7 +96,7 @@ def _project_group(
     used = [point for point in points if not point.left_out]
     batches = Batches.of(used) if used else None
     cost = _cost(usable, strategy)
-    why = _refusal(strategy, usable, used, batches, cost) or _no_speed(used, wanted, link)
+    why = _refusal(strategy, usable, used, batches, cost, wanted, link)
     if why is not None or batches is None or cost is None:
         named = "/".join(filter(None, of)) or "the script's own strategy"
         done.refused.append(f"{named}: {why}")
@@ -107,11 +104,11 @@ def _project_group(
     fitted = fit_model(points, cost, batches)
     model = fitted.over(link)
     names = {"strategy": of[0], "exchange": of[1]}
-    done.parameters.append(names | parameters_of(model, link))
+    done.parameters.append(names | _parameters_of(model, link))
     done.residuals += [names | _residual(fitted, point) for point in points]
     base = min(usable, key=lambda one: one["ranks"])
     each = base["samples_per_second"] / base["ranks"]
-    done.rows += [names | row_of(model, layout, each) for layout in wanted]
+    done.rows += [names | _row_of(model, layout, each) for layout in wanted]
     assumed = _assumptions(model, cost, link, used, wanted)
     done.assumptions += [line for line in assumed if line not in done.assumptions]
 
@@ -150,33 +147,28 @@ def _refusal(
     used: Sequence[FitPoint],
     batches: Batches | None,
     cost: Cost | None,
+    wanted: Sequence[Layout],
+    link: Link,
 ) -> str | None:
-    """Return why no model can be fitted to rows of one strategy and exchange; `None` if one can.
+    """Return why rows of one strategy and exchange give no prediction for `wanted`; `None` if they do.
 
     `usable`: the rows whose steps were measured. `used`: a point for each usable row that the fit can use.
-    `batches` and `cost` are `None` if they are not known.
+    `batches` and `cost` are `None` if they are not known. `link` has the network speeds that are given.
     """
+    needs_exchange = link.bandwidth is None
+    needs_local = link.local_bandwidth is None and any(
+        one.hosts > 1 and one.per_host > 1 for one in wanted
+    )
     checks = [
         (strategy in _NOT_SHARED, _UNEVEN.format(strategy)),
         (not usable, "no steps were measured"),
         (not used, "every layout has more threads than this machine has cores"),
         (batches is None, _NO_BATCH),
         (cost is None, "the bytes that its exchange sends are not recorded"),
+        (needs_exchange and all(one.ranks == 1 for one in used), _NO_EXCHANGE),
+        (needs_local and all(one.layout.per_host == 1 for one in used), _NO_LOCAL),
     ]
     return next((why for applies, why in checks if applies), None)
-
-
-def _no_speed(used: Sequence[FitPoint], wanted: Sequence[Layout], link: Link) -> str | None:
-    """Return a message if a network speed is needed but neither measured nor given, else `None`.
-
-    `used` are the measured points, `wanted` the layouts to predict for; `link` has the given speeds.
-    """
-    if link.bandwidth is None and all(one.ranks == 1 for one in used):
-        return _NO_EXCHANGE
-    is_local = any(one.hosts > 1 and one.per_host > 1 for one in wanted)
-    if is_local and link.local_bandwidth is None and all(one.layout.per_host == 1 for one in used):
-        return _NO_LOCAL
-    return None
 
 
 def _residual(model: Model, point: FitPoint) -> Row:
@@ -192,7 +184,7 @@ def _residual(model: Model, point: FitPoint) -> Row:
     }
 
 
-def parameters_of(model: Model, link: Link) -> Row:
+def _parameters_of(model: Model, link: Link) -> Row:
     """Return the parameters of a step-time model as a dictionary, for the table of results.
 
     The element `given` lists the names of the parameters that the user has set in `link`.
@@ -212,7 +204,7 @@ def parameters_of(model: Model, link: Link) -> Row:
     }
 
 
-def row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
+def _row_of(model: Model, layout: Layout, rate_of_rank: float) -> Row:
     """Return the predicted step time and speed on a layout, as a row of the results file.
 
     On several hosts the row may also have, for comparison, the step times if gradients were summed by other
@@ -252,10 +244,9 @@ def _assumptions(
 
     `cost` is the measured exchange, `used` the measured points, `wanted` the layouts to predict for.
     """
-    counted = ", ".join(_named(one.layout) for one in used)
     batches = model.batches
     lines = [
-        f"fitted to {counted} ranks, medians of the repeats",
+        f"fitted to {', '.join(str(one.layout) for one in used)} ranks, medians of the repeats",
         "every rank has a processor of its own, as fast as the measured ones",
     ]
     each = f"{batches.total:.4g} samples"
@@ -266,12 +257,7 @@ def _assumptions(
         if batches.replicas is not None:
             many = f"on more than {batches.replicas} ranks"
             lines.append(f"{many} a run has as many replicas as ranks")
-    return lines + _on_fit(model, cost, link, used) + on_traffic(model, link, wanted)
-
-
-def _named(layout: Layout) -> str:
-    """Return a layout in the syntax of `--project`: `8` on one host, `4x8` for 4 hosts of 8 ranks each."""
-    return str(layout.ranks) if layout.hosts == 1 else f"{layout.hosts}x{layout.per_host}"
+    return lines + _on_fit(model, cost, link, used) + _on_traffic(model, link, wanted)
 
 
 def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[FitPoint]) -> list[str]:
@@ -300,7 +286,7 @@ def _on_fit(model: Model, cost: Cost, link: Link, used: Sequence[FitPoint]) -> l
     return lines
 
 
-def on_traffic(model: Model, link: Link, wanted: Sequence[Layout]) -> list[str]:
+def _on_traffic(model: Model, link: Link, wanted: Sequence[Layout]) -> list[str]:
     """Return lines of text that explain which messages and bytes of gradients the model counts."""
     way = model.cost.way
     lines = [_COUNTED[way if any(one.hosts > 1 for one in wanted) else _ON_ONE_HOST.get(way, way)]]
@@ -321,3 +307,53 @@ _ON_ONE_HOST = {
     ReduceAlgorithm.HOSTS: ReduceAlgorithm.RING,
     ReduceAlgorithm.FLAT: ReduceAlgorithm.RING,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAssumptions:
+    """Gradient size and computing time of a step, given by the user to predict step times from."""
+
+    gradients: float  # bytes of all gradients
+    compute: float  # seconds of a step without the exchange, on any number of ranks
+    wanted: Sequence[Layout]
+    link: Link
+    on_cpu: bool  # whether ranks are on CPUs, where the exchange `tree` sums within each host first
+
+    def __post_init__(self) -> None:
+        if not self.compute:
+            raise UsageError(
+                "--compute is 0; expected the time of a step without its exchange",
+                hint="for example --compute 300ms",
+            )
+        for flag, value, is_needed in (
+            ("--bandwidth", self.link.bandwidth, any(one.hosts > 1 for one in self.wanted)),
+            (
+                "--local-bandwidth",
+                self.link.local_bandwidth,
+                any(one.per_host > 1 for one in self.wanted),
+            ),
+        ):
+            if is_needed and value is None:
+                raise UsageError(
+                    f"--project without SCRIPT and without {flag}; expected it, since nothing is measured",
+                    hint=f"for example {flag} 100GB/s",
+                )
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of a results file, with the predicted step time on each of `wanted`."""
+        way = ReduceAlgorithm.HOSTS if self.on_cpu else ReduceAlgorithm.FLAT
+        cost = Cost("tree", self.gradients, buckets_of(self.gradients), way)
+        batches = Batches(1, per_rank=True, replicas=None)
+        model = Model(Parameters(overhead_seconds=self.compute), cost, batches).over(self.link)
+        names = {"strategy": None, "exchange": None}
+        rows = [names | _row_of(model, layout, 1 / self.compute) for layout in self.wanted]
+        done = Projection(
+            rows=[row | {"samples_per_second": None} for row in rows],
+            parameters=[names | _parameters_of(model, self.link)],
+            assumptions=[
+                f"nothing was measured; gradients of {size(self.gradients)} are given",
+                f"every rank computes for {seconds(self.compute)} in each step, as given",
+                *_on_traffic(model, self.link, self.wanted),
+            ],
+        )
+        return {"format": FORMAT, "kind": _KIND, "results": [], **done.content()}

@@ -13,7 +13,6 @@ from lockstep.engine.layout import halving
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import nodes
 from lockstep.registry import EXCHANGES, STRATEGIES
-from lockstep.tools.quantities import counted
 
 SHARDED = STRATEGIES.where(lambda one: one.shards)
 AT_SERVERS = EXCHANGES.where(lambda one: one.at_servers)
@@ -21,7 +20,10 @@ AT_SERVERS = EXCHANGES.where(lambda one: one.at_servers)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """A number of hosts, each with the same number of ranks."""
+    """A number of hosts, each with the same number of ranks.
+
+    Its text is in the syntax of `--project`: `8` on one host, `4x8` for 4 hosts of 8 ranks each.
+    """
 
     hosts: int
     per_host: int
@@ -32,7 +34,7 @@ class Layout:
         return self.hosts * self.per_host
 
     def __str__(self) -> str:
-        return f"{counted(self.hosts, 'host')} of {counted(self.per_host, 'rank')}"
+        return str(self.ranks) if self.hosts == 1 else f"{self.hosts}x{self.per_host}"
 
 
 class ReduceAlgorithm(StrEnum):
@@ -149,15 +151,13 @@ _BETWEEN: Mapping[ReduceAlgorithm, Callable[[Layout, int], Traffic]] = {
 }
 
 
-def sent_by_rank(way: ReduceAlgorithm, layout: Layout, replicas: int | None = None) -> float:
+def sent_by_rank(way: ReduceAlgorithm, layout: Layout) -> float:
     """Return how many bytes a run records as sent by each rank, per byte of summed gradients.
 
-    `way`: algorithm of the sum. `replicas`: number of replicas of the run; `None` if there are as many as
-    ranks.
+    `way`: algorithm of the sum. The run has as many replicas as ranks.
     """
-    made = traffic(way, layout, replicas)
     if way == ReduceAlgorithm.SERVERS:
         return 1.0
     if way == ReduceAlgorithm.HOSTS and layout.hosts > 1:
-        return made.link_bytes / layout.per_host
+        return traffic(way, layout).link_bytes / layout.per_host
     return _everywhere(way, layout.ranks).link_bytes

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from lockstep.errors import WorldError
@@ -87,10 +87,7 @@ class Report:
             "seconds": round(self.seconds, 2),
             "nodes": list(self.seen.labels),
             "nodes_asked": self.seen.asked,
-            "findings": [
-                {"check": name, "level": one.level, "text": one.text, "advice": one.advice}
-                for name, one in self.findings
-            ],
+            "findings": [{"check": name, **asdict(one)} for name, one in self.findings],
             "facts": dict(zip(self.seen.labels, self.seen.reports, strict=True)),
         }
 

@@ -21,7 +21,6 @@ _MORE_SHM = (
     "Kubernetes, mount -o remount,size=50% /dev/shm"
 )
 _FILES = 1024
-_UNLIMITED = -1
 
 
 def _look_shm(_: Options) -> Facts:
@@ -71,7 +70,7 @@ def limits(facts: Facts) -> list[Finding] | str:
     Limits are the numbers of open files and of processes, the address space, and locked memory. The text
     states how many files a process may open.
     """
-    limited = {name: limit for name, limit in facts.items() if limit != _UNLIMITED}
+    limited = {name: limit for name, limit in facts.items() if limit != resource.RLIM_INFINITY}
     files, processes = limited.get("files", _FILES), limited.get("processes", _FILES)
     addresses, locked = (binary_size(limited.get(name, 0)) for name in ("addresses", "locked"))
     found = []

@@ -20,15 +20,6 @@ _DEBUG = {"gloo": "TORCH_DISTRIBUTED_DEBUG=DETAIL", "nccl": "NCCL_DEBUG=INFO"}
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-def ranks(facts: Facts | None, *, alone: bool) -> int:
-    """Return the number of ranks of the test all-reduce on a node: one for each GPU.
-
-    Without a GPU there is one rank, or two if the node is `alone`. `facts` are the node's facts on GPUs.
-    """
-    gpus = len((facts or {}).get("gpus", ()))
-    return gpus or (2 if alone else 1)
-
-
 def start(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run this node's ranks of one all-reduce, each in a child process; return a result for each rank.
 
@@ -91,8 +82,8 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
         return {"skipped": "nodes have unlike versions, which a launch refuses"}
     if rendezvous.several_hosts and not rendezvous.reach:
         return {"skipped": "not all nodes reach each other"}
-    counts = [ranks(report.get("gpus"), alone=seen.alone) for report in seen.reports]
-    gpus = all((report.get("gpus") or {}).get("gpus") for report in seen.reports)
+    gpus = [len((report.get("gpus") or {}).get("gpus", ())) for report in seen.reports]
+    counts = [count or (2 if seen.alone else 1) for count in gpus]  # ranks of each node
     own = rendezvous.reach[rendezvous.index] if rendezvous.reach else None
     here = own.name if own else next((one.name for one in interfaces() if one.loopback), None)
     store = host_store(0, loopback=not rendezvous.reach) if rendezvous.index == 0 else None
@@ -104,7 +95,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, _: Options) -> Facts:
         "size": sum(counts),
         "interface": here,
     }
-    backends = ("gloo", "nccl") if gpus else ("gloo",)
+    backends = ("gloo", "nccl") if all(gpus) else ("gloo",)
     return {
         backend: starter.give({**job, "backend": backend}).result(3 * _SECONDS)
         for backend, starter in zip(backends, rendezvous.starters, strict=False)

@@ -29,12 +29,8 @@ _PREFIX = ".lockstep-doctor-"
 
 def _existing(run_dir: Path) -> Path:
     """Return `run_dir`, or the nearest directory above it that exists."""
-    return next(one for one in (run_dir, *run_dir.absolute().parents) if _is_there(one))
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a path exists; `False` below a directory without access, where `Path.exists` may raise."""
-    return os.access(path, os.F_OK)
+    # `Path.exists` may raise below a directory without access.
+    return next(one for one in (run_dir, *run_dir.absolute().parents) if os.access(one, os.F_OK))
 
 
 def _look(asked: Options) -> Facts:
@@ -135,7 +131,7 @@ def _together(rendezvous: NodeGroup, seen: NodeReports, asked: Options) -> Facts
         except OSError as error:
             facts["problem"] = f"{error.strerror}"
         rendezvous.gather("shared/made", own=True)
-        facts["sees"] = _is_there(path)
+        facts["sees"] = os.access(path, os.F_OK)
         if not os.access(path.parent, os.X_OK):
             facts["problem"] = os.strerror(errno.EACCES)
         try:

@@ -13,7 +13,6 @@ from lockstep.state.record.steps import PARAMETERS, Entry, Key
 from lockstep.tools.replay.comparison import Comparison, changed, unequal, unlike
 from lockstep.tools.replay.recorded import RecordedRun
 from lockstep.tools.replay.replaying import ReplayOptions, ReplayResults, replay
-from lockstep.tools.replay.sources import as_recorded
 
 _WHERE = ("in A", "in B")
 
@@ -90,7 +89,7 @@ def _locate(
     directory for the replays.
     """
     started = [RecordedRun.of(run.directory) for run in runs]
-    placed = [as_recorded(run, scratch / f"source-{n}") for n, run in enumerate(started)]
+    placed = [run.as_recorded(scratch / f"source-{n}") for n, run in enumerate(started)]
     while True:
         asked = ReplayOptions(step=min(begin, step - 1) + 1, until=step, traces=step)
         a, b = (replay(run, asked, scratch / f"{n}-{step}") for n, run in enumerate(placed))

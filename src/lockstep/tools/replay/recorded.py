@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lockstep.state.checkpoint import catalog
 from lockstep.state.files import run_file
 from lockstep.state.files.atomic_file import make_directory
 from lockstep.state.record import steps
+from lockstep.state.record.provenance import changed_files
 from lockstep.state.record.reading import RunRecords
 from lockstep.state.record.steps import Entry, Key
 
@@ -56,22 +58,58 @@ class RecordedRun:
                 )
         return run
 
+    def as_recorded(self, directory: Path) -> RecordedRun:
+        """Return the run with its script taken from its git commit, if source files have changed since.
+
+        The commit is unpacked to `directory`; the repository is only read. The run itself is returned if
+        no file has changed, or if its commit is unknown or gone.
+        """
+        provenance = self.content["provenance"]
+        command, sources = provenance["command"], provenance["sources"]
+        commit = provenance.get("git", {}).get("commit")
+        if not commit or not changed_files(sources):
+            return self
+        directory.mkdir(parents=True)
+        place, archive = str(Path(command["script"]).parent), str(directory.with_suffix(".tar"))
+        try:
+            words = ["git", "-C", place, "rev-parse", "--show-toplevel"]
+            top = subprocess.check_output(words, text=True).rstrip("\n")
+            for words in (
+                ["git", "-C", top, "archive", "-o", archive, commit],
+                ["tar", "-xf", archive],
+            ):
+                subprocess.check_call(words, cwd=directory)
+        except (OSError, subprocess.CalledProcessError):  # the command has said why
+            return self
+
+        def placed(file: str) -> str:
+            path = Path(file).resolve()
+            return str(directory / path.relative_to(top)) if path.is_relative_to(top) else file
+
+        script = placed(command["script"])
+        if not Path(script).is_file():
+            return self  # it was never committed
+        moved = {
+            "command": {**command, "script": script},
+            "sources": {placed(file): checksum for file, checksum in sources.items()},
+        }
+        if command.get("module"):  # modules are found in the working directory
+            moved["command"]["directory"] = placed(command["directory"])
+        return replace(self, content={**self.content, "provenance": {**provenance, **moved}})
+
     @property
     def _command(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.content.get("provenance", {}).get("command", {})
-        return found
+        return dict(self.content.get("provenance", {}).get("command", {}))
 
     @property
     def identity(self) -> Mapping[str, Any]:
         """The identity in `run.json`: values that the run's result depends on, such as script and seed."""
-        found: Mapping[str, Any] = self.content.get("identity", {})
-        return found
+        return dict(self.content.get("identity", {}))
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings in `run.json` with which another start of the run computes the same results."""
-        found: Mapping[str, Any] = self.content["provenance"].get("settings", {})
-        return found
+        return dict(self.content["provenance"].get("settings", {}))
 
     @property
     def working_directory(self) -> Path:

@@ -121,14 +121,9 @@ def replay(run: RecordedRun, asked: ReplayOptions, directory: Path) -> ReplayRes
         code = subprocess.call(command.program(words), env=environ, cwd=run.working_directory)
         complaint = f"exit code {code}"
     else:
-        output, errors = directory / "output.txt", directory / "errors.txt"
-        launcher = command.start(words, environ, output, errors, run.working_directory)
-        try:
+        with command.started(words, environ, directory, run.working_directory) as launcher:
             code = launcher.wait()
-        finally:
-            launcher.kill()  # its workers go with it
-            launcher.wait()
-        complaint = verdict_in(errors)
+        complaint = verdict_in(directory)
     if code:
         raise RunError(f"the script fails in the replay of {run.directory}\n{complaint}")
     key = None if state is None else catalog.key_of(state)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
+
+import numpy as np
 
 from lockstep.state.record.curves import Generation
 from lockstep.state.record.reading import Event
 from lockstep.tools.quantities import rounded
 from lockstep.tools.report.page import COLOURS, Chart, graph_objects
 from lockstep.tools.report.runs import ReportedRun
-from lockstep.tools.report.thin import Point, envelope, thin
 
+#: A point: its position, and its value; `None` is a gap.
+Point = tuple[float, float | None]
 #: Largest number of points of a line, and of all lines of a chart together.
 _LINE, _CHART = 2000, 24000
 #: Number of ranks above which a chart shows only the lowest, the median and the highest value.
@@ -51,25 +58,22 @@ def line_figure(
     """
     objects = graph_objects()
     most = max(4, min(_LINE, _CHART // max(len(lines), 1)))
-    traces = [
-        _line(objects, name, thin(points, most), COLOURS[k % len(COLOURS)])
-        for k, (name, points) in enumerate(lines)
-    ]
+    traces = []
+    for (name, points), colour in zip(lines, cycle(COLOURS), strict=False):
+        shown = thin(points, most)
+        trace = objects.Scatter(
+            x=[rounded(x) for x, _ in shown],
+            y=[rounded(y) for _, y in shown],
+            name=name,
+            mode="lines+markers" if len(shown) <= _FEW else "lines",
+            line={"color": colour, "width": 1.6},
+            marker={"size": 5},
+        )
+        traces.append(trace)
     layout = {"hovermode": "x unified" if len(lines) <= len(COLOURS) else "closest"}
     kind = "tozero" if from_zero else "normal"
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, "rangemode": kind}}
     return objects.Figure(traces, layout | axes | {"showlegend": len(lines) > 1})
-
-
-def _line(objects: Any, name: str, points: Sequence[Point], colour: str) -> Any:
-    return objects.Scatter(
-        x=[rounded(x) for x, _ in points],
-        y=[rounded(y) for _, y in points],
-        name=name,
-        mode="lines+markers" if len(points) <= _FEW else "lines",
-        line={"color": colour, "width": 1.6},
-        marker={"size": 5},
-    )
 
 
 def curve_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
@@ -196,3 +200,41 @@ def _spent(found: Sequence[Generation]) -> dict[str, float]:
     rest = sum(pace["seconds"] for pace in paces) - data - exchange
     parts = {"compute and exchange" if hidden else "compute": max(rest, 0.0)}
     return parts | ({} if hidden else {"exchange": exchange}) | {"data": data}
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most `most` of `points`, in order, with the first, last, lowest and highest among them.
+
+    A value may be `None` or NaN, which is a gap; `most` is at least 4.
+    """
+    assert most >= 4, "a stretch has a lowest and a highest point, a curve a first and a last one"
+    if len(points) <= most:
+        return list(points)
+    values = np.array([math.nan if y is None else y for _, y in points])
+    chosen = {0, len(points) - 1}
+    for part in np.array_split(np.arange(1, len(points) - 1), (most - 2) // 2):
+        known = part[~np.isnan(values[part])]
+        ends = (
+            (known[values[known].argmin()], known[values[known].argmax()])
+            if known.size
+            else part[:1]
+        )
+        chosen.update(map(int, ends))
+    return [points[k] for k in sorted(chosen)]
+
+
+def envelope(lines: Sequence[Sequence[Point]], most: int = 300) -> dict[str, list[Point]]:
+    """Return three lines, `highest`, `median` and `lowest`, over the values of many lines.
+
+    The range of x is divided into at most `most` intervals; each gives one point per line.
+    """
+    known = [(x, y) for points in lines for x, y in points if y is not None and not math.isnan(y)]
+    first, last = min(x for x, _ in known), max(x for x, _ in known)
+    width = (last - first) / most or 1.0
+    stretches: defaultdict[int, list[float]] = defaultdict(list)
+    for x, y in known:
+        stretches[min(int((x - first) / width), most - 1)].append(y)
+    return {
+        name: [(first + (k + 0.5) * width, of(stretches[k])) for k in sorted(stretches)]
+        for name, of in (("highest", max), ("median", statistics.median), ("lowest", min))
+    }

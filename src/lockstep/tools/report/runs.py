@@ -36,11 +36,6 @@ class ReportedRun:
         """
         return status(str(self.recorded.run.get("status")), self.used)
 
-    @property
-    def generations(self) -> list[dict[str, Any]]:
-        """The record of each start and restart of the run, such as its numbers of ranks and nodes."""
-        return list(self.recorded.run.get("generations", []))
-
     @cached_property
     def launchers(self) -> list[Event]:
         """The recorded events of all launchers of the run, sorted by time."""
@@ -85,20 +80,18 @@ def read(directories: Sequence[Path]) -> list[ReportedRun]:
     for directory in found:
         if not directory.is_dir():
             raise UsageError(f"there is no directory {directory}; expected that of a run")
-    shown = [_shown(label, one) for label, one in zip(labels(found), found, strict=True)]
-    for run, directory in zip(shown, found, strict=True):
+    shown = []
+    for label, directory in zip(labels(found), found, strict=True):
+        # In this order: a run records its end before it releases its lock.
+        used = in_use(directory)
+        run = ReportedRun(label, RunRecords.of(directory), used)
+        shown.append(run)
         if not run.ranks:
             raise RunDirectoryError(
                 f"{directory / 'events'} holds no events of a rank; expected some in rank-0.jsonl",
                 hint="a run writes them from its beginning on: was the whole directory copied?",
             )
     return shown
-
-
-def _shown(label: str, directory: Path) -> ReportedRun:
-    # In this order: a run records its end before it releases its lock.
-    used = in_use(directory)
-    return ReportedRun(label, RunRecords.of(directory), used)
 
 
 def labels(directories: Sequence[Path]) -> list[str]:

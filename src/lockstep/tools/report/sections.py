@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.state.record.reading import Event
 from lockstep.tools.quantities import counted
 from lockstep.tools.report import timeline
 from lockstep.tools.report.charts import (
@@ -32,15 +31,18 @@ def sections(runs: Sequence[ReportedRun]) -> list[Section]:
     """Return all sections of a report on `runs`."""
     clock = Clock(runs)
     happened: list[Part] = []
+    speed: list[Part] = [*speed_charts(runs, clock)]
+    machine: list[Part] = []
+    memory: list[Part] = []
+    audits: list[Part] = []
     for run in runs:
-        prefix = _prefix(run, runs)
+        prefix = "" if len(runs) == 1 else f"{run.label}: "
         happened.append(timeline.chart(run, clock, f"{prefix}Timeline"))
         happened.append(timeline.table(run, f"{prefix}starts, failures, restarts and the end"))
-    shares = [share_chart(run, _prefix(run, runs)) for run in runs]
-    speed = [*speed_charts(runs, clock), *(chart for chart in shares if chart is not None)]
-    machine = [chart for run in runs for chart in machine_charts(run, clock, _prefix(run, runs))]
-    memory = [table for run in runs for table in _memory(run, _prefix(run, runs))]
-    audits = [table for run in runs for table in _audits(run, _prefix(run, runs))]
+        speed += filter(None, [share_chart(run, prefix)])
+        machine += machine_charts(run, clock, prefix)
+        memory += _memory(run, prefix)
+        audits += _audits(run, prefix)
     return [
         Section("Run" if len(runs) == 1 else "Runs", [*_about(runs), *audits]),
         Section("Losses and metrics", _or_text(curve_charts(runs), "The run logged no numbers.")),
@@ -50,10 +52,6 @@ def sections(runs: Sequence[ReportedRun]) -> list[Section]:
         Section("Memory and utilisation", _or_text([*machine, *memory], "Nothing is recorded.")),
         Section("What happened", happened),
     ]
-
-
-def _prefix(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
-    return "" if len(runs) == 1 else f"{run.label}: "
 
 
 def _or_text(parts: Sequence[Part], text: str) -> Sequence[Part]:
@@ -91,18 +89,23 @@ def _facts(run: ReportedRun) -> dict[str, object]:
 
 def _own(run: ReportedRun) -> dict[str, object]:
     """Return facts on a run by name: its status, digest, steps, layout, devices and others."""
-    content, generations = run.recorded.run, run.generations
+    content = run.recorded.run
+    generations = content.get("generations", [])
     newest = max(int(event.get("step", 0)) for events in run.ranks.values() for event in events)
     # The main rank's error may be a consequence of a failure that the launcher has recorded.
     failures = [event["text"] for event in run.launchers if event["kind"] == "failure"]
-    layout = None
+    layout = parent = audited = None
+    if "parent" in content:
+        parent = f"{content['parent'].get('directory')}, step {content['parent'].get('step')}"
+    if count := content.get("audits", {}).get("count"):
+        audited = f"{count} without a difference, up to step {content['audits'].get('confirmed')}"
     if generations:
         ranks = counted(generations[-1].get("ranks", 1), "rank")
         nodes = counted(generations[-1].get("nodes", 1), "node")
         layout = f"{ranks} on {nodes}, {generations[-1].get('environment')}"
     return {
         "status": run.status,
-        "parent": _parent(content.get("parent")),
+        "parent": parent,
         "verdict": failures[-1] if failures and run.status == "failed" else None,
         "error": content.get("error"),
         "digest": content.get("digest", _NONE),
@@ -111,25 +114,8 @@ def _own(run: ReportedRun) -> dict[str, object]:
         "layout": layout,
         "generations": len(generations),
         "devices": _devices(run),
-        "audits": _audited(content.get("audits", {})),
+        "audits": audited,
     }
-
-
-def _parent(content: Mapping[str, Any] | None) -> str | None:
-    """Return the directory and step of a parent run as text; `None` if the run has no parent.
-
-    `content` is the field `parent` of `run.json`.
-    """
-    return None if content is None else f"{content.get('directory')}, step {content.get('step')}"
-
-
-def _audited(audits: Mapping[str, Any]) -> str | None:
-    """Return a text with the number of audits without a difference, and the last step they confirm.
-
-    `audits` is the field `audits` of `run.json`. Return `None` without audits.
-    """
-    count = audits.get("count")
-    return f"{count} without a difference, up to step {audits.get('confirmed')}" if count else None
 
 
 def _audits(run: ReportedRun, prefix: str) -> list[Table]:
@@ -173,18 +159,19 @@ def _memory(run: ReportedRun, prefix: str) -> list[Table]:
 
     `prefix` begins the caption.
     """
-    known: dict[int, Event] = {}
-    for rank, events in run.ranks.items():
-        for event in events:
-            if event["kind"] == "memory":
-                known[rank] = event
-    names = dict.fromkeys(
-        name for event in known.values() for name in event if name not in ("time", "kind")
-    )
+    known = {  # the last one of each rank
+        rank: event
+        for rank, events in run.ranks.items()
+        for event in events
+        if event["kind"] == "memory"
+    }
+    names = [*dict.fromkeys(name for event in known.values() for name in event)]
+    names = [name for name in names if name not in ("time", "kind")]
     rows: list[list[object]] = []
     for rank, event in known.items():
         values = (event.get(name) for name in names)
-        sizes = (None if value is None else value / _MIB for value in values)
-        rows.append([f"rank {rank}", *sizes])
+        rows.append(
+            [f"rank {rank}", *(None if value is None else value / _MIB for value in values)]
+        )
     heads = (name.replace("_", " ") for name in names)
     return [Table(["", *heads], rows, f"{prefix}memory at the end (MiB)")] if rows else []

@@ -72,7 +72,8 @@ def chart(run: ReportedRun, clock: Clock, title: str) -> Chart:
     rows += [_LAUNCHER] * any(one.row == _LAUNCHER for one in found)
     found = [one for one in found if one.row in rows]
     traces = [_bars(objects, run, clock, rows)]
-    traces += [_marks(objects, run, clock, found, kind) for kind in _MARKS]
+    of_kinds = [[one for one in found if one.kind == kind] for kind in _MARKS]
+    traces += [_marks(objects, run, clock, of_kind) for of_kind in of_kinds if of_kind]
     layout = {
         "xaxis": {"title": {"text": clock.title}},
         "yaxis": {
@@ -86,7 +87,7 @@ def chart(run: ReportedRun, clock: Clock, title: str) -> Chart:
     more = len(run.ranks) - _ROWS
     note = f"The first {_ROWS} ranks; {more} more are not drawn." if more > 0 else ""
     return Chart(
-        objects.Figure([trace for trace in traces if trace is not None], layout),
+        objects.Figure(traces, layout),
         title,
         note,
         height=130 + 26 * len(rows),
@@ -98,29 +99,22 @@ def _bars(objects: Any, run: ReportedRun, clock: Clock, rows: Sequence[str]) -> 
     x: list[float | None] = []
     y: list[str | None] = []
     for rank, found in run.by_generation.items():
-        if f"rank {rank}" in rows:
-            for generation in found:
-                x += [
-                    clock.of(run, generation.time),
-                    clock.of(run, generation.events[-1]["time"]),
-                    None,
-                ]
-                y += [f"rank {rank}", f"rank {rank}", None]
+        for generation in found if f"rank {rank}" in rows else ():
+            ends = (generation.time, generation.events[-1]["time"])
+            x += [*(clock.of(run, end) for end in ends), None]
+            y += [f"rank {rank}", f"rank {rank}", None]
     line = {"width": 9, "color": "rgba(59,130,246,0.35)"}
     return objects.Scatter(x=x, y=y, mode="lines", line=line, name="runs", hoverinfo="skip")
 
 
-def _marks(
-    objects: Any, run: ReportedRun, clock: Clock, found: Sequence[TimelineEntry], kind: str
-) -> Any:
-    of_kind = [one for one in found if one.kind == kind]
-    if not of_kind:
-        return None
+def _marks(objects: Any, run: ReportedRun, clock: Clock, found: Sequence[TimelineEntry]) -> Any:
+    """Return a trace with a mark for each of `found`, which are of one kind."""
+    kind = found[0].kind
     symbol, size, colour = _MARKS[kind]
     return objects.Scatter(
-        x=[clock.of(run, one.time) for one in of_kind],
-        y=[one.row for one in of_kind],
-        text=[one.text for one in of_kind],
+        x=[clock.of(run, one.time) for one in found],
+        y=[one.row for one in found],
+        text=[one.text for one in found],
         mode="markers",
         marker={"symbol": symbol, "size": size, "color": colour},
         name=kind,

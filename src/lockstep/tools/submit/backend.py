@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.tools.submit.request import JobRequest
+
+#: Seconds that a program of a job scheduler may take.
+_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,32 @@ class UnknownJobError(Exception):
 
 class NoAnswerError(Exception):
     """The job scheduler does not answer at present."""
+
+
+def call(*words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program of a job scheduler, such as `sbatch`; return its exit code and its output as text.
+
+    `words` is the command line. `environ` has the environment variables of the program, by default those
+    of this process.
+
+    Raises:
+        NoAnswerError: if the program cannot be started, or takes more than a minute.
+    """
+    try:
+        return subprocess.run(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"no answer within {_SECONDS:g} s") from None
+    except OSError as error:
+        raise NoAnswerError(f"{words[0]}: {error.strerror}") from None
 
 
 class Backend(ABC):

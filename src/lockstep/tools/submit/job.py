@@ -61,8 +61,6 @@ def submit(
                 for made in (path / "logs", path, *above):
                     made.rmdir()
         raise
-    if taken.warnings:
-        say(f"lockstep: {backend.program} says: {taken.warnings}")
     say(f"lockstep: job {taken.job} submitted: {short(file)}")
     output = backend.output(path, taken.job)
     say(f"lockstep: its output: {short(output)}")
@@ -70,18 +68,22 @@ def submit(
 
 
 def _submit(backend: Backend, file: Path, text: str) -> Submission:
+    """Write `text`, a job script, to `file`, submit it, and print the warnings of the backend."""
     try:
         file.write_text(text)
     except OSError as error:
         raise RunDirectoryError(f"{file} cannot be written: {error.strerror}") from None
     try:
-        return backend.submit(file)
+        taken = backend.submit(file)
     except KeyboardInterrupt:
         say(
             f"\nlockstep: stopped while {backend.program} was at work; {backend.commands()} shows if there "
             "is a job"
         )
         raise
+    if taken.warnings:
+        say(f"lockstep: {backend.program} says: {taken.warnings}")
+    return taken
 
 
 def submit_remote(backend: Backend, request: JobRequest, run_dir: Path, job: str) -> None:
@@ -92,12 +94,8 @@ def submit_remote(backend: Backend, request: JobRequest, run_dir: Path, job: str
     Raises:
         UsageError: if the backend refuses the job.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="lockstep-", suffix=".yaml") as file:
-        file.write(backend.script(request, run_dir))
-        file.flush()
-        taken = backend.submit(Path(file.name))
-    if taken.warnings:
-        say(f"lockstep: {backend.program} says: {taken.warnings}")
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as place:
+        taken = _submit(backend, Path(place) / "job.yaml", backend.script(request, run_dir))
     say(f"lockstep: {taken.job}")
     say(f"lockstep: {backend.commands(job)}")
 

@@ -97,11 +97,13 @@ def _labels(request: JobRequest) -> dict[str, str]:
     return {"app.kubernetes.io/managed-by": "lockstep", "app.kubernetes.io/instance": request.name}
 
 
-def _object(version: str, kind: str, request: JobRequest, options: PodOptions) -> Manifest:
+def _object(
+    version: str, kind: str, request: JobRequest, options: PodOptions, spec: Manifest
+) -> Manifest:
     metadata: Manifest = {"name": request.name, "labels": _labels(request)}
     if options.namespace is not None:
         metadata["namespace"] = options.namespace
-    return {"apiVersion": version, "kind": kind, "metadata": metadata}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _command(request: JobRequest, options: PodOptions, run_dir: str, kind: Kind) -> list[str]:
@@ -118,15 +120,11 @@ def _command(request: JobRequest, options: PodOptions, run_dir: str, kind: Kind)
         else:
             host = kind.first_pod.format(request.name)
             own += ["--node-rank", f"$({kind.index})", "--master-addr", host]
-    own += ["-n", f"{_ranks(request)}", "--run-dir", run_dir]
+    ranks = 1 if request.ranks_option is None else request.ranks_option
+    own += ["-n", str(ranks), "--run-dir", run_dir]
     # Kubernetes expands $(NAME), and reads $$ as $.
     given = [*request.run_options, *request.command]
     return [*own, *(word.replace("$", "$$") for word in given)]
-
-
-def _ranks(request: JobRequest) -> int | str:
-    ranks = "gpu" if request.ranks is None and request.gpus_per_node else request.ranks
-    return 1 if ranks is None else ranks
 
 
 def _resources(request: JobRequest, options: PodOptions) -> Manifest:
@@ -233,19 +231,16 @@ def _job_spec(request: JobRequest, template: Manifest) -> Manifest:
 
 def _job(request: JobRequest, options: PodOptions, run_dir: str) -> list[Manifest]:
     template = _pod_template(request, options, run_dir, KINDS["job"])
-    if request.nodes == 1:
-        return [
-            _object("batch/v1", "Job", request, options) | {"spec": _job_spec(request, template)}
-        ]
-    template["spec"]["subdomain"] = request.name
-    service = _object("v1", "Service", request, options)
-    service["spec"] = {
-        "clusterIP": "None",
-        "selector": {"batch.kubernetes.io/job-name": request.name},
-        "publishNotReadyAddresses": True,
-    }
-    job = _object("batch/v1", "Job", request, options)
-    return [service, job | {"spec": _job_spec(request, template)}]
+    made = []
+    if request.nodes > 1:
+        template["spec"]["subdomain"] = request.name
+        service = {
+            "clusterIP": "None",
+            "selector": {"batch.kubernetes.io/job-name": request.name},
+            "publishNotReadyAddresses": True,
+        }
+        made.append(_object("v1", "Service", request, options, service))
+    return [*made, _object("batch/v1", "Job", request, options, _job_spec(request, template))]
 
 
 def _replicated_job(request: JobRequest, options: PodOptions, run_dir: str, kind: Kind) -> Manifest:
@@ -254,12 +249,11 @@ def _replicated_job(request: JobRequest, options: PodOptions, run_dir: str, kind
 
 
 def _jobset(request: JobRequest, options: PodOptions, run_dir: str) -> list[Manifest]:
-    made = _object("jobset.x-k8s.io/v1alpha2", "JobSet", request, options)
-    made["spec"] = {
+    spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "replicatedJobs": [_replicated_job(request, options, run_dir, KINDS["jobset"])],
     }
-    return [made]
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", request, options, spec)]
 
 
 def _trainjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[Manifest]:
@@ -270,23 +264,23 @@ def _trainjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[Ma
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
     container = job["template"]["spec"]["template"]["spec"]["containers"][0]
-    runtime = _object(version, "TrainingRuntime", request, options)
-    runtime["spec"] = {
+    runtime = {
         "mlPolicy": {"numNodes": request.nodes, "torch": {}},
         "template": {"spec": {"replicatedJobs": [job]}},
     }
-    trainer = {
-        "numNodes": request.nodes,
-        "image": container["image"],
-        "command": container["command"],
-        "resourcesPerNode": container["resources"],
-    }
-    made = _object(version, "TrainJob", request, options)
-    made["spec"] = {
+    train = {
         "runtimeRef": {"kind": "TrainingRuntime", "name": request.name},
-        "trainer": trainer,
+        "trainer": {
+            "numNodes": request.nodes,
+            "image": container["image"],
+            "command": container["command"],
+            "resourcesPerNode": container["resources"],
+        },
     }
-    return [runtime, made]
+    return [
+        _object(version, "TrainingRuntime", request, options, runtime),
+        _object(version, "TrainJob", request, options, train),
+    ]
 
 
 def _pytorchjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[Manifest]:
@@ -294,8 +288,7 @@ def _pytorchjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[
     # The operator sets the restart policy. `ExitCode` would take 75 for a permanent failure.
     del template["spec"]["restartPolicy"]
     replicas = {"Master": 1} | ({"Worker": request.nodes - 1} if request.nodes > 1 else {})
-    made = _object("kubeflow.org/v1", "PyTorchJob", request, options)
-    made["spec"] = {
+    spec = {
         "runPolicy": {
             "backoffLimit": _FAILURES_PER_POD * request.nodes,
             "cleanPodPolicy": "Running",
@@ -305,7 +298,7 @@ def _pytorchjob(request: JobRequest, options: PodOptions, run_dir: str) -> list[
             for name, count in replicas.items()
         },
     }
-    return [made]
+    return [_object("kubeflow.org/v1", "PyTorchJob", request, options, spec)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.errors import PREEMPTED
 from lockstep.tools.submit.backend import JobState
-from lockstep.tools.submit.kubernetes_manifests import NO_COMMAND
+from lockstep.tools.submit.kubernetes_manifests import NO_COMMAND, ON_SIGNAL
 
 _DONE = ("Complete", "Completed", "Succeeded")
 #: Reasons for which a container waits although nothing is wrong.
@@ -67,19 +66,16 @@ def _problem(pods: Sequence[dict[str, Any]]) -> tuple[str, str]:
 
     `pods` are in the JSON of `kubectl get`.
     """
-    for pod in sorted(pods, key=_created, reverse=True):
-        for found in filter(None, (_unscheduled(pod), *map(_of_container, _containers(pod)))):
+
+    def created(pod: dict[str, Any]) -> str:
+        return str(pod["metadata"].get("creationTimestamp", ""))
+
+    for pod in sorted(pods, key=created, reverse=True):
+        containers = pod.get("status", {}).get("containerStatuses", ())
+        for found in filter(None, (_unscheduled(pod), *map(_of_container, containers))):
             what, hint = found
             return f"pod {pod['metadata']['name']}: {what}", hint
     return "", ""
-
-
-def _created(pod: dict[str, Any]) -> str:
-    return str(pod["metadata"].get("creationTimestamp", ""))
-
-
-def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(pod.get("status", {}).get("containerStatuses", ()))
 
 
 def _unscheduled(pod: dict[str, Any]) -> tuple[str, str] | None:
@@ -98,7 +94,7 @@ def _of_container(container: dict[str, Any]) -> tuple[str, str] | None:
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
         "terminated"
     )
-    if ended is not None and ended.get("exitCode", 0) not in (0, PREEMPTED, 128 + 15):
+    if ended is not None and ended.get("exitCode", 0) not in (0, *ON_SIGNAL):
         return _of_end(ended)
     if waiting is None or waiting.get("reason") in _STARTS:
         return None

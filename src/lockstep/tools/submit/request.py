@@ -70,6 +70,11 @@ class JobRequest:
         return max(1, min(_SAVE_SECONDS, limit // 4)) if limit else _SAVE_SECONDS
 
     @property
+    def ranks_option(self) -> int | str | None:
+        """Value of `-n` for `lockstep run` on each node: `ranks`, or `gpu` if only GPUs are given."""
+        return "gpu" if self.ranks is None and self.gpus_per_node else self.ranks
+
+    @property
     def ranks_per_node(self) -> int | None:
         """Number of ranks on each node; `None` if it depends on the devices of the node."""
         if isinstance(self.ranks, int):

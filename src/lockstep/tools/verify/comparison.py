@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.tools.verify.running import LayoutResult
@@ -196,7 +196,6 @@ class VerifyResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result in JSON's types, for `lockstep verify --json`."""
-        difference = self.difference
         return {
             "same": self.same,
             "layouts": [
@@ -212,8 +211,7 @@ class VerifyResult:
                 for outcome in self.outcomes
             ],
             "warnings": self.warnings,
-            "difference": difference
-            and {"step": difference.step, "what": difference.what, "text": difference.text},
+            "difference": self.difference and asdict(self.difference),
             "samples": {
                 "loops": self.coverage.loops,
                 "twice": len(self.coverage.twice),

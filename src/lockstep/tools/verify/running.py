@@ -7,11 +7,12 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import PREEMPTED, AuditError, DivergenceError, RunError, UsageError
-from lockstep.launch.command import RunCommand, verdict_in
+from lockstep.launch.command import RunCommand, errors_in, verdict_in
 from lockstep.settings import TABLE
 from lockstep.state.files import run_file
 from lockstep.tools.verify.chaos import Chaos, draw
@@ -19,6 +20,7 @@ from lockstep.tools.verify.layouts import Layout, Stage
 from lockstep.tools.verify.traces import Traces, read_runs
 
 AUDIT = TABLE["audit"]
+_WARNING = re.compile(r"lockstep: warning: (.*)")
 #: Restarts that `lockstep run` allows by default.
 _RESTARTS = 3
 
@@ -97,15 +99,11 @@ def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> LayoutRes
     kills = sum(len(stage.kills) for stage in layout.stages)
     started = time.monotonic()
     for stage in layout.stages:
-        launcher = _start(layout, stage, work, directory)
-        try:
+        with _started(layout, stage, work, directory) as launcher:
             if layout.random_kills is not None:
                 moments = draw(layout.random_kills.kills, layout.random_kills.seed, steps)
                 kills = Chaos(launcher, trace, steps).work(moments)
             exit_code = launcher.wait()
-        finally:
-            launcher.kill()  # its workers go with it
-            launcher.wait()
         if exit_code != (0 if stage.until is None else PREEMPTED):
             break
     seconds = time.monotonic() - started
@@ -119,15 +117,17 @@ def run(layout: Layout, work: RunSpec, directory: Path, steps: int) -> LayoutRes
         kills=kills,
         generations=len(content.get("generations", [])),
         traces=read_runs(trace),
-        complaint=verdict_in(directory / "errors.txt") if exit_code else "",
+        complaint=verdict_in(directory) if exit_code else "",
         seed=content.get("identity", {}).get("seed"),
-        warnings=_warnings(directory / "errors.txt"),
+        warnings=tuple(dict.fromkeys(_WARNING.findall(errors_in(directory)))),
     )
     _check_faults(outcome)
     return outcome
 
 
-def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subprocess.Popen[bytes]:
+def _started(
+    layout: Layout, stage: Stage, work: RunSpec, directory: Path
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
     words = ["-n", str(stage.ranks), "--run-dir", str(directory / "run")]
     words += work.command.words(layout.strategy, os.environ)
     kills = len(stage.kills) if layout.random_kills is None else layout.random_kills.kills
@@ -142,12 +142,7 @@ def _start(layout: Layout, stage: Stage, work: RunSpec, directory: Path) -> subp
     }
     if stage.faults:
         environ["LOCKSTEP_FAULTS"] = ",".join(stage.faults)
-    return work.command.start(words, environ, directory / "output.txt", directory / "errors.txt")
-
-
-def _warnings(errors: Path) -> tuple[str, ...]:
-    found = re.findall(r"lockstep: warning: (.*)", errors.read_text(errors="replace"))
-    return tuple(dict.fromkeys(found))
+    return work.command.started(words, environ, directory)
 
 
 def _check_faults(outcome: LayoutResult) -> None:

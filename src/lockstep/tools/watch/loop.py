@@ -11,7 +11,6 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
@@ -38,17 +37,13 @@ def watch(watcher: Watcher, seconds: float | None) -> int:
         RunDirectoryError: if the record of the run can no longer be read.
     """
     console = Console()
-    signal.signal(signal.SIGTERM, _leave)  # restores the terminal first
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # restores the terminal first
     try:
         if console.is_terminal:
             return _live(watcher, console, 1.0 if seconds is None else seconds)
         return _lines(watcher, 5.0 if seconds is None else seconds)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
-
-
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _live(watcher: Watcher, console: Console, seconds: float) -> int:

@@ -7,7 +7,6 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.launch.devices.gpus import Gpu
 from lockstep.tools.bench.combinations import Combination, check_gpus, combine, parse_counts
-from lockstep.tools.bench.launches import choose_threads
 from lockstep.tools.quantities import (
     binary_size,
     counted,
@@ -40,10 +39,6 @@ def test_numbers_of_ranks() -> None:
     for word in ("", "1,", "-1", "0", "1.5"):
         with pytest.raises(UsageError, match="expected integers of at least 1"):
             parse_counts("--ranks", word)
-
-
-def test_all_ranks_have_as_many_threads() -> None:
-    assert [choose_threads(8, ranks) for ranks in ([1], [1, 2, 4], [3], [16])] == [8, 2, 2, 1]
 
 
 @pytest.mark.parametrize(

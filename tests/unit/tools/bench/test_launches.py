@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.tools.bench.benchmark import Launches
 from lockstep.tools.bench.combinations import Combination
-from lockstep.tools.bench.launches import Launches
 from lockstep.tools.bench.measuring import Measurements
 from lockstep.tools.bench.results import Trial
 

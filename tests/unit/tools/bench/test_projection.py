@@ -261,7 +261,7 @@ def test_rows_of_several_hosts_have_the_other_ways_beside_them() -> None:
     assert row["flat_step_seconds"] > row["ring_step_seconds"]
     # With a rank per host all three move the same bytes.
     assert alone["flat_step_seconds"] == alone["ring_step_seconds"] == alone["step_seconds"]
-    assert "fitted to 1, 2, 4, 2x1, 2x2, 2x4, 4x1, 4x2, 4x4 ranks" in done.model["assumptions"][0]
+    assert "fitted to 1, 2, 4, 2x1, 2x2, 2x4, 4x1, 4x2, 4x4 ranks" in done.assumptions[0]
 
 
 def test_the_speed_within_a_host_must_be_known() -> None:

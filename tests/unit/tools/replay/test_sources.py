@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lockstep.tools.replay.recorded import RecordedRun
-from lockstep.tools.replay.sources import as_recorded
 
 WORDS = ["-c", "user.name=me", "-c", "user.email=me"]
 
@@ -42,7 +41,7 @@ def recorded(place: Path, **changes: Any) -> RecordedRun:
 
 def test_a_changed_script_is_taken_from_its_commit(repository: Path, tmp_path: Path) -> None:
     run = recorded(repository)
-    found = as_recorded(run, tmp_path / "source").content["provenance"]
+    found = run.as_recorded(tmp_path / "source").content["provenance"]
     script = tmp_path / "source" / "code" / "train.py"
     assert script.read_text() == "first\n"
     assert found["command"]["script"] == str(script)
@@ -56,7 +55,7 @@ def test_a_module_is_started_in_the_directory_of_its_commit(
 ) -> None:
     run = recorded(repository)
     command = {**run.content["provenance"]["command"], "module": "code.train"}
-    moved = as_recorded(recorded(repository, command=command), tmp_path / "source")
+    moved = recorded(repository, command=command).as_recorded(tmp_path / "source")
     assert moved.working_directory == tmp_path / "source"
 
 
@@ -73,4 +72,4 @@ def test_otherwise_the_script_of_now_is_taken(repository: Path, tmp_path: Path) 
         recorded(repository, command=command),
     ]
     for n, run in enumerate(runs):
-        assert as_recorded(run, tmp_path / f"source-{n}") is run
+        assert run.as_recorded(tmp_path / f"source-{n}") is run

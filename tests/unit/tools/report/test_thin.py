@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.tools.quantities import rounded
-from lockstep.tools.report.thin import envelope, thin
+from lockstep.tools.report.charts import envelope, thin
 
 values = st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.nan))
 

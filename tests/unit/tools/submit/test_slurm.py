@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.tools.submit import backend
 from lockstep.tools.submit.backend import JobState, NoAnswerError, Submission, UnknownJobError
 from lockstep.tools.submit.backends import slurm
 
@@ -157,7 +158,7 @@ def test_no_slurm(programs):
 
 
 def test_slurm_that_does_not_answer(programs, monkeypatch):
-    monkeypatch.setattr(slurm, "_SECONDS", 0.2)
+    monkeypatch.setattr(backend, "_SECONDS", 0.2)
     for name in ("sbatch", "scontrol"):
         program(programs, name, "exec /bin/sleep 60")
     with pytest.raises(UsageError, match=r"no answer within 0\.2 s"):

@@ -17,12 +17,12 @@ from lockstep.tools.submit.backend import (
     NoAnswerError,
     Submission,
     UnknownJobError,
+    call,
 )
 from lockstep.tools.submit.kubernetes_manifests import KINDS, PodOptions, check_name, name_of
 from lockstep.tools.submit.kubernetes_state import parse
 from lockstep.tools.submit.request import JobRequest
 
-_SECONDS = 60.0
 _NEEDED = {
     "image": "name an image with Lockstep in it: --image REGISTRY/NAME:TAG",
     "memory": "admission policies refuse pods without limits. For the model, the data, twice the state of "
@@ -230,30 +230,17 @@ def _yaml(manifests: list[dict[str, Any]]) -> str:
 
 
 def _program() -> str:
-    program = shutil.which("kubectl")
-    if program is None:
+    """Return the name of the command of Kubernetes; raise `UsageError` if it is not on PATH."""
+    if shutil.which("kubectl") is None:
         raise UsageError(
             "there is no kubectl on PATH; expected the command of Kubernetes",
             hint="use a machine from which the cluster takes jobs; --dry-run prints the manifests",
         )
-    return program
+    return "kubectl"
 
 
 def _call(*words: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            [_program(), *words, "--request-timeout=20s"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"no answer within {_SECONDS:g} s") from None
-    except OSError as error:
-        raise NoAnswerError(f"kubectl: {error.strerror}") from None
+    return call(_program(), *words, "--request-timeout=20s")
 
 
 def _json(*words: str) -> dict[str, Any]:

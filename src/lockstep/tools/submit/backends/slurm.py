@@ -19,11 +19,11 @@ from lockstep.tools.submit.backend import (
     NoAnswerError,
     Submission,
     UnknownJobError,
+    call,
 )
 from lockstep.tools.submit.job import JobFollower
 from lockstep.tools.submit.request import JobRequest
 
-_SECONDS = 60.0
 _OUTPUT = "slurm-{}.out"
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -140,14 +140,13 @@ class Slurm(Backend):
 
     def submit(self, script: Path) -> Submission:
         """Submit the job script in the file `script` with sbatch; return the job's id, and warnings."""
-        program = shutil.which("sbatch")
-        if program is None:
+        if shutil.which("sbatch") is None:
             raise UsageError(
                 "there is no sbatch on PATH; expected the commands of Slurm",
                 hint="use a machine from which the cluster takes jobs; --dry-run prints the job script",
             )
         try:
-            done = _call(program, "--parsable", str(script))
+            done = _call("sbatch", "--parsable", str(script))
         except NoAnswerError as error:
             raise UsageError(f"sbatch did not take the job: {error}") from None
         if done.returncode:
@@ -159,12 +158,7 @@ class Slurm(Backend):
 
     def state(self, job: str) -> JobState:
         """Return the state of the job with the id `job`, read with `scontrol`."""
-        done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
-        if "Invalid job id" in done.stderr:
-            raise UnknownJobError(job)
-        if done.returncode:
-            raise NoAnswerError(_words(done.stderr))
-        return parse(done.stdout, job)
+        return parse(_show(job), job)
 
     def output(self, run_dir: Path, job: str) -> Path:
         """Return the path of the file in `run_dir` to which the job with the id `job` writes its output."""
@@ -172,15 +166,12 @@ class Slurm(Backend):
 
     def logs(self, job: str) -> int:
         """Print the output file of a job and follow it until the job ends; return the job's exit code."""
-        done = _call(shutil.which("scontrol") or "scontrol", "show", "job", job)
-        if done.returncode:
-            self.state(job)  # raises the error
-        return JobFollower(self, job, Path(_field(done.stdout, "StdOut"))).follow()
+        return JobFollower(self, job, Path(_field(_show(job), "StdOut"))).follow()
 
     def cancel(self, job: str) -> str:
         """Cancel a job with scancel; return the error output of scancel."""
         self.state(job)  # scancel says nothing of an unknown job
-        return _words(_call(shutil.which("scancel") or "scancel", job).stderr)
+        return _words(_call("scancel", job).stderr)
 
     def commands(self, job: str = "") -> str:
         """Return a text with shell commands that show and cancel a job, or list jobs if `job` is empty."""
@@ -249,21 +240,22 @@ def _field(text: str, name: str) -> str:
 def _call(*words: str) -> subprocess.CompletedProcess[str]:
     # Without the variables of a surrounding job, which srun would take for options.
     kept = {name for name in os.environ if not name.startswith("SLURM") or name in _KEPT}
-    try:
-        return subprocess.run(
-            words,
-            env={name: os.environ[name] for name in kept},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"no answer within {_SECONDS:g} s") from None
-    except OSError as error:
-        raise NoAnswerError(f"{words[0]}: {error.strerror}") from None
+    return call(*words, environ={name: os.environ[name] for name in kept})
+
+
+def _show(job: str) -> str:
+    """Return the output of `scontrol show job`.
+
+    Raises:
+        UnknownJobError: if Slurm has no such job.
+        NoAnswerError: if Slurm does not answer.
+    """
+    done = _call("scontrol", "show", "job", job)
+    if "Invalid job id" in done.stderr:
+        raise UnknownJobError(job)
+    if done.returncode:
+        raise NoAnswerError(_words(done.stderr))
+    return done.stdout
 
 
 def _words(text: str) -> str:
@@ -317,8 +309,7 @@ def _step(request: JobRequest) -> str:
 
 
 def _launcher(request: JobRequest, run_dir: Path) -> list[str]:
-    ranks = "gpu" if request.ranks is None and request.gpus_per_node else request.ranks
-    number = [] if ranks is None else ["-n", str(ranks)]
+    number = [] if request.ranks_option is None else ["-n", str(request.ranks_option)]
     own = ["--run-dir", str(run_dir), "--preempt-signal", _NAME]
     options = [*number, *own, *request.run_options]
     return [request.python, "-m", "lockstep", "run", *options, *request.command]
