@@ -38,6 +38,11 @@ EVALUATION = re.compile(
     r"(?<![a-z])(val|valid|validat(e|ion)|test|eval|evaluat(e|ion)|dev)"
     r"(?=[^a-z]|$|set|loader|data|ds|sampler|dl|iter)"
 )
+#: Names of functions and methods that show or log their arguments, and compute nothing with them.
+SHOWS = {
+    "print", "write", "log", "debug", "info", "warning", "log_metric", "log_metrics",
+    "add_scalar", "add_scalars", "add_histogram", "set_description", "set_postfix",
+}  # fmt: skip
 #: Functions whose calls make a program a distributed one, and the library that each shows.
 FLAVOURS = {
     "dist.init_process_group": "ddp",
@@ -168,6 +173,16 @@ class Script:
             case ast.IfExp() as parent:
                 return self.bound_name(parent)
         return ""
+
+    def is_shown(self, node: ast.AST) -> bool:
+        """Whether the value of `node` is only shown or collected: printed, logged, appended to a list."""
+        for parent in self.module.above(node):
+            if isinstance(parent, Loop):
+                return False
+            shows = isinstance(parent, ast.Call) and last_name(parent.func) in {*SHOWS, "append"}
+            if shows or isinstance(parent, ast.JoinedStr):
+                return True
+        return False
 
     # The rank --------------------------------------------------------------------------------------
 

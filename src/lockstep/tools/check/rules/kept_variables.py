@@ -8,14 +8,9 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.assignments import assigned_before, binds
 from lockstep.tools.check.rule import Violation, rule
-from lockstep.tools.check.script import Script
+from lockstep.tools.check.script import SHOWS, Script
 from lockstep.tools.check.syntax import Loop, dotted, last_name, method, root, stored
 
-#: Functions and methods that only show their arguments.
-_SHOWS = {
-    "print", "write", "debug", "info", "warning", "log", "add_scalar", "add_scalars",
-    "set_description", "set_postfix",
-}  # fmt: skip
 #: Calls whose result may be the first value of a variable.
 _FIRST_VALUES = {"float", "int", "deepcopy", "state_dict", "tensor"}
 
@@ -203,7 +198,7 @@ def _only_shows(statement: ast.stmt) -> bool:
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
-        and (last_name(statement.value.func) in _SHOWS or method(statement.value) in _SHOWS)
+        and (last_name(statement.value.func) or method(statement.value)) in SHOWS
     )
 
 

@@ -7,14 +7,11 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Violation, rule
-from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, variables
+from lockstep.tools.check.script import SHOWS, Script
+from lockstep.tools.check.syntax import argument, dotted, last_name, variables
 
-#: Names of functions that show values and compute nothing with them.
-_SHOWS = {
-    "print", "log", "info", "debug", "warning", "write", "append", "add_scalar", "add_scalars", "add_histogram",
-    "set_description", "set_postfix", "watch",
-}  # fmt: skip
+#: Functions that may be given a model in each microbatch, since they do not change it.
+_HARMLESS = {*SHOWS, "append", "watch"}
 #: Functions of torch that clip gradients.
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 #: Methods of a model that return its parameters or buffers.
@@ -156,7 +153,7 @@ def _updates(script: Script, call: ast.Call) -> bool:
     """
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
-    if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
+    if not isinstance(statement, ast.Expr) or name in _HARMLESS or not _in_step(script, call):
         return False
     owner = func.value if isinstance(func, ast.Attribute) else None
     if script.runs_backward(call):
@@ -210,19 +207,8 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
         )
         other = scope is not own and local
         if isinstance(read.ctx, ast.Load) and not (
-            other or is_shown(script, read) or _divides(script, read)
+            other or script.is_shown(read) or _divides(script, read)
         ):
-            return True
-    return False
-
-
-def is_shown(script: Script, read: ast.AST) -> bool:
-    """Whether the value read at `read` is only shown, by a print or a logger."""
-    for above in script.module.above(read):
-        if isinstance(above, Loop):
-            return False
-        shows = isinstance(above, ast.Call) and last_name(above.func) in _SHOWS
-        if shows or isinstance(above, ast.JoinedStr):
             return True
     return False
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.divergence import collective
-from lockstep.tools.check.script import Script
+from lockstep.tools.check.script import SHOWS, Script
 from lockstep.tools.check.syntax import all_arguments, last_name, method_calls, receiver
 
 _TENSOR = re.compile(r"loss|logits|outputs?\b|preds?\b|grad|norm|correct|acc")
-#: Functions that convert their arguments to text or a number.
-_SHOWS = {"print", "info", "add_scalar", "set_postfix", "set_description", "float"}
+#: Functions that convert their arguments to text or a number; `log` may be that of torch.
+_CONVERTS = SHOWS - {"log"} | {"float"}
 
 
 @rule(
@@ -61,7 +61,7 @@ def _reads(script: Script, call: ast.Call) -> str:
             fits = _TENSOR.search(text.lower()) and ".cpu()" not in text
             return f"{text}.{method}()" if fits else ""
     name = last_name(call.func)
-    values = all_arguments(call) if name in _SHOWS else []
+    values = all_arguments(call) if name in _CONVERTS else []
     shown = (part for value in values for part in _shown(value))
     return next((f"{name} of {ast.unparse(one)}" for one in shown if _is_tensor(script, one)), "")
 
