@@ -154,12 +154,20 @@ class Script:
         return [value for _, value in self.project.sources(self.module, node)] if node else []
 
     def made_by(self, node: ast.expr | None, *names: str) -> list[ast.Call]:
-        """Return the calls of functions called `names` from which `node` may get its value."""
+        """Return the calls from which `node` may get its value: all, or those of the functions `names`."""
         return [
             value
             for module, value in (self.project.sources(self.module, node) if node else ())
-            if isinstance(value, ast.Call) and module.name(value.func) in names
+            if isinstance(value, ast.Call) and (not names or module.name(value.func) in names)
         ]
+
+    def of_run(self, node: ast.AST, *names: str) -> bool:
+        """Whether `node` is an attribute of a `lockstep.Run` with one of `names`, such as `run.model`."""
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and bool(self.made_by(node.value, "lockstep.Run"))
+        )
 
     def constants(self, node: ast.expr | None) -> list[object]:
         """Return the constants that may be the value of `node`; an empty list for `None`."""

@@ -50,11 +50,10 @@ def save_everywhere(script: Script) -> Iterator[Violation]:
 
 def _own(script: Script, path: ast.expr) -> bool:
     """Whether a path is private to a process: a memory buffer, an open file, a temporary directory."""
-    values = script.sources(path)
-    made = [dotted(value.func) for value in values if isinstance(value, ast.Call)]
+    made = [dotted(call.func) for call in script.made_by(path)]
     private = r"\btmp_?(path|dir)\b|tempfile\.|mkdtemp|TemporaryDirectory|TemporaryFile"
     return any(name.endswith(("BytesIO", "open")) for name in made) or any(
-        re.search(private, ast.unparse(value)) for value in values
+        re.search(private, ast.unparse(value)) for value in script.sources(path)
     )
 
 

@@ -252,11 +252,8 @@ def no_workers(script: Script) -> Iterator[Violation]:
     """Find loaders of image folders without worker processes, in programs that use GPUs."""
     folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
     for call in script.calls("DataLoader"):
-        values, workers = (
-            script.sources(argument(call, "dataset", 0)),
-            argument(call, "num_workers", 5),
-        )
-        made = [last_name(value.func) for value in values if isinstance(value, ast.Call)]
+        workers = argument(call, "num_workers", 5)
+        made = [last_name(one.func) for one in script.made_by(argument(call, "dataset", 0))]
         none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
         if none and folders.intersection(made) and script.cuda and not spread(call):
             yield Violation(call)

@@ -41,7 +41,7 @@ def no_weight(script: Script) -> Iterator[Violation]:
     for call in script.methods("backward"):
         if not call.args or argument(call, "weight", 1) is not None:
             continue
-        losses = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
+        losses = script.made_by(call.args[0])
         names = {name for one in losses for name in counts_otherwise(script, one)}
         if "ignore_index" in names:
             yield Violation(call)
@@ -127,11 +127,7 @@ def _tests_step(script: Script, test: ast.expr) -> bool:
     return any(
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Mod)
-        and any(
-            one.attr == "step" and script.made_by(one.value, "lockstep.Run")
-            for one in ast.walk(node.left)
-            if isinstance(one, ast.Attribute)
-        )
+        and any(script.of_run(one, "step") for one in ast.walk(node.left))
         for node in ast.walk(test)
     )
 
@@ -160,8 +156,7 @@ def _updates(script: Script, call: ast.Call) -> bool:
         return False
     if script.made_by(owner, "lockstep.Run") or (owner and _is_model(script, owner)):
         return False
-    made = [source for source in script.sources(owner) if isinstance(source, ast.Call)]
-    values = [*call.args, *(value for one in made for value in one.args)]
+    values = [*call.args, *(value for made in script.made_by(owner) for value in made.args)]
     return name == "update_parameters" or any(_is_model(script, value) for value in values)
 
 
@@ -171,11 +166,7 @@ def _is_model(script: Script, node: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
             return _is_model(script, owner)
         case ast.Name() | ast.Attribute():
-            made = [source.func for source in script.sources(node) if isinstance(source, ast.Call)]
-            owners = [
-                one.value for one in made if isinstance(one, ast.Attribute) and one.attr == "model"
-            ]
-            return any(script.made_by(owner, "lockstep.Run") for owner in owners)
+            return any(script.of_run(made.func, "model") for made in script.made_by(node))
     return False
 
 

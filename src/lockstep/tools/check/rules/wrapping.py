@@ -149,7 +149,7 @@ def needless_search(script: Script) -> Iterator[Violation]:
     for call in script.calls("DDP"):
         if not call.args or not true(argument(call, "find_unused_parameters")):
             continue
-        made = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
+        made = script.made_by(call.args[0])
         owners = [script.module.classes.get(dotted(one.func)) for one in made]
         known = [owner for owner in owners if owner is not None]
         if len(known) == len(made) == 1 and _straight(known[0]):
