@@ -6,7 +6,7 @@ import ast
 import re
 
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, argument, method, receiver, stored
+from lockstep.tools.check.syntax import Function, argument, method, reads, receiver, stored
 from lockstep.tools.convert import questions, unused
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.run_scope import RunScope
@@ -230,5 +230,5 @@ def spawned(draft: Draft, scope: RunScope) -> None:
         sizes = [one for one in others if script.is_world_size(ast.Name(one))]
         for name in (rank, *sizes):
             value = "world.rank" if name == rank else "replicas"
-            if any(variable not in dead for variable in draft.mentions(name, target)):
+            if any(variable not in dead for variable in reads(name, target)):
                 draft.edit("before", scope.block[scope.start], f"{name} = {RUN}.{value}")

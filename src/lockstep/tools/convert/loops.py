@@ -14,6 +14,7 @@ from lockstep.tools.check.syntax import (
     dotted,
     last_name,
     method_calls,
+    reads,
     root,
     stored,
 )
@@ -74,7 +75,7 @@ def _epochs(draft: Draft, loop: ast.AST) -> None:
     if any(isinstance(part, ast.Subscript) for part in parts):
         draft.ask(loop, questions.START)
     name = dotted(loop.target)
-    if name and any(True for statement in loop.body for _ in draft.mentions(name, statement)):
+    if name and reads(name, *loop.body):
         draft.edit("first", loop, f"{name} += {source(first)}")
 
 

@@ -7,7 +7,7 @@ import copy
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.syntax import Function, dotted
+from lockstep.tools.check.syntax import Function, dotted, reads
 from lockstep.tools.convert.draft import RUN, Draft
 
 
@@ -61,7 +61,7 @@ def _is_unread(draft: Draft, name: str, dead: set[ast.AST], words: set[str]) -> 
 
     `dead` are the syntax nodes that edits remove, `words` the names in the code that edits add.
     """
-    return name not in words and dead.issuperset(draft.mentions(name, draft.module.tree))
+    return name not in words and dead.issuperset(reads(name, draft.module.tree))
 
 
 def _words(draft: Draft) -> set[str]:
@@ -98,8 +98,7 @@ def imports(draft: Draft) -> None:
         left = [
             one
             for one, name in names.items()
-            if not any(draft.mentions(name, draft.module.tree))
-            or not _is_unread(draft, name, dead, words)
+            if not reads(name, draft.module.tree) or not _is_unread(draft, name, dead, words)
         ]
         if not left:
             draft.removed.add(statement)
