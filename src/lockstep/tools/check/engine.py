@@ -144,7 +144,7 @@ def _findings(
             (start, column), (end, _) = module.positions(hit.node)
             cell, line = module.place(start)
             text, harm = hit.message or rule.message, hit.harm or rule.harm
-            offered = () if module.cells else hit.edits
+            offered = [hit.edit] if hit.edit and not module.cells else []
             edits += offered
             last, fixable = line + end - start, bool(offered)
             yield Finding(path, line, column + 1, last, rule.code, text, harm, cell, fixable)

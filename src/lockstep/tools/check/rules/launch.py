@@ -50,7 +50,7 @@ def hard_coded_address(script: Script) -> Iterator[Violation]:
         assert isinstance(target, ast.Subscript)
         code = f'{ast.unparse(target.value)}.setdefault("{key}", {script.module.source(value)})'
         message = f"{key} is written over with a constant: two runs on a machine collide, and a launcher's value is lost"
-        yield Violation(node, message, (Edit("statement", node, code),))
+        yield Violation(node, message, Edit("statement", node, code))
 
 
 def _environment(script: Script) -> Iterator[tuple[ast.Assign, str, ast.expr]]:
