@@ -192,8 +192,6 @@ def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
             made = _with_argument(node, edit)
         case "wrap", cst.BaseExpression():
             made = cst.Call(made, [cst.Arg(node)])
-        case "callee", cst.Call():
-            made = node.with_changes(func=made)
         case "prepend", cst.Call(args=args):
             comma = _COMMA if args else cst.MaybeSentinel.DEFAULT
             made = node.with_changes(args=[cst.Arg(made, comma=comma), *args])

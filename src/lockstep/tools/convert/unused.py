@@ -78,8 +78,6 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
         match edit.kind, edit.node:
             case "replace", node:
                 taken = [node]
-            case "callee", ast.Call(func=func):
-                taken = [func]
             case "unwrap", ast.Call(func=func, args=[_, *others], keywords=keywords):
                 taken = [func, *others, *keywords]
             case "argument", ast.Call(keywords=keywords):
