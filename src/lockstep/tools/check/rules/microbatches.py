@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.script import SHOWS, Script
-from lockstep.tools.check.syntax import argument, dotted, last_name, variables
+from lockstep.tools.check.syntax import argument, dotted, last_name, reads
 
 #: Functions that may be given a model in each microbatch, since they do not change it.
 _HARMLESS = {*SHOWS, "append", "watch"}
@@ -188,18 +188,14 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
     """
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
-    for read in variables(own or module.tree):
-        if dotted(read) != name:
-            continue
+    for read in reads(name, own or module.tree):
         scope = module.scope(read)
         parameters = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
         local = (scope, name) in module.bound or any(
             isinstance(one, ast.arg) and one.arg == name for one in parameters
         )
         other = scope is not own and local
-        if isinstance(read.ctx, ast.Load) and not (
-            other or script.is_shown(read) or _divides(script, read)
-        ):
+        if not (other or script.is_shown(read) or _divides(script, read)):
             return True
     return False
 
