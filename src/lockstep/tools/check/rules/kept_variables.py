@@ -74,9 +74,13 @@ def _changed_variables(script: Script, loop: Loop) -> Iterator[Violation]:
         if not _begins_before(script, loop, name):
             continue
         if name in tested:
-            yield Violation(node, _message(name, "decides in a later epoch"))
+            use = "decides in a later epoch"
         elif not binds(loop.body, name) and _read_after(script, loop, name):
-            yield Violation(node, _message(name, "is read after the last epoch"))
+            use = "is read after the last epoch"
+        else:
+            continue
+        message = f"{name} {use}, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
+        yield Violation(node, message)
 
 
 def _carried(script: Script, loop: Loop, branch: ast.If) -> Iterator[str]:
@@ -94,10 +98,6 @@ def _carried(script: Script, loop: Loop, branch: ast.If) -> Iterator[str]:
                 for part in map(dotted, variables(node.value)):
                     if not assigned_before(script.module, loop, node, part):
                         yield part
-
-
-def _message(name: str, use: str) -> str:
-    return f"{name} {use}, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
 
 
 def _changed_objects(script: Script, loop: Loop) -> Iterator[Violation]:

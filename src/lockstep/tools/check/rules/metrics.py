@@ -87,19 +87,16 @@ def mean_of_means(script: Script) -> Iterator[Violation]:
         return
     for node in script.module.parents:
         match node:
-            case ast.BinOp(left=ast.Name(id=total), op=ast.Div(), right=divisor):
-                pass
-            case ast.AugAssign(target=ast.Name(id=total), op=ast.Div(), value=divisor):
-                pass
-            case _:
-                continue
-        match divisor:
-            case ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=loader)]):
+            case (
+                ast.BinOp(left=ast.Name(id=total), op=ast.Div(), right=ast.Call() as length)
+                | ast.AugAssign(target=ast.Name(id=total), op=ast.Div(), value=ast.Call() as length)
+            ) if dotted(length.func) == "len" and length.args:
+                loader = dotted(length.args[0])
                 loops = [
                     loop
                     for loop in script.module.loops
                     if script.module.scope(loop) is script.module.scope(node)
-                    and dotted(script.iterated(loop) or loop) == loader
+                    and dotted(script.iterated(loop) or loop) == loader != ""
                 ]
                 if any(_sums(script, loop, total) for loop in loops):
                     yield Violation(node)
