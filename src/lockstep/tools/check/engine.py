@@ -105,11 +105,10 @@ def check(paths: Sequence[Path], flags: Selection | None = None) -> CheckResult:
             modules.append((path, project.load(path)))
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    shared = Script(project, modules[0][1]) if modules else None
+    scripts: dict[Module, Script] = {}
     for path, module in modules:
         selection = config.of_file(path, flags or Selection())
-        assert shared is not None
-        script = shared.of(module)
+        script = scripts.get(module) or Script(project, module, scripts)
         outcome.findings += sorted(
             _findings(path, script, selection, outcome),
             key=lambda one: (one.cell or 0, one.line, one.column, one.code),

@@ -63,18 +63,18 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """A source file of a program, with methods by which rules query the file or the whole program."""
+    """A source file of a program, with methods by which rules query the file or the whole program.
 
-    def __init__(self, project: Project, module: Module) -> None:
-        self.project, self.module = project, module
-        self._others: dict[Module, Script] = {module: self}
+    `scripts` has the `Script` of each module of the project for which there is one already.
+    """
+
+    def __init__(self, project: Project, module: Module, scripts: dict[Module, Script]) -> None:
+        self.project, self.module, self._scripts = project, module, scripts
+        scripts[module] = self
 
     def of(self, module: Module) -> Script:
-        """Return the `Script` of `module`, another module of the program."""
-        if module not in self._others:
-            other = self._others[module] = Script(self.project, module)
-            other._others = self._others
-        return self._others[module]
+        """Return the `Script` of `module`, another module of the project."""
+        return self._scripts.get(module) or Script(self.project, module, self._scripts)
 
     # The program -----------------------------------------------------------------------------------
 

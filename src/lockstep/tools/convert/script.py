@@ -140,7 +140,7 @@ def _read(path: Path) -> Script:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     for broken in module.errors:
         raise UsageError(f"{path}:{broken.line}:{broken.column}: {broken.message}")
-    script = Script(project, module)
+    script = Script(project, module, {})
     if "lockstep" in script.flavours:
         raise UsageError(f"{path} makes a lockstep.Run: it is a Lockstep script already")
     return script
