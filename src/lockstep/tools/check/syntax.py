@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import UnionType
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -56,6 +56,19 @@ def blocks(node: ast.AST | None) -> list[list[ast.stmt]]:
 def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
     """Return the statements that precede the statement `child` in the same block of `parent`."""
     return next((one[: one.index(child)] for one in blocks(parent) if child in one), [])
+
+
+def statements(block: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a block and those inside them, in the order of the source.
+
+    Functions and classes are left out.
+    """
+    for statement in block:
+        if isinstance(statement, Function | ast.ClassDef):
+            continue
+        yield statement
+        for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+            yield from statements(getattr(statement, name, ()))
 
 
 def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:

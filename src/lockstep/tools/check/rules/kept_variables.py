@@ -19,6 +19,7 @@ from lockstep.tools.check.syntax import (
     operands,
     reads,
     root,
+    statements,
     stored,
     variables,
 )
@@ -65,11 +66,11 @@ def not_registered(script: Script) -> Iterator[Violation]:
 
 def _changed_variables(script: Script, loop: Loop) -> Iterator[Violation]:
     first: dict[str, ast.stmt] = {}
-    for node in _inside(script, loop):
+    for node in statements(loop.body):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
             for name in stored(node):
                 first.setdefault(name, node)
-    tested = {name for branch in _branches(script, loop) for name in _carried(script, loop, branch)}
+    tested = {name for branch in _branches(loop) for name in _carried(script, loop, branch)}
     for name, node in first.items():
         if not _begins_before(script, loop, name):
             continue
@@ -93,7 +94,7 @@ def _carried(script: Script, loop: Loop, branch: ast.If) -> Iterator[str]:
         if not assigned_before(script.module, loop, branch, name):
             yield name
             continue
-        for node in _inside(script, loop):
+        for node in statements(loop.body):
             if isinstance(node, ast.Assign) and name in stored(node):
                 for part in map(dotted, variables(node.value)):
                     if not assigned_before(script.module, loop, node, part):
@@ -109,7 +110,7 @@ def _changed_objects(script: Script, loop: Loop) -> Iterator[Violation]:
         for value in script.sources(arg)
     }
     seen: set[str] = set()
-    for branch in _branches(script, loop):
+    for branch in _branches(loop):
         for use in [value for one in operands(branch.test) for value in _values(script, loop, one)]:
             owner = root(use)
             name = "" if owner is None else dotted(owner)
@@ -184,21 +185,11 @@ def _kept_attributes(method: ast.FunctionDef) -> set[str]:
     return {one for one in stored(*added, *branches) if one.startswith("self.")}
 
 
-def _branches(script: Script, loop: Loop) -> Iterator[ast.If]:
+def _branches(loop: Loop) -> Iterator[ast.If]:
     """Yield the `if` statements of a loop that do more than show values."""
-    for node in _inside(script, loop):
+    for node in statements(loop.body):
         if isinstance(node, ast.If) and not all(map(_only_shows, [*node.body, *node.orelse])):
             yield node
-
-
-def _inside(script: Script, loop: Loop) -> Iterator[ast.stmt]:
-    scope = script.module.scope(loop)
-    inside = (node for node in ast.walk(loop) if isinstance(node, ast.stmt) and node is not loop)
-    return iter(
-        sorted(
-            (one for one in inside if script.module.scope(one) is scope), key=lambda one: one.lineno
-        )
-    )
 
 
 def _only_shows(statement: ast.stmt) -> bool:
