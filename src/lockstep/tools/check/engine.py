@@ -132,9 +132,8 @@ def _findings(
     selected = [rule for code, rule in RULES.items() if selection.has(code)]
     if with_adapter:  # the run deals data out, averages gradients and reduces what is logged
         selected = [rule for rule in selected if rule.code == "LS608"]
-    elif script.flavours != {
-        "lockstep"
-    }:  # rules for Lockstep do not judge loops of other libraries
+    elif script.flavours != {"lockstep"}:
+        # Rules for Lockstep do not judge loops of other libraries.
         selected = [rule for rule in selected if not rule.code.startswith("LS6")]
     for rule in selected if script.flavours else ():
         for hit in dict.fromkeys(rule.find(script)):

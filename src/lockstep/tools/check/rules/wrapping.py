@@ -46,9 +46,8 @@ def early_optimizer(script: Script) -> Iterator[Violation]:
                 # A move keeps the parameters, but PyTorch's documentation asks for the same order.
                 moved = "the optimizer above was made before the model is moved: make it after"
                 moves = [call for call in calls if _moves(script, call, name)]
-                yield from (sharded or [Violation(call, moved, harm="misleads") for call in moves])[
-                    :1
-                ]
+                found = sharded or [Violation(call, moved, harm="misleads") for call in moves]
+                yield from found[:1]
 
 
 def _shards(script: Script, call: ast.Call, name: str) -> bool:
