@@ -11,7 +11,7 @@ from lockstep.tools.convert import questions, unused
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.run_scope import RunScope
 
-_GOES = ("dist.init_process_group", "dist.destroy_process_group")
+_GOES = ("dist.init_process_group", "dist.destroy_process_group", "torch.cuda.set_device")
 _ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
 _COLLECTIVE = re.compile(
     r"^dist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|monitored_barrier)$"
@@ -30,11 +30,7 @@ def convert(draft: Draft) -> None:
     script = draft.script
     if "ddp" not in script.flavours:
         return
-    for call in [
-        *script.calls(*_GOES),
-        *script.methods("set_epoch"),
-        *script.calls("torch.cuda.set_device"),
-    ]:
+    for call in [*script.calls(*_GOES), *script.methods("set_epoch")]:
         _remove(draft, call)
     for statement in ast.walk(draft.module.tree):
         match statement:
