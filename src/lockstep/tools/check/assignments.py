@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from lockstep.tools.check.source import Module
-from lockstep.tools.check.syntax import Loop, before, dotted, stored, variables
+from lockstep.tools.check.syntax import Loop, before, dotted, reads, stored
 
 
 def binds(statements: Sequence[ast.stmt], name: str) -> bool:
@@ -26,7 +26,7 @@ def binds(statements: Sequence[ast.stmt], name: str) -> bool:
                 bound = name == statement.name
             case ast.AugAssign() | ast.AnnAssign(value=None) | ast.Match():
                 bound = False
-            case ast.Assign(value=value) if _reads(value, name):  # as in `best = max(best, x)`
+            case ast.Assign(value=value) if reads(name, value):  # as in `best = max(best, x)`
                 bound = False
             case _:
                 bound = name in stored(statement)
@@ -39,10 +39,6 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
     """Whether a block ends with a statement that leaves the iteration or the function."""
     ends = ast.Continue | ast.Break | ast.Return | ast.Raise
     return bool(block) and isinstance(block[-1], ends)
-
-
-def _reads(node: ast.expr, name: str) -> bool:
-    return any(dotted(one) == name for one in variables(node, context=ast.Load))
 
 
 def head(statement: ast.stmt) -> ast.AST:

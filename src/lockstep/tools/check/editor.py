@@ -112,9 +112,8 @@ class Editor(cst.CSTTransformer):
         if original in self._above:
             updated = _with_lines(updated, [*self._above[original], *_lines(updated)])
         match original, updated:
-            case cst.SimpleStatementLine(), cst.SimpleStatementLine(
-                body=[_, _, *_]
-            ):  # `a = 1; b = 2`
+            case cst.SimpleStatementLine(), cst.SimpleStatementLine(body=[_, _, *_]):
+                # `a = 1; b = 2`
                 body = self._apart(original, updated)
                 if body is None:
                     return updated
@@ -164,10 +163,8 @@ class Editor(cst.CSTTransformer):
                 case "splice", cst.If():
                     body = _spliced(updated)
                     self._left = list(getattr(updated.body, "footer", ()))
-                case (
-                    "with",
-                    _,
-                ):  # a marker, until `on_leave` of the block puts the block's end under the `with`
+                case "with", _:
+                    # A marker, until `on_leave` of the block puts the block's end under the `with`.
                     text = cst.SimpleString(repr(_WITH + edit.code))
                     before.append(cst.SimpleStatementLine([cst.Expr(text)]))
                 case "before", _:
@@ -192,8 +189,6 @@ def _changed_expression(node: cst.CSTNode, edit: Edit) -> cst.BaseExpression:
             made = _with_argument(node, edit)
         case "wrap", cst.BaseExpression():
             made = cst.Call(made, [cst.Arg(node)])
-        case "callee", cst.Call():
-            made = node.with_changes(func=made)
         case "prepend", cst.Call(args=args):
             comma = _COMMA if args else cst.MaybeSentinel.DEFAULT
             made = node.with_changes(args=[cst.Arg(made, comma=comma), *args])

@@ -105,11 +105,10 @@ def check(paths: Sequence[Path], flags: Selection | None = None) -> CheckResult:
             modules.append((path, project.load(path)))
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    shared = Script(project, modules[0][1]) if modules else None
+    scripts: dict[Module, Script] = {}
     for path, module in modules:
         selection = config.of_file(path, flags or Selection())
-        assert shared is not None
-        script = shared.of(module)
+        script = scripts.get(module) or Script(project, module, scripts)
         outcome.findings += sorted(
             _findings(path, script, selection, outcome),
             key=lambda one: (one.cell or 0, one.line, one.column, one.code),
@@ -133,9 +132,8 @@ def _findings(
     selected = [rule for code, rule in RULES.items() if selection.has(code)]
     if with_adapter:  # the run deals data out, averages gradients and reduces what is logged
         selected = [rule for rule in selected if rule.code == "LS608"]
-    elif script.flavours != {
-        "lockstep"
-    }:  # rules for Lockstep do not judge loops of other libraries
+    elif script.flavours != {"lockstep"}:
+        # Rules for Lockstep do not judge loops of other libraries.
         selected = [rule for rule in selected if not rule.code.startswith("LS6")]
     for rule in selected if script.flavours else ():
         for hit in dict.fromkeys(rule.find(script)):
@@ -144,7 +142,7 @@ def _findings(
             (start, column), (end, _) = module.positions(hit.node)
             cell, line = module.place(start)
             text, harm = hit.message or rule.message, hit.harm or rule.harm
-            offered = () if module.cells else hit.edits
+            offered = [hit.edit] if hit.edit and not module.cells else []
             edits += offered
             last, fixable = line + end - start, bool(offered)
             yield Finding(path, line, column + 1, last, rule.code, text, harm, cell, fixable)

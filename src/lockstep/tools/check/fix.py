@@ -16,7 +16,7 @@ from lockstep.state.files.atomic_file import replacing
 #: Text of a string statement that marks where the next part of a loop's body begins.
 PART = "lockstep: the next part"
 Kind = Literal[
-    "argument", "replace", "callee", "prepend", "wrap", "unwrap", "receiver",
+    "argument", "replace", "prepend", "wrap", "unwrap", "receiver",
     "statement", "first", "before", "after", "guard",
     "delete", "splice", "with", "parameter", "comment", "passes",
 ]  # fmt: skip
@@ -26,11 +26,10 @@ Kind = Literal[
 class Edit:
     """One change of the expression or statement `node`; `kind` says how `code` changes it.
 
-    Kinds for a call: `argument` sets the keyword `name`, or removes it if there is no code. `callee`
-    replaces the called function. `prepend` adds an argument before the others. `unwrap` replaces the call
-    by its first argument, or an attribute by its object. `receiver` turns a method call into a function
-    call with the object as argument. Kinds for any expression: `replace` replaces it. `wrap` makes it the
-    argument of a call.
+    Kinds for a call: `argument` sets the keyword `name`, or removes it if there is no code. `prepend` adds
+    an argument before the others. `unwrap` replaces the call by its first argument, or an attribute by its
+    object. `receiver` turns a method call into a function call with the object as argument. Kinds for any
+    expression: `replace` replaces it. `wrap` makes it the argument of a call.
 
     Kinds for a statement: `statement` replaces it. `before` and `after` add a statement beside it. `guard`
     puts it under `if CODE:`. `with` puts it and all later statements of its block under `with CODE:`.

@@ -24,7 +24,7 @@ class Violation:
 
     node: ast.expr | ast.stmt
     message: str | None = None
-    edits: tuple[Edit, ...] = ()
+    edit: Edit | None = None
     harm: Harm | None = None
 
 

@@ -38,6 +38,11 @@ EVALUATION = re.compile(
     r"(?<![a-z])(val|valid|validat(e|ion)|test|eval|evaluat(e|ion)|dev)"
     r"(?=[^a-z]|$|set|loader|data|ds|sampler|dl|iter)"
 )
+#: Names of functions and methods that show or log their arguments, and compute nothing with them.
+SHOWS = {
+    "print", "write", "log", "debug", "info", "warning", "log_metric", "log_metrics",
+    "add_scalar", "add_scalars", "add_histogram", "set_description", "set_postfix",
+}  # fmt: skip
 #: Functions whose calls make a program a distributed one, and the library that each shows.
 FLAVOURS = {
     "dist.init_process_group": "ddp",
@@ -58,18 +63,18 @@ _GUARD_DECORATORS = {
 
 
 class Script:
-    """A source file of a program, with methods by which rules query the file or the whole program."""
+    """A source file of a program, with methods by which rules query the file or the whole program.
 
-    def __init__(self, project: Project, module: Module) -> None:
-        self.project, self.module = project, module
-        self._others: dict[Module, Script] = {module: self}
+    `scripts` has the `Script` of each module of the project for which there is one already.
+    """
+
+    def __init__(self, project: Project, module: Module, scripts: dict[Module, Script]) -> None:
+        self.project, self.module, self._scripts = project, module, scripts
+        scripts[module] = self
 
     def of(self, module: Module) -> Script:
-        """Return the `Script` of `module`, another module of the program."""
-        if module not in self._others:
-            other = self._others[module] = Script(self.project, module)
-            other._others = self._others
-        return self._others[module]
+        """Return the `Script` of `module`, another module of the project."""
+        return self._scripts.get(module) or Script(self.project, module, self._scripts)
 
     # The program -----------------------------------------------------------------------------------
 
@@ -149,12 +154,20 @@ class Script:
         return [value for _, value in self.project.sources(self.module, node)] if node else []
 
     def made_by(self, node: ast.expr | None, *names: str) -> list[ast.Call]:
-        """Return the calls of functions called `names` from which `node` may get its value."""
+        """Return the calls from which `node` may get its value: all, or those of the functions `names`."""
         return [
             value
             for module, value in (self.project.sources(self.module, node) if node else ())
-            if isinstance(value, ast.Call) and module.name(value.func) in names
+            if isinstance(value, ast.Call) and (not names or module.name(value.func) in names)
         ]
+
+    def of_run(self, node: ast.AST, *names: str) -> bool:
+        """Whether `node` is an attribute of a `lockstep.Run` with one of `names`, such as `run.model`."""
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and bool(self.made_by(node.value, "lockstep.Run"))
+        )
 
     def constants(self, node: ast.expr | None) -> list[object]:
         """Return the constants that may be the value of `node`; an empty list for `None`."""
@@ -168,6 +181,16 @@ class Script:
             case ast.IfExp() as parent:
                 return self.bound_name(parent)
         return ""
+
+    def is_shown(self, node: ast.AST) -> bool:
+        """Whether the value of `node` is only shown or collected: printed, logged, appended to a list."""
+        for parent in self.module.above(node):
+            if isinstance(parent, Loop):
+                return False
+            shows = isinstance(parent, ast.Call) and last_name(parent.func) in {*SHOWS, "append"}
+            if shows or isinstance(parent, ast.JoinedStr):
+                return True
+        return False
 
     # The rank --------------------------------------------------------------------------------------
 

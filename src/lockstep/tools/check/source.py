@@ -26,6 +26,8 @@ _SHORT = {
     "torch.nn.DataParallel": "DataParallel",
     "torch.nn.parallel.DataParallel": "DataParallel",
     "torch.nn.modules.batchnorm.SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "torch.nn.utils.clip_grad_norm": "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
     "torch.utils.data.dataloader.DataLoader": "DataLoader",
     "torch.utils.data.DataLoader": "DataLoader",
     "torch.utils.data.DistributedSampler": "DistributedSampler",
@@ -239,9 +241,7 @@ class Module:
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the syntax nodes that contain `node`, innermost first."""
-        while (parent := self.parents.get(node)) is not None:
-            yield parent
-            node = parent
+        return (parent for parent, _ in self.ancestry(node))
 
     def ancestry(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield the nodes that contain `node`, innermost first, each with its child around `node`."""
@@ -251,11 +251,7 @@ class Module:
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the innermost function, lambda or module that contains `node`."""
-        while (parent := self.parents.get(node)) is not None:
-            node = parent
-            if isinstance(node, Function | ast.Lambda | ast.Module):
-                return node
-        return self.tree
+        return next((one for one in self.above(node) if isinstance(one, Scope)), self.tree)
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the innermost class that contains `node`; `None` if there is none."""
@@ -320,11 +316,11 @@ class Module:
         Lines count from 1, columns from 0 in characters; the columns in Python's syntax tree are in bytes.
         """
         end = node.end_lineno or node.lineno, node.end_col_offset or 0
-        (first, column), (last, end_column) = (
+        first, last = (
             (line, len(self._lines[line - 1].encode()[:offset].decode()))
             for line, offset in (start(node), end)
         )
-        return (first, column), (last, end_column)
+        return first, last
 
     @cached_property
     def _lines(self) -> list[str]:

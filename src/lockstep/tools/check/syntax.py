@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import UnionType
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -11,6 +11,8 @@ Loop = ast.For | ast.AsyncFor | ast.While
 #: A scope of names: a function, a lambda, or the module.
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 Variable = ast.Name | ast.Attribute
+#: Functions that only combine the values of their arguments.
+_ARITHMETIC = {"sum", "mean", "float", "round", "min", "max"}
 
 
 def dotted(node: ast.AST) -> str:
@@ -45,13 +47,28 @@ def start(node: ast.expr | ast.stmt) -> tuple[int, int]:
     return node.lineno, node.col_offset
 
 
+def blocks(node: ast.AST | None) -> list[list[ast.stmt]]:
+    """Return the blocks of statements that a node has, such as the body and the `else` of an `if`."""
+    found = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
+    return [block for block in found if isinstance(block, list)]
+
+
 def before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
     """Return the statements that precede the statement `child` in the same block of `parent`."""
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(parent, name, None)
-        if isinstance(block, list) and child in block:
-            return block[: block.index(child)]
-    return []
+    return next((one[: one.index(child)] for one in blocks(parent) if child in one), [])
+
+
+def statements(block: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a block and those inside them, in the order of the source.
+
+    Functions and classes are left out.
+    """
+    for statement in block:
+        if isinstance(statement, Function | ast.ClassDef):
+            continue
+        yield statement
+        for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+            yield from statements(getattr(statement, name, ()))
 
 
 def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
@@ -99,6 +116,11 @@ def variables(*nodes: ast.AST, context: type | UnionType = ast.expr_context) -> 
                 yield part
 
 
+def reads(name: str, *nodes: ast.AST) -> list[Variable]:
+    """Return the places inside `nodes` that read the variable `name`, such as `lr` or `self.lr`."""
+    return [one for one in variables(*nodes, context=ast.Load) if dotted(one) == name]
+
+
 def stored(*nodes: ast.AST) -> set[str]:
     """Return the dotted names of variables and attributes that nodes assign or delete.
 
@@ -114,6 +136,31 @@ def stored(*nodes: ast.AST) -> set[str]:
     return {
         dotted(one) for one in variables(*nodes, context=ast.Store | ast.Del) if one not in inner
     } - {""}
+
+
+def operands(node: ast.expr) -> list[ast.expr]:
+    """Return the variables and calls from which operators compute the value of `node`.
+
+    Operators are those of conditions and arithmetic, and functions such as `sum` and `float`. Calls such as
+    `loss.item()` count as the variable `loss`.
+    """
+    parts: list[ast.expr] = []
+    match node:
+        case ast.Call(func=ast.Attribute(value=owner, attr="item" | "detach" | "cpu")):
+            parts = [owner]
+        case ast.Call(func=func, args=args) if last_name(func) in _ARITHMETIC:
+            parts = args
+        case ast.Name() | ast.Attribute() | ast.Call():
+            return [node]
+        case ast.Subscript(value=part) | ast.UnaryOp(operand=part):
+            parts = [part]
+        case ast.BinOp(left=left, right=right):
+            parts = [left, right]
+        case ast.Compare(left=left, comparators=others):
+            parts = [left, *others]
+        case ast.BoolOp(values=values):
+            parts = values
+    return [one for part in parts for one in operands(part)]
 
 
 def root(node: ast.expr) -> ast.expr | None:

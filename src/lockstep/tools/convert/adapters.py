@@ -135,17 +135,12 @@ def _replaced(text: str, found: list[_Import]) -> str:
     for one in sorted(found, key=lambda one: -one.statement.lineno):
         first, last = one.statement.lineno - 1, one.statement.end_lineno or one.statement.lineno
         statement = "\n".join(lines[first:last])
+        bound = ast.unparse(one.alias)
         rest = []
         if len(one.statement.names) > 1:
-            name = rf"\b{one.alias.name}\b" + (
-                rf"\s+as\s+{one.alias.asname}\b" if one.alias.asname else ""
-            )
+            name = r"\b" + r"\s+".join(bound.split()) + r"\b"
             head, word, names = statement.partition("import")
-            names, count = re.subn(rf",\s*{name}", "", names, count=1)
-            rest = [
-                head + word + (names if count else re.sub(rf"{name}\s*,\s*", "", names, count=1))
-            ]
-        bound = one.alias.name + (f" as {one.alias.asname}" if one.alias.asname else "")
+            rest = [head + word + re.sub(rf",\s*{name}|{name}\s*,\s*", "", names, count=1)]
         indent = statement[: len(statement) - len(statement.lstrip())]
         lines[first:last] = [*rest, f"{indent}from {one.adapter} import {bound}"]
     return "\n".join(lines)

@@ -6,17 +6,17 @@ The user is asked about them, since the iterations of a converted loop are micro
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lockstep.tools.check.assignments import assigned_before, counter, head
 from lockstep.tools.check.syntax import (
-    Function,
     Loop,
     dotted,
     method_calls,
     root,
+    statements,
     stored,
     variables,
 )
@@ -39,7 +39,7 @@ class _Binding:
 def convert(draft: Draft) -> None:
     """Add questions to `draft` about variables whose value in one iteration enters a later loss."""
     for loop in draft.script.step_loops:
-        bindings = [_binding(one) for one in _statements(loop.body)]
+        bindings = [_binding(one) for one in statements(loop.body)]
         changed = counter(loop).union(*(binding.names for binding in bindings))
         early = {
             name: binding.node
@@ -49,16 +49,6 @@ def convert(draft: Draft) -> None:
         }
         for name in sorted(early.keys() & _used(draft, loop, bindings, early.keys())):
             draft.ask(early[name], questions.CARRIED.format(name))
-
-
-def _statements(block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements and the statements inside them, in the order of the source."""
-    for statement in block:
-        if isinstance(statement, Function | ast.ClassDef):
-            continue
-        yield statement
-        for name in ("body", "orelse", "handlers", "finalbody"):
-            yield from _statements(getattr(statement, name, ()))
 
 
 def _binding(statement: ast.stmt) -> _Binding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 
-from lockstep.tools.check.rules.microbatches import is_shown
 from lockstep.tools.check.script import EVALUATION, Script
 from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, stored, variables
 from lockstep.tools.convert import questions
@@ -100,7 +99,7 @@ def _sizes(draft: Draft, loop: Loop, name: str) -> None:
     """Add questions to `draft` about reads of the batch size `name` in a loop: a microbatch is smaller."""
     own = stored(loop)
     for node in variables(draft.module.tree, context=ast.Load):
-        if last_name(node) != name or dotted(node) in own or is_shown(draft.script, node):
+        if last_name(node) != name or dotted(node) in own or draft.script.is_shown(node):
             continue
         if draft.script.step_loop(node) is loop:
             draft.ask(node, questions.SIZE.format(name))

@@ -6,12 +6,12 @@ import ast
 import re
 
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, argument, method, receiver, stored
+from lockstep.tools.check.syntax import Function, argument, method, reads, receiver, stored
 from lockstep.tools.convert import questions, unused
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
 from lockstep.tools.convert.run_scope import RunScope
 
-_GOES = ("dist.init_process_group", "dist.destroy_process_group")
+_GOES = ("dist.init_process_group", "dist.destroy_process_group", "torch.cuda.set_device")
 _ADDRESS = re.compile(r"^MASTER_(ADDR|PORT)$")
 _COLLECTIVE = re.compile(
     r"^dist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|monitored_barrier)$"
@@ -30,11 +30,7 @@ def convert(draft: Draft) -> None:
     script = draft.script
     if "ddp" not in script.flavours:
         return
-    for call in [
-        *script.calls(*_GOES),
-        *script.methods("set_epoch"),
-        *script.calls("torch.cuda.set_device"),
-    ]:
+    for call in [*script.calls(*_GOES), *script.methods("set_epoch")]:
         _remove(draft, call)
     for statement in ast.walk(draft.module.tree):
         match statement:
@@ -230,5 +226,5 @@ def spawned(draft: Draft, scope: RunScope) -> None:
         sizes = [one for one in others if script.is_world_size(ast.Name(one))]
         for name in (rank, *sizes):
             value = "world.rank" if name == rank else "replicas"
-            if any(variable not in dead for variable in draft.mentions(name, target)):
+            if any(variable not in dead for variable in reads(name, target)):
                 draft.edit("before", scope.block[scope.start], f"{name} = {RUN}.{value}")

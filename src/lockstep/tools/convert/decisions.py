@@ -6,18 +6,14 @@ import ast
 import re
 
 from lockstep.tools.check.assignments import counter
-from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, root, variables
+from lockstep.tools.check.syntax import Loop, all_arguments, dotted, operands, root, variables
 from lockstep.tools.convert import loops, questions
 from lockstep.tools.convert.draft import Draft, origins
 
 #: Functions that return the time, which differs between ranks.
 _CLOCK = re.compile(r"\b(time|monotonic|perf_counter)\(\)")
-#: Functions that only combine the values of their arguments.
-_ARITHMETIC = {"sum", "mean", "float", "round", "min", "max"}
 #: Settings in an optimizer's `param_groups`.
 _SETTINGS = {"lr", "momentum", "betas", "weight_decay", "eps"}
-#: Methods that return the value of their object.
-_SAME = {"item", "detach", "cpu"}
 
 
 def convert(draft: Draft) -> None:
@@ -63,7 +59,7 @@ def _of_training(draft: Draft, node: ast.expr, depth: int = 3) -> bool:
     Variables and calls are followed over `depth` levels.
     """
     script, module = draft.script, draft.module
-    for name in _operands(node):
+    for name in operands(node):
         if _filled(draft, name, depth):
             return True
         for value in script.sources(name):
@@ -103,24 +99,3 @@ def _filled(draft: Draft, name: ast.expr, depth: int) -> bool:
         if depth and any(_of_training(draft, arg, depth - 1) for arg in call.args):
             return True
     return False
-
-
-def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return the variables and calls from which `node` is computed by arithmetic or comparisons."""
-    parts: list[ast.expr] = []
-    match node:
-        case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _SAME:
-            parts = [owner]
-        case ast.Call(func=func, args=args) if last_name(func) in _ARITHMETIC:
-            parts = args
-        case ast.Name() | ast.Attribute() | ast.Call():
-            return [node]
-        case ast.Subscript(value=value):
-            parts = [value]
-        case ast.BinOp(left=left, right=right):
-            parts = [left, right]
-        case ast.Compare(left=left, comparators=others):
-            parts = [left, *others]
-        case ast.BoolOp(values=values):
-            parts = values
-    return [one for part in parts for one in _operands(part)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
 
 from lockstep.tools.check.fix import Edit, Kind
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import UnpackedElement
-from lockstep.tools.check.syntax import Function, Variable, dotted, receiver, start, variables
+from lockstep.tools.check.syntax import Function, Variable, receiver, start
 
 #: Placeholder in the code of edits, which `run_scope.py` replaces by the variable that holds the run, such
 #: as `run` or `self.run`.
@@ -82,10 +81,6 @@ class Draft:
         """Return the conditions of the `if` statements around `node`, up to the node `within` if given."""
         above = itertools.takewhile(lambda one: one is not within, self.module.above(node))
         return [one.test for one in above if isinstance(one, ast.If)]
-
-    def mentions(self, name: str, scope: ast.AST) -> Iterator[Variable]:
-        """Yield the reads of the variable `name` (such as `lr` or `self.lr`) inside the node `scope`."""
-        return (one for one in variables(scope, context=ast.Load) if dotted(one) == name)
 
 
 def origins(script: Script, node: ast.expr, depth: int = 8) -> list[ast.expr]:

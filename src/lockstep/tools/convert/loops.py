@@ -14,18 +14,13 @@ from lockstep.tools.check.syntax import (
     dotted,
     last_name,
     method_calls,
+    reads,
     root,
     stored,
 )
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft, latest, origins, sent_backward
 
-_CLIPPING = {
-    "torch.nn.utils.clip_grad_norm_": "clip_grad_norm_",
-    "torch.nn.utils.clip_grad_norm": "clip_grad_norm_",
-    "torch.nn.utils.clip_grad.clip_grad_norm_": "clip_grad_norm_",
-    "torch.nn.utils.clip_grad_value_": "clip_grad_value_",
-}
 _EXITS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
@@ -51,9 +46,9 @@ def convert(draft: Draft) -> None:
     for loop in draft.script.step_loops:
         _accumulation(draft, loop)
     _leaving(draft)
-    for name, method in _CLIPPING.items():
-        for call in draft.script.calls(name):
-            draft.edit("callee", call, f"{RUN}.{method}")
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        for call in draft.script.calls(f"torch.nn.utils.{name}"):
+            draft.edit("replace", call.func, f"{RUN}.{name}")
 
 
 def _epochs(draft: Draft, loop: ast.AST) -> None:
@@ -74,7 +69,7 @@ def _epochs(draft: Draft, loop: ast.AST) -> None:
     if any(isinstance(part, ast.Subscript) for part in parts):
         draft.ask(loop, questions.START)
     name = dotted(loop.target)
-    if name and any(True for statement in loop.body for _ in draft.mentions(name, statement)):
+    if name and reads(name, *loop.body):
         draft.edit("first", loop, f"{name} += {source(first)}")
 
 

@@ -97,9 +97,8 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
     if draft.models.intersection(found):
         return
     draft.models.update(found)
-    sources = draft.script.sources(variable)
-    own = [source for source in sources if source in draft.module.parents]
-    draft.within_run += [one for one in own if isinstance(one, ast.Call)]
+    created = draft.script.made_by(variable)
+    draft.within_run += [one for one in created if one in draft.module.parents]
     made = found[0] if len(found) == 1 and found[0] in draft.module.parents else None
     code = f"{dotted(variable)} = {RUN}.model({dotted(variable)})"
     if made is None or isinstance(made, ast.Name | ast.Attribute):
@@ -111,7 +110,7 @@ def _model(draft: Draft, variable: ast.expr, call: ast.Call) -> None:
     elif isinstance(made, ast.Call) and draft.script.name(made.func) in _WRAPPERS:
         for name in _DEVICES:
             draft.edit("argument", made, name=name)
-        draft.edit("callee", made, f"{RUN}.model")
+        draft.edit("replace", made.func, f"{RUN}.model")
     else:
         draft.edit("wrap", made, f"{RUN}.model")
 
@@ -211,7 +210,7 @@ def _wrappers(draft: Draft) -> None:
             case ast.Attribute(value=value, attr="module") if script.made_by(value, *_WRAPPERS):
                 draft.edit("unwrap", node)
     for call in script.calls("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
-        draft.edit("callee", call, f"{RUN}.sync_batchnorm")
+        draft.edit("replace", call.func, f"{RUN}.sync_batchnorm")
 
 
 def _is_part(draft: Draft, call: ast.Call) -> bool:

@@ -197,8 +197,7 @@ def _runs_model(draft: Draft, node: ast.AST) -> bool:
     func = node.func
     if isinstance(func, ast.Attribute) and dotted(func.value) == "self":
         return draft.script.callee(node) is None
-    sources = draft.script.sources(func) if isinstance(func, ast.Name) else []
-    return any(isinstance(source, ast.Call) for source in sources)
+    return isinstance(func, ast.Name) and bool(draft.script.made_by(func))
 
 
 def _names(context: type[ast.expr_context], *nodes: ast.AST) -> set[str]:

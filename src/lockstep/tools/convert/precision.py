@@ -22,9 +22,8 @@ def convert(draft: Draft) -> None:
     draft.precision = f', precision="fp16"{switch}'
     for made in scalers:
         statement = module.statement(made)
-        first = "cuda" not in script.name(
-            made.func
-        )  # the first argument of torch.amp's is the device
+        # The first argument of torch.amp's is the device.
+        first = "cuda" not in script.name(made.func)
         if made.args[first:] or {word.arg for word in made.keywords} - {"device", "enabled"}:
             draft.ask(made, questions.SCALER)
         elif isinstance(statement, ast.Assign):

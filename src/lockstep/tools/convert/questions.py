@@ -1,10 +1,5 @@
 """Texts of the questions and notes that `lockstep convert` leaves to the user."""
 
-from lockstep.tools.check.engine import QUESTION
-
-#: Begins each question in the converted script.
-MARK = QUESTION
-
 LOADER = (
     "the batches of this loop come from {0}, not from a DataLoader that was found; every rank would train on "
     "all of them: go over run.loader(dataset, batch_size=...)"

@@ -48,33 +48,29 @@ def _asked(draft: Draft) -> None:
     """
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
-        if isinstance(node, ast.Subscript | ast.Call) and (named := _variable(node)):
-            draft.edit("replace", _number(draft, node), f"{RUN}.{named}")
+        if isinstance(node, ast.expr) and (named := _variable(node)):
+            code = "True" if isinstance(node, ast.Compare) else f"{RUN}.{named}"
+            draft.edit("replace", _number(draft, node), code)
         elif isinstance(node, ast.Call):
             _answer(draft, node)
         elif isinstance(node, ast.Attribute) and dotted(node) in options:
             draft.edit("replace", node, f"{RUN}.world.local_rank")
-        match node:
-            case ast.Compare(left=ast.Constant(value=key), ops=[ast.In()], comparators=[where]):
-                if _named(key) and dotted(where).endswith("environ"):
-                    draft.edit("replace", node, "True")
 
 
-def _variable(node: ast.Subscript | ast.Call) -> str:
-    """Return the run's attribute that replaces `node`, a read of an environment variable such as `RANK`.
+def _variable(node: ast.expr) -> str:
+    """Return the run's attribute for the environment variable, such as `RANK`, that `node` reads.
 
-    For other nodes, return an empty text.
+    `"RANK" in os.environ` counts as a read. For other nodes, return an empty text.
     """
     match node:
-        case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
-            return _named(key) if dotted(owner).endswith("environ") else ""
-        case ast.Call(func=func, args=[ast.Constant(value=key), *_]):
-            return _named(key) if dotted(func).endswith(("environ.get", "getenv")) else ""
+        case (
+            ast.Subscript(value=place, slice=ast.Constant(value=key))
+            | ast.Call(func=place, args=[ast.Constant(value=key), *_])
+            | ast.Compare(left=ast.Constant(value=key), ops=[ast.In()], comparators=[place])
+        ) if dotted(place).endswith(("environ", "environ.get", "getenv")):
+            names = (name for form, name in _VARIABLES.items() if re.match(form, str(key)))
+            return next(names, "")
     return ""
-
-
-def _named(key: object) -> str:
-    return next((name for form, name in _VARIABLES.items() if re.match(form, str(key))), "")
 
 
 def _number(draft: Draft, node: ast.expr) -> ast.expr:

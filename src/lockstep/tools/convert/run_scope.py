@@ -9,7 +9,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.script import Script
 from lockstep.tools.check.source import Module
-from lockstep.tools.check.syntax import Function, Loop, Scope
+from lockstep.tools.check.syntax import Function, Loop, Scope, blocks
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.draft import RUN, Draft
 
@@ -97,8 +97,7 @@ def _common(module: Module, scope: Scope, entries: list[ast.stmt]) -> tuple[list
         only = tops[0] if len(set(tops)) == 1 else None
         inner: list[list[ast.stmt]] = []
         if not isinstance(only, Loop | Function | ast.ClassDef) and only not in entries:
-            blocks = [getattr(only, name, []) for name in ("body", "orelse", "finalbody")]
-            inner = [one for one in blocks if all(way.intersection(one) for way in ways)]
+            inner = [one for one in blocks(only) if all(way.intersection(one) for way in ways)]
         if not inner:
             return block, min(block.index(one) for one in tops if one is not None)
         block = inner[0]

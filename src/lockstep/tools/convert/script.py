@@ -6,12 +6,14 @@ import ast
 import difflib
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ScriptNotFoundError, UsageError
 from lockstep.tools.check import engine, fix
 from lockstep.tools.check.config import Selection
+from lockstep.tools.check.engine import QUESTION
 from lockstep.tools.check.fix import Edit
 from lockstep.tools.check.project import Project
 from lockstep.tools.check.script import Script
@@ -34,7 +36,6 @@ from lockstep.tools.convert import (
     unused,
 )
 from lockstep.tools.convert.draft import REPLICAS, RUN, Draft
-from lockstep.tools.convert.questions import MARK
 
 #: The modules that add edits and questions to a draft, in this order.
 _PARTS = (
@@ -113,16 +114,15 @@ def _checked(draft: Draft, text: str) -> tuple[str, list[Question]]:
         line = lines[finding.line - 1 + index]
         indent, end = line[: len(line) - len(line.lstrip())], line[len(line.rstrip("\r")) :]
         asked = f"{finding.code}: {finding.message}"
-        lines.insert(finding.line - 1 + index, f"{indent}{MARK}{asked}{end}")
+        lines.insert(finding.line - 1 + index, f"{indent}{QUESTION}{asked}{end}")
         found.append(Question(numbers[finding.line - 1], finding.line + index, asked))
     return "\n".join(lines), found
 
 
-def _blocks(before: str, after: str) -> list[tuple[str, int, int, int, int]]:
+def _blocks(before: str, after: str) -> Sequence[tuple[str, int, int, int, int]]:
     """Return the opcodes of difflib's SequenceMatcher for the lines of two texts, without indentation."""
     old, new = ([line.strip() for line in text.splitlines()] for text in (before, after))
-    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    return [(kind, a, b, c, d) for kind, a, b, c, d in blocks]
+    return difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
 
 
 def _read(path: Path) -> Script:
@@ -140,7 +140,7 @@ def _read(path: Path) -> Script:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     for broken in module.errors:
         raise UsageError(f"{path}:{broken.line}:{broken.column}: {broken.message}")
-    script = Script(project, module)
+    script = Script(project, module, {})
     if "lockstep" in script.flavours:
         raise UsageError(f"{path} makes a lockstep.Run: it is a Lockstep script already")
     return script
@@ -198,7 +198,7 @@ def _placed(draft: Draft) -> list[Edit]:
     return [
         Edit("with", start, code),
         *(Edit("after", last, one) for one in ("import lockstep", *draft.imports)),
-        *(Edit("comment", statement, f"{MARK}{text}") for statement, text in _left(draft)),
+        *(Edit("comment", statement, f"{QUESTION}{text}") for statement, text in _left(draft)),
         *edits,
         *(Edit("delete", one) for one in draft.removed),
     ]
@@ -226,7 +226,8 @@ def _questions(draft: Draft, text: str) -> list[Question]:
     lines = [line.strip() for line in text.split("\n")]
     found = []
     for before, asked in sorted((statement.lineno, one) for statement, one in _left(draft)):
-        after = lines.index(MARK + asked) + 1 if MARK + asked in lines else 0
+        comment = QUESTION + asked
+        after = lines.index(comment) + 1 if comment in lines else 0
         if after:
             lines[after - 1] = ""
         found.append(Question(before, after, asked))

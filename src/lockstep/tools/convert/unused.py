@@ -7,7 +7,7 @@ import copy
 import re
 from collections.abc import Iterator
 
-from lockstep.tools.check.syntax import Function, dotted
+from lockstep.tools.check.syntax import Function, dotted, reads
 from lockstep.tools.convert.draft import RUN, Draft
 
 
@@ -61,7 +61,7 @@ def _is_unread(draft: Draft, name: str, dead: set[ast.AST], words: set[str]) -> 
 
     `dead` are the syntax nodes that edits remove, `words` the names in the code that edits add.
     """
-    return name not in words and dead.issuperset(draft.mentions(name, draft.module.tree))
+    return name not in words and dead.issuperset(reads(name, draft.module.tree))
 
 
 def _words(draft: Draft) -> set[str]:
@@ -78,8 +78,6 @@ def gone(draft: Draft) -> Iterator[ast.AST]:
         match edit.kind, edit.node:
             case "replace", node:
                 taken = [node]
-            case "callee", ast.Call(func=func):
-                taken = [func]
             case "unwrap", ast.Call(func=func, args=[_, *others], keywords=keywords):
                 taken = [func, *others, *keywords]
             case "argument", ast.Call(keywords=keywords):
@@ -98,8 +96,7 @@ def imports(draft: Draft) -> None:
         left = [
             one
             for one, name in names.items()
-            if not any(draft.mentions(name, draft.module.tree))
-            or not _is_unread(draft, name, dead, words)
+            if not reads(name, draft.module.tree) or not _is_unread(draft, name, dead, words)
         ]
         if not left:
             draft.removed.add(statement)

@@ -13,6 +13,7 @@ from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.tools.check import engine
 from lockstep.tools.check.config import Selection
+from lockstep.tools.check.engine import QUESTION
 from lockstep.tools.convert import questions
 from lockstep.tools.convert.script import convert
 from tests import converted
@@ -73,7 +74,7 @@ def test_scripts(name: str) -> None:
     assert len(made.questions) == converted.NAMES[name]
     lines = made.text.splitlines()
     for question in made.questions:
-        assert lines[question.after - 1].strip() == questions.MARK + question.text
+        assert lines[question.after - 1].strip() == QUESTION + question.text
 
 
 def test_the_straight_script_changes_ten_lines_at_most() -> None:
@@ -95,7 +96,7 @@ def test_the_manual_shows_the_conversion_of_now() -> None:
 def test_the_manual_has_every_question() -> None:
     page = converted.PAGE.read_text()
     for name, text in vars(questions).items():
-        if name.isupper() and name not in ("MARK", "ACCUMULATED", "NORMALISED", "PER_RANK"):
+        if name.isupper() and name not in ("ACCUMULATED", "NORMALISED", "PER_RANK"):
             assert re.sub(r"\{\d\}", "…", text.partition(":")[0]) in page, name
 
 
@@ -115,21 +116,21 @@ def test_the_manual_has_every_question() -> None:
             "",
             "    if run.is_main_process: print()",
         ),
-        (f"{DDP}\npart = x[dist.get_rank() :: 2]", "pass", "", questions.MARK + questions.PART),
+        (f"{DDP}\npart = x[dist.get_rank() :: 2]", "pass", "", QUESTION + questions.PART),
         (f"{DDP}\nn = dist.get_world_size()\nprint(n)", "pass", "", "    n = run.replicas"),
         ("device = 'cuda:0'", "pass", "", 'device = "cuda"'),
         ("ä = 'ö' # ü", "pass", "ö = 1; ü = 2", "    ö = 1; ü = 2"),
-        ("", "if step == 3: break", "", f"        {questions.MARK}{questions.LEAVES}"),
-        ("import sys", "if step == 3: sys.exit()", "", questions.MARK + questions.LEAVES),
-        ("", "if step == 3: raise SystemExit", "", questions.MARK + questions.LEAVES),
+        ("", "if step == 3: break", "", f"        {QUESTION}{questions.LEAVES}"),
+        ("import sys", "if step == 3: sys.exit()", "", QUESTION + questions.LEAVES),
+        ("", "if step == 3: raise SystemExit", "", QUESTION + questions.LEAVES),
         ("", "pass", "torch.save(model.state_dict(), 'a.tar')", "    if run.is_main_process:"),
         (AVERAGE, "pass", "torch.save(mean.state_dict(), 'a.pt')", "    if run.is_main_process:"),
         ("", "pass", "if loader: torch.save([model], 'a')", "        if run.is_main_process:"),
         ("", "pass", "x = 1; torch.save([model], 'a')", "        torch.save([model], 'a')"),
-        ("", "pass", "with open('a', 'w') as f: f.write('')", questions.MARK + questions.SAVE),
-        ("", "pass", "import os; os.remove('a')", questions.MARK + questions.SAVE),
-        (SCALER, "scaler.update(new_scale=2.0)", "", questions.MARK + questions.SCALER),
-        (SCALER.replace("()", "(init_scale=2.0)"), "pass", "", questions.MARK + questions.SCALER),
+        ("", "pass", "with open('a', 'w') as f: f.write('')", QUESTION + questions.SAVE),
+        ("", "pass", "import os; os.remove('a')", QUESTION + questions.SAVE),
+        (SCALER, "scaler.update(new_scale=2.0)", "", QUESTION + questions.SCALER),
+        (SCALER.replace("()", "(init_scale=2.0)"), "pass", "", QUESTION + questions.SCALER),
         ("", "mean.update(model)", AVERAGE, "LS605"),
         ("hidden = 0", "hidden = loss + hidden", "", "run.backward(loss)"),
         ("# above\ntorch.manual_seed(3)  # beside", "pass", "", "    # above\n    # beside\n"),
@@ -137,27 +138,27 @@ def test_the_manual_has_every_question() -> None:
             f"{DDP}\nfor k in range(dist.get_rank(), 8, 2): pass",
             "pass",
             "",
-            questions.MARK + questions.PART,
+            QUESTION + questions.PART,
         ),
         (
             f"{DDP}\nmine = [k for k in x if k % dist.get_world_size() == 1]",
             "pass",
             "",
-            questions.MARK + questions.PART,
+            QUESTION + questions.PART,
         ),
         (f"{DDP}\ns = 3 + dist.get_rank()\ntorch.manual_seed(s)", "pass", "", "seed=3, replicas=4"),
-        (f"{DDP}\nrandom.seed(3 + dist.get_rank())", "pass", "", questions.MARK + questions.RANK),
+        (f"{DDP}\nrandom.seed(3 + dist.get_rank())", "pass", "", QUESTION + questions.RANK),
         (
             f"{DDP}\ndef test(x):\n    dist.all_reduce(x)\n    return x / dist.get_world_size()",
             "pass",
             "",
-            questions.MARK + questions.DIVIDED,
+            QUESTION + questions.DIVIDED,
         ),
         (
             f"{DDP}\nn = dist.get_world_size()\ndist.all_reduce(x)\nprint(x / n)",
             "pass",
             "",
-            questions.MARK + questions.DIVIDED,
+            QUESTION + questions.DIVIDED,
         ),
         (f"{DDP}\nn = 1 if dist.is_initialized() else 0", "pass", "", "n = 1 if True else 0"),
         (f"{DDP}\nimport os\nn = 'RANK' in os.environ", "pass", "", "n = True"),
@@ -171,7 +172,7 @@ def test_the_manual_has_every_question() -> None:
             "",
             "if step % 2 == 1:\n            optimizer.step()",
             "",
-            f"        {questions.MARK}{questions.EVERY}",
+            f"        {QUESTION}{questions.EVERY}",
         ),
     ],
 )
@@ -224,7 +225,7 @@ def test_questions(tmp_path: Path, old: str, new: str, question: str | None) -> 
     path.write_text(path.read_text().replace(old, new))
     made = convert(path)
     assert [one.text for one in made.questions] == ([question] if question else [])
-    assert made.text.count(questions.MARK) == len(made.questions)
+    assert made.text.count(QUESTION) == len(made.questions)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_questions_are_listed_with_their_lines(
     assert f"{path}:{line}: question: {questions.LEAVES}\n" in capsys.readouterr().err
     assert main(["convert", str(path), "-o", str(out)]) == 1
     ((number,),) = [re.findall(r":(\d+): question", capsys.readouterr().err)]
-    assert out.read_text().splitlines()[int(number) - 1].strip().startswith(questions.MARK)
+    assert out.read_text().splitlines()[int(number) - 1].strip().startswith(QUESTION)
 
 
 #: Trainings that look like others, and are none: what is left of a step loop's body, and the question.
@@ -500,7 +501,7 @@ def test_what_only_looks_alike_is_a_question(tmp_path: Path, name: str) -> None:
     assert question in [one.text for one in made.questions], made.text
     lines = made.text.splitlines()
     for one in made.questions:
-        assert lines[one.after - 1].strip() == questions.MARK + one.text
+        assert lines[one.after - 1].strip() == QUESTION + one.text
 
 
 def test_divisions_of_other_numbers_stay(tmp_path: Path) -> None:
@@ -537,7 +538,7 @@ def test_what_check_finds_in_the_converted_script_is_a_question(tmp_path: Path) 
     path.write_text(TRAIN.replace("    sched =", average) + body)
     made = convert(path)
     (one,) = [one for one in made.questions if one.text.startswith("LS605")]
-    assert made.text.splitlines()[one.after - 1].strip() == questions.MARK + one.text
+    assert made.text.splitlines()[one.after - 1].strip() == QUESTION + one.text
     assert path.read_text().splitlines()[one.before - 1].strip() == "mean.update_parameters(model)"
 
 

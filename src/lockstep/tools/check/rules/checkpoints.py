@@ -45,25 +45,26 @@ def save_everywhere(script: Script) -> Iterator[Violation]:
         if any(script.is_rank(value) for value in [path, *script.sources(path)]):
             continue
         if not _own(script, path) and not launcher_only(script, call):
-            yield Violation(call, None, tuple(_guarded(script, call)))
+            yield Violation(call, edit=_guarded(script, call))
 
 
 def _own(script: Script, path: ast.expr) -> bool:
     """Whether a path is private to a process: a memory buffer, an open file, a temporary directory."""
-    values = script.sources(path)
-    made = [dotted(value.func) for value in values if isinstance(value, ast.Call)]
+    made = [dotted(call.func) for call in script.made_by(path)]
     private = r"\btmp_?(path|dir)\b|tempfile\.|mkdtemp|TemporaryDirectory|TemporaryFile"
     return any(name.endswith(("BytesIO", "open")) for name in made) or any(
-        re.search(private, ast.unparse(value)) for value in values
+        re.search(private, ast.unparse(value)) for value in script.sources(path)
     )
 
 
-def _guarded(script: Script, call: ast.Call) -> Iterator[Edit]:
+def _guarded(script: Script, call: ast.Call) -> Edit | None:
+    """Return the edit that puts a call under `if dist.get_rank() == 0:`; `None` if this is not safe."""
     names = [name for name, full in script.module.imports.items() if full == "torch.distributed"]
     statement = script.module.parents.get(call)
     sharded = {"FSDP", "fully_shard"} & script.called
     if names and isinstance(statement, ast.Expr) and not sharded and _has_group(script, call):
-        yield Edit("guard", statement, f"{names[0]}.get_rank() == 0")
+        return Edit("guard", statement, f"{names[0]}.get_rank() == 0")
+    return None
 
 
 def _has_group(script: Script, call: ast.Call) -> bool:
@@ -113,10 +114,10 @@ def prefixed(script: Script) -> Iterator[Violation]:
                 case ast.Call(func=ast.Attribute(value=ast.expr() as model, attr="state_dict")):
                     wrapped = wrapped_before(script, model, "DDP")
                     if wrapped is not None and dotted(model):
-                        code = f"{ast.unparse(model)}.module.state_dict()"
-                        sure = wrapped in script.module.parents
-                        sure = sure and always_wrapped(script, model, "DDP")
-                        yield Violation(call, None, (Edit("replace", call, code),) if sure else ())
+                        edit = Edit("replace", call, f"{ast.unparse(model)}.module.state_dict()")
+                        own = wrapped in script.module.parents
+                        sure = own and always_wrapped(script, model, "DDP")
+                        yield Violation(call, edit=edit if sure else None)
 
 
 @rule(
@@ -182,7 +183,7 @@ def load_without_map(script: Script) -> Iterator[Violation]:
             for other in script.calls("torch.load")
         )  # a script with `if gpu is None: torch.load(path) else: …` handles devices
         if not given and script.guard(call) is None and not launcher_only(script, call):
-            yield Violation(call, None, (Edit("argument", call, '"cpu"', "map_location"),))
+            yield Violation(call, edit=Edit("argument", call, '"cpu"', "map_location"))
 
 
 def _mapped(call: ast.Call) -> bool:

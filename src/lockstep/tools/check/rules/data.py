@@ -94,7 +94,7 @@ def unordered(script: Script) -> Iterator[Violation]:
         edit = Edit("replace", call, f"sorted({script.module.source(call)})")
         how = "sort it by name" if entries else "sort it"
         message = f"{ast.unparse(call.func)} has a different order on another machine: {how}"
-        yield Violation(call, message, () if entries or managed else (edit,))
+        yield Violation(call, message, None if entries or managed else edit)
 
 
 def _numbers_set(script: Script, call: ast.Call) -> bool:
@@ -193,9 +193,8 @@ def random_split(script: Script) -> Iterator[Violation]:
         if argument(call, "generator", 2) is None and not alike and not spread(call):
             code = "torch.Generator().manual_seed(0)"
             edit = Edit("argument", call, code, "generator")
-            yield Violation(
-                call, None, (edit,) if script.module.imports.get("torch") == "torch" else ()
-            )
+            known = script.module.imports.get("torch") == "torch"
+            yield Violation(call, edit=edit if known else None)
 
 
 @rule(
@@ -227,7 +226,7 @@ def not_pinned(script: Script) -> Iterator[Violation]:
         return
     for call in script.calls("DataLoader"):
         if call in script.loaders and not spread(call):
-            yield Violation(call, None, (Edit("argument", call, "True", "pin_memory"),))
+            yield Violation(call, edit=Edit("argument", call, "True", "pin_memory"))
 
 
 @rule(
@@ -252,11 +251,8 @@ def no_workers(script: Script) -> Iterator[Violation]:
     """Find loaders of image folders without worker processes, in programs that use GPUs."""
     folders = {"ImageFolder", "VOCSegmentation", "VOCDetection", "CocoDetection", "ImageNet"}
     for call in script.calls("DataLoader"):
-        values, workers = (
-            script.sources(argument(call, "dataset", 0)),
-            argument(call, "num_workers", 5),
-        )
-        made = [last_name(value.func) for value in values if isinstance(value, ast.Call)]
+        workers = argument(call, "num_workers", 5)
+        made = [last_name(one.func) for one in script.made_by(argument(call, "dataset", 0))]
         none = workers is None or (isinstance(workers, ast.Constant) and workers.value == 0)
         if none and folders.intersection(made) and script.cuda and not spread(call):
             yield Violation(call)

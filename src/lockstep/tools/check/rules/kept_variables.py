@@ -8,14 +8,22 @@ from collections.abc import Iterator
 
 from lockstep.tools.check.assignments import assigned_before, binds
 from lockstep.tools.check.rule import Violation, rule
-from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop, dotted, last_name, method, root, stored
+from lockstep.tools.check.script import SHOWS, Script
+from lockstep.tools.check.syntax import (
+    Loop,
+    all_arguments,
+    blocks,
+    dotted,
+    last_name,
+    method,
+    operands,
+    reads,
+    root,
+    statements,
+    stored,
+    variables,
+)
 
-#: Functions and methods that only show their arguments.
-_SHOWS = {
-    "print", "write", "debug", "info", "warning", "log", "add_scalar", "add_scalars",
-    "set_description", "set_postfix",
-}  # fmt: skip
 #: Calls whose result may be the first value of a variable.
 _FIRST_VALUES = {"float", "int", "deepcopy", "state_dict", "tensor"}
 
@@ -58,17 +66,22 @@ def not_registered(script: Script) -> Iterator[Violation]:
 
 def _changed_variables(script: Script, loop: Loop) -> Iterator[Violation]:
     first: dict[str, ast.stmt] = {}
-    for node in _inside(script, loop):
-        for name in _assigned(node):
-            first.setdefault(name, node)
-    tested = {name for branch in _branches(script, loop) for name in _carried(script, loop, branch)}
+    for node in statements(loop.body):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            for name in stored(node):
+                first.setdefault(name, node)
+    tested = {name for branch in _branches(loop) for name in _carried(script, loop, branch)}
     for name, node in first.items():
         if not _begins_before(script, loop, name):
             continue
         if name in tested:
-            yield Violation(node, _message(name, "decides in a later epoch"))
+            use = "decides in a later epoch"
         elif not binds(loop.body, name) and _read_after(script, loop, name):
-            yield Violation(node, _message(name, "is read after the last epoch"))
+            use = "is read after the last epoch"
+        else:
+            continue
+        message = f"{name} {use}, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
+        yield Violation(node, message)
 
 
 def _carried(script: Script, loop: Loop, branch: ast.If) -> Iterator[str]:
@@ -77,34 +90,28 @@ def _carried(script: Script, loop: Loop, branch: ast.If) -> Iterator[str]:
     A variable of this epoch, such as `better` of `better = score > best`, is followed to those that its
     value has.
     """
-    for one in _names(branch.test):
-        if not assigned_before(script.module, loop, branch, one.id):
-            yield one.id
+    for name in map(dotted, variables(branch.test)):
+        if not assigned_before(script.module, loop, branch, name):
+            yield name
             continue
-        for node in _inside(script, loop):
-            if isinstance(node, ast.Assign) and one.id in _assigned(node):
-                for part in _names(node.value):
-                    if not assigned_before(script.module, loop, node, part.id):
-                        yield part.id
-
-
-def _message(name: str, use: str) -> str:
-    return f"{name} {use}, and a run that resumes after a crash starts with its first value: keep it in run.state(…)"
+        for node in statements(loop.body):
+            if isinstance(node, ast.Assign) and name in stored(node):
+                for part in map(dotted, variables(node.value)):
+                    if not assigned_before(script.module, loop, node, part):
+                        yield part
 
 
 def _changed_objects(script: Script, loop: Loop) -> Iterator[Violation]:
     """Find objects of the script's own classes whose methods keep a result that the loop tests."""
-    given = [
-        arg
+    registered = {
+        value
         for call in script.methods("register", "state", "model")
-        for arg in [*call.args, *(keyword.value for keyword in call.keywords)]
-    ]
-    registered = {value for arg in given for value in script.sources(arg)}
+        for arg in all_arguments(call)
+        for value in script.sources(arg)
+    }
     seen: set[str] = set()
-    for branch in _branches(script, loop):
-        for use in [
-            value for one in _operands(branch.test) for value in _values(script, loop, one)
-        ]:
+    for branch in _branches(loop):
+        for use in [value for one in operands(branch.test) for value in _values(script, loop, one)]:
             owner = root(use)
             name = "" if owner is None else dotted(owner)
             made = _made_before(script, loop, owner)
@@ -130,18 +137,14 @@ def _made_before(script: Script, loop: Loop, owner: ast.expr | None) -> list[ast
     For `self.x` these are the values assigned in `__init__`.
     """
     module = script.module
-    if isinstance(owner, ast.Attribute):
-        made = [one for one in module.assigned(owner) if isinstance(one, ast.Call)]
-        scopes = [module.scope(one) for one in made]
-        return [
-            one
-            for one, scope in zip(made, scopes, strict=True)
-            if isinstance(scope, ast.FunctionDef) and scope.name == "__init__"
-        ]
-    if not isinstance(owner, ast.Name):
-        return []
-    bound = module.bound.get((module.scope(loop), owner.id), ())
-    return [one for one in bound if isinstance(one, ast.Call) and one.lineno < loop.lineno]
+    match owner:
+        case ast.Attribute():
+            made = [one for one in module.assigned(owner) if isinstance(one, ast.Call)]
+            return [one for one in made if getattr(module.scope(one), "name", "") == "__init__"]
+        case ast.Name(id=name):
+            bound = module.bound.get((module.scope(loop), name), ())
+            return [one for one in bound if isinstance(one, ast.Call) and one.lineno < loop.lineno]
+    return []
 
 
 def _keeps(script: Script, made: ast.Call, use: ast.expr, owner: ast.expr | None) -> bool:
@@ -182,63 +185,18 @@ def _kept_attributes(method: ast.FunctionDef) -> set[str]:
     return {one for one in stored(*added, *branches) if one.startswith("self.")}
 
 
-def _branches(script: Script, loop: Loop) -> Iterator[ast.If]:
+def _branches(loop: Loop) -> Iterator[ast.If]:
     """Yield the `if` statements of a loop that do more than show values."""
-    for node in _inside(script, loop):
+    for node in statements(loop.body):
         if isinstance(node, ast.If) and not all(map(_only_shows, [*node.body, *node.orelse])):
             yield node
 
 
-def _inside(script: Script, loop: Loop) -> Iterator[ast.stmt]:
-    scope = script.module.scope(loop)
-    inside = (node for node in ast.walk(loop) if isinstance(node, ast.stmt) and node is not loop)
-    return iter(
-        sorted(
-            (one for one in inside if script.module.scope(one) is scope), key=lambda one: one.lineno
-        )
-    )
-
-
 def _only_shows(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and (last_name(statement.value.func) in _SHOWS or method(statement.value) in _SHOWS)
-    )
-
-
-def _names(node: ast.AST) -> Iterator[ast.Name]:
-    return (one for one in ast.walk(node) if isinstance(one, ast.Name))
-
-
-def _operands(test: ast.expr) -> list[ast.expr]:
-    """Return the parts of a condition that are joined by `and`, `or`, `not` and comparisons."""
-    match test:
-        case ast.BoolOp(values=parts):
-            pass
-        case ast.UnaryOp(operand=part):
-            parts = [part]
-        case ast.Compare(left=left, comparators=others):
-            parts = [left, *others]
-        case _:
-            return [test]
-    return [one for part in parts for one in _operands(part)]
-
-
-def _assigned(node: ast.stmt) -> set[str]:
-    match node:
-        case ast.Assign(targets=targets):
-            return {
-                one.id
-                for target in targets
-                for one in _names(target)
-                if isinstance(one.ctx, ast.Store)
-            }
-        case ast.AugAssign(target=ast.Name(id=name)):
-            return {name}
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
-            return {name}
-    return set()
+    match statement:
+        case ast.Expr(value=ast.Call(func=func) as call):
+            return (last_name(func) or method(call)) in SHOWS
+    return False
 
 
 def _begins_before(script: Script, loop: Loop, name: str) -> bool:
@@ -267,14 +225,9 @@ def _is_first_value(value: ast.expr) -> bool:
 
 def _read_after(script: Script, loop: Loop, name: str) -> bool:
     """Whether the variable `name` is read behind `loop` before it is assigned anew."""
-    parent = script.module.parents[loop]
-    block = next(
-        block
-        for one in ("body", "orelse", "finalbody")
-        if isinstance(block := getattr(parent, one, None), list) and loop in block
-    )
+    block = next(one for one in blocks(script.module.parents[loop]) if loop in one)
     for statement in block[block.index(loop) + 1 :]:
-        if any(one.id == name and isinstance(one.ctx, ast.Load) for one in _names(statement)):
+        if reads(name, statement):
             return True
         if binds([statement], name):
             return False

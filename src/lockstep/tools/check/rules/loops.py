@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.tools.check.rule import Violation, rule
 from lockstep.tools.check.rules.step import every_nth
 from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument, dotted
+from lockstep.tools.check.syntax import Function, Loop, all_arguments, argument, dotted, method
 
 
 @rule(
@@ -113,9 +113,8 @@ def not_given(script: Script) -> Iterator[Violation]:
 def own_backward(script: Script) -> Iterator[Violation]:
     """Find `loss.backward()` in loops over a loader of `lockstep.Run`."""
     for loop in script.step_loops:
-        values = script.sources(script.iterated(loop))
-        made = [value.func for value in values if isinstance(value, ast.Call)]
-        of_run = any(dotted(func).endswith(".loader") for func in made) or _is_batch(script, loop)
+        made = script.made_by(script.iterated(loop))
+        of_run = _is_batch(script, loop) or any(method(call) == "loader" for call in made)
         for call in script.methods("backward") if of_run else ():
             if script.step_loop(call) is loop and "loss" in ast.unparse(call.func).lower():
                 yield Violation(call)
@@ -127,9 +126,7 @@ def _is_batch(script: Script, loop: ast.AST) -> bool:
     return over is not None and any(
         dotted(one.target) == dotted(over) != ""
         and isinstance(outer := script.iterated(one), ast.Call)
-        and isinstance(outer.func, ast.Attribute)
-        and outer.func.attr == "batches"
-        and bool(script.made_by(outer.func.value, "lockstep.Run"))
+        and script.of_run(outer.func, "batches")
         for one in script.module.above(loop)
         if isinstance(one, ast.For)
     )

@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Violation, rule
-from lockstep.tools.check.script import Script
+from lockstep.tools.check.script import SHOWS, Script
 from lockstep.tools.check.syntax import Loop, all_arguments, dotted, last_name, variables
 
 _REDUCED = r"all_reduce|\breduce\(|all_gather|\bgather|torchmetrics|synchronize_between|broadcast"
 #: Names of a training loss; `losses` is not among them, it may be of an evaluation.
 _LOSS = re.compile(r"(train_|total_|running_|avg_|mean_|batch_|epoch_)?loss(f|_value|_item)?$")
-_SHOWS = {"print", "add_scalar", "info", "log", "log_metric", "log_metrics", "write"}
 
 
 @rule(
@@ -49,7 +48,7 @@ def loss_of_one_rank(script: Script) -> Iterator[Violation]:
     if not script.plain or "DDP" not in script.called or script.matches(_REDUCED):
         return
     for call in script.module.calls:
-        if last_name(call.func) not in _SHOWS or script.guard(call) is None:
+        if last_name(call.func) not in SHOWS or script.guard(call) is None:
             continue
         losses = any(_LOSS.match(dotted(read)) for read in variables(*all_arguments(call)))
         if losses and not script.evaluates(call):
@@ -88,19 +87,16 @@ def mean_of_means(script: Script) -> Iterator[Violation]:
         return
     for node in script.module.parents:
         match node:
-            case ast.BinOp(left=ast.Name(id=total), op=ast.Div(), right=divisor):
-                pass
-            case ast.AugAssign(target=ast.Name(id=total), op=ast.Div(), value=divisor):
-                pass
-            case _:
-                continue
-        match divisor:
-            case ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=loader)]):
+            case (
+                ast.BinOp(left=ast.Name(id=total), op=ast.Div(), right=ast.Call() as length)
+                | ast.AugAssign(target=ast.Name(id=total), op=ast.Div(), value=ast.Call() as length)
+            ) if dotted(length.func) == "len" and length.args:
+                loader = dotted(length.args[0])
                 loops = [
                     loop
                     for loop in script.module.loops
                     if script.module.scope(loop) is script.module.scope(node)
-                    and dotted(script.iterated(loop) or loop) == loader
+                    and dotted(script.iterated(loop) or loop) == loader != ""
                 ]
                 if any(_sums(script, loop, total) for loop in loops):
                     yield Violation(node)

@@ -7,14 +7,11 @@ import re
 from collections.abc import Iterator
 
 from lockstep.tools.check.rule import Violation, rule
-from lockstep.tools.check.script import Script
-from lockstep.tools.check.syntax import Loop, argument, dotted, last_name, variables
+from lockstep.tools.check.script import SHOWS, Script
+from lockstep.tools.check.syntax import argument, dotted, last_name, reads
 
-#: Names of functions that show values and compute nothing with them.
-_SHOWS = {
-    "print", "log", "info", "debug", "warning", "write", "append", "add_scalar", "add_scalars", "add_histogram",
-    "set_description", "set_postfix", "watch",
-}  # fmt: skip
+#: Functions that may be given a model in each microbatch, since they do not change it.
+_HARMLESS = {*SHOWS, "append", "watch"}
 #: Functions of torch that clip gradients.
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 #: Methods of a model that return its parameters or buffers.
@@ -44,7 +41,7 @@ def no_weight(script: Script) -> Iterator[Violation]:
     for call in script.methods("backward"):
         if not call.args or argument(call, "weight", 1) is not None:
             continue
-        losses = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
+        losses = script.made_by(call.args[0])
         names = {name for one in losses for name in counts_otherwise(script, one)}
         if "ignore_index" in names:
             yield Violation(call)
@@ -130,11 +127,7 @@ def _tests_step(script: Script, test: ast.expr) -> bool:
     return any(
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Mod)
-        and any(
-            one.attr == "step" and script.made_by(one.value, "lockstep.Run")
-            for one in ast.walk(node.left)
-            if isinstance(one, ast.Attribute)
-        )
+        and any(script.of_run(one, "step") for one in ast.walk(node.left))
         for node in ast.walk(test)
     )
 
@@ -156,15 +149,14 @@ def _updates(script: Script, call: ast.Call) -> bool:
     """
     func, name = call.func, last_name(call.func)
     statement = script.module.parents.get(call)
-    if not isinstance(statement, ast.Expr) or name in _SHOWS or not _in_step(script, call):
+    if not isinstance(statement, ast.Expr) or name in _HARMLESS or not _in_step(script, call):
         return False
     owner = func.value if isinstance(func, ast.Attribute) else None
     if script.runs_backward(call):
         return False
     if script.made_by(owner, "lockstep.Run") or (owner and _is_model(script, owner)):
         return False
-    made = [source for source in script.sources(owner) if isinstance(source, ast.Call)]
-    values = [*call.args, *(value for one in made for value in one.args)]
+    values = [*call.args, *(value for made in script.made_by(owner) for value in made.args)]
     return name == "update_parameters" or any(_is_model(script, value) for value in values)
 
 
@@ -174,11 +166,7 @@ def _is_model(script: Script, node: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _STATES:
             return _is_model(script, owner)
         case ast.Name() | ast.Attribute():
-            made = [source.func for source in script.sources(node) if isinstance(source, ast.Call)]
-            owners = [
-                one.value for one in made if isinstance(one, ast.Attribute) and one.attr == "model"
-            ]
-            return any(script.made_by(owner, "lockstep.Run") for owner in owners)
+            return any(script.of_run(made.func, "model") for made in script.made_by(node))
     return False
 
 
@@ -200,29 +188,14 @@ def _decides(script: Script, node: ast.AugAssign, name: str) -> bool:
     """
     module = script.module
     own = module.enclosing_class(node) if name.startswith("self.") else module.scope(node)
-    for read in variables(own or module.tree):
-        if dotted(read) != name:
-            continue
+    for read in reads(name, own or module.tree):
         scope = module.scope(read)
         parameters = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
         local = (scope, name) in module.bound or any(
             isinstance(one, ast.arg) and one.arg == name for one in parameters
         )
         other = scope is not own and local
-        if isinstance(read.ctx, ast.Load) and not (
-            other or is_shown(script, read) or _divides(script, read)
-        ):
-            return True
-    return False
-
-
-def is_shown(script: Script, read: ast.AST) -> bool:
-    """Whether the value read at `read` is only shown, by a print or a logger."""
-    for above in script.module.above(read):
-        if isinstance(above, Loop):
-            return False
-        shows = isinstance(above, ast.Call) and last_name(above.func) in _SHOWS
-        if shows or isinstance(above, ast.JoinedStr):
+        if not (other or script.is_shown(read) or _divides(script, read)):
             return True
     return False
 

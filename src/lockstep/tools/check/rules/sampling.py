@@ -54,11 +54,11 @@ def no_set_epoch(script: Script) -> Iterator[Violation]:
         shuffle = argument(call, "shuffle", 3)
         if not epochs or for_evaluation(script, call) or False in script.constants(shuffle):
             continue
-        yield Violation(call, None, tuple(_set_epoch(script, call)))
+        yield Violation(call, edit=_set_epoch(script, call))
 
 
-def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
-    """Yield the edit that adds `set_epoch`, if the sampler and the epoch loop are in one function."""
+def _set_epoch(script: Script, call: ast.Call) -> Edit | None:
+    """Return the edit that adds `set_epoch`, if the sampler and the epoch loop are in one function."""
     name, module = script.bound_name(call), script.module
     parent, above, *_ = module.above(call)
     always = isinstance(parent, ast.Assign | ast.AnnAssign) and not isinstance(above, ast.If)
@@ -66,8 +66,8 @@ def _set_epoch(script: Script, call: ast.Call) -> Iterator[Edit]:
         match loop:
             case ast.For(target=ast.Name(id=epoch)) if epoch != "_":
                 if module.scope(loop) is module.scope(call):
-                    yield Edit("first", loop, f"{name}.set_epoch({epoch})")
-                    return
+                    return Edit("first", loop, f"{name}.set_epoch({epoch})")
+    return None
 
 
 @rule(
@@ -96,9 +96,7 @@ def shuffle_with_sampler(script: Script) -> Iterator[Violation]:
         both = sampler is not None and true(argument(call, "shuffle", 2))
         if both and None not in script.constants(sampler):
             keyword = argument(call, "shuffle") is not None
-            yield Violation(
-                call, None, (Edit("argument", call, name="shuffle"),) if keyword else ()
-            )
+            yield Violation(call, edit=Edit("argument", call, name="shuffle") if keyword else None)
 
 
 @rule(

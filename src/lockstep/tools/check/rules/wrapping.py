@@ -46,9 +46,8 @@ def early_optimizer(script: Script) -> Iterator[Violation]:
                 # A move keeps the parameters, but PyTorch's documentation asks for the same order.
                 moved = "the optimizer above was made before the model is moved: make it after"
                 moves = [call for call in calls if _moves(script, call, name)]
-                yield from (sharded or [Violation(call, moved, harm="misleads") for call in moves])[
-                    :1
-                ]
+                found = sharded or [Violation(call, moved, harm="misleads") for call in moves]
+                yield from found[:1]
 
 
 def _shards(script: Script, call: ast.Call, name: str) -> bool:
@@ -149,7 +148,7 @@ def needless_search(script: Script) -> Iterator[Violation]:
     for call in script.calls("DDP"):
         if not call.args or not true(argument(call, "find_unused_parameters")):
             continue
-        made = [source for source in script.sources(call.args[0]) if isinstance(source, ast.Call)]
+        made = script.made_by(call.args[0])
         owners = [script.module.classes.get(dotted(one.func)) for one in made]
         known = [owner for owner in owners if owner is not None]
         if len(known) == len(made) == 1 and _straight(known[0]):
