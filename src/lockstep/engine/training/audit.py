@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.data.microbatch import Microbatch, Start
+from lockstep.engine.data.microbatch import LoopKey, Microbatch, Start
 from lockstep.engine.data.sources import Audited, no_audit
 from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.layout.audits import Values, compare, is_due, partner
@@ -52,8 +52,6 @@ _VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
 _KEPT_LOOPS = 64
 #: Position of a loop over a loader in the script: file, line and instruction.
 _Place = tuple[str, int, int]
-#: A loop: number of its loader, epoch, round.
-_Loop = tuple[int, int, int]
 
 
 class Audit:
@@ -82,7 +80,7 @@ class Audit:
     ) -> None:
         self._context, self._state, self._every = context, state, every
         self._observe, self._watch = observe, StateWatch(state)
-        self._loops: dict[_Loop, tuple[_Place, int]] = {}  # with a batch that is watched, or -1
+        self._loops: dict[LoopKey, tuple[_Place, int]] = {}  # with a batch that is watched, or -1
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the number of the phase
         self._audited: set[tuple[_Place, int]] = set()
         self._by_next: set[_Place] = set()  # lines that take microbatches outside of a `for`
@@ -115,7 +113,7 @@ class Audit:
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
-        place, which = _place(sys._getframe()), (start.loop.loader, start.epoch, start.round)
+        place, which = _place(sys._getframe()), start.key
         self._loops[which] = place, -1
         for old in list(self._loops)[:-_KEPT_LOOPS]:
             del self._loops[old]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.untrained_module import UntrainedModule
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -47,11 +48,11 @@ class AveragedModels(Listener):
         self.followed.append(own)
         return own
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+    def loop_begins(self, loop: LoopKey) -> None:
         """If torch's `update_bn` runs the loop, add the model that it updates to `followed`.
 
         `loop_ends` removes this model. Modules that the script has passed to `run.model` in the meantime
-        are removed from `followed` now. The arguments are those of `Listener.loop_begins`.
+        are removed from `followed` now.
         """
         for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
             one.leave()  # the script has passed it to `run.model` since
@@ -62,11 +63,8 @@ class AveragedModels(Listener):
         if added is not None:
             self._passing.append(added)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Remove the model of `update_bn` that `loop_begins` has added to `followed`, if any.
-
-        The arguments are those of `Listener.loop_ends`.
-        """
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
+        """Remove the model of `update_bn` that `loop_begins` has added to `followed`, if any."""
         while self._passing:
             followed = self._passing.pop()
             followed.leave()

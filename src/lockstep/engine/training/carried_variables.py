@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.data.loader import Loader
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.recovery.script_state import ScriptState
 from lockstep.engine.recovery.state import State
 from lockstep.engine.training import liveness, variables
@@ -106,27 +107,24 @@ class CarriedVariables(PointListener):
             del self._last["ended"]
         self._is_new = True
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+    def loop_begins(self, loop: LoopKey) -> None:
         """Number the script's stack frames; a frame keeps its number until the loop ends.
 
-        Before the run's first loop, the main rank also records fingerprints of the script's variables. The
-        arguments are those of `Listener.loop_begins`.
+        Before the run's first loop, the main rank also records fingerprints of the script's variables.
         """
-        place = (loader, epoch, round_)
-        self._frames.hold(place, sys._getframe(1))
+        self._frames.hold(loop, sys._getframe(1))
         self._is_new = True
         if self._loop.microbatch is None:
-            self._place = place
+            self._place = loop
         if not (self._rank or self._points or self._initial or self._loop.is_replaying):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
         """Record fingerprints of the script's variables after an outermost loop over a loader.
 
-        `epoch_begins` compares them with the values at the beginning of the next epoch. The arguments are
-        those of `Listener.loop_ends`.
+        `epoch_begins` compares them with the values at the beginning of the next epoch.
         """
-        self._frames.release((loader, epoch, round_))
+        self._frames.release(loop)
         is_outermost = self._loop.microbatch is None and not self._loop.is_replaying
         if is_outermost and not self._rank and self._looks < _LOOPS:
             ended = self.observe(sys._getframe(1), look=liveness.carried_around)
