@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import json
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -336,7 +336,8 @@ class Audit:
         assert context.group is not None
         numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
         for record in (own, extra):
-            numbers += [_as_integer(record.loss()), record.samples]
+            bits_of_loss = int(np.float64(record.loss()).view(np.int64))
+            numbers += [bits_of_loss, record.samples]
         with context.heartbeat.collective("the audit"):
             rows = gather_numbers(numbers, context.group)
         if not all(row[2 * size] for row in rows):
@@ -350,8 +351,9 @@ class Audit:
         replica = block(context.replicas, context.world.size, found.host)[-1]
         kinds = _differing(audited[found.auditor], hosted[found.host])
         hosts, auditors = rows[found.host][-4:-2], rows[found.auditor][-2:]  # loss and samples
-        losses, has_same = (_as_float(auditors[0]), _as_float(hosts[0])), auditors[1] == hosts[1]
-        finding = Finding(replica, step, kinds, *losses, tuple(self._found), has_same)
+        once, again = np.array([auditors[0], hosts[0]], np.int64).view(np.float64).tolist()
+        has_same = auditors[1] == hosts[1]
+        finding = Finding(replica, step, kinds, once, again, tuple(self._found), has_same)
         by = f"computed by rank {found.auditor} and by its own rank {found.host}"
         if found.odd is None or not has_same:
             self._differs(step)
@@ -428,13 +430,3 @@ def _collective_calls() -> int:
     with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
         return int(group._get_sequence_number_for_group())
     return 0
-
-
-def _as_integer(value: float) -> int:
-    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return number
-
-
-def _as_float(number: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
-    return value

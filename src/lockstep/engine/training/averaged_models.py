@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -76,7 +77,7 @@ def _share_parts(module: nn.Module, known: Sequence[WrappedModel | UntrainedModu
     return not parts.isdisjoint(map(id, module.modules()))
 
 
-def _of_update_bn(frame: FrameType | None) -> Any:
+def _of_update_bn(frame: FrameType) -> Any:
     """Return the model passed to torch's `update_bn`, if that function is among the callers of `frame`.
 
     `update_bn` has no hooks and passes its model to no other function.
@@ -85,13 +86,7 @@ def _of_update_bn(frame: FrameType | None) -> Any:
     if swa_utils is None:
         return None
     code = swa_utils.update_bn.__wrapped__.__code__
-    for caller in itertools.islice(_callers(frame), _DEPTH):
+    for caller, _ in itertools.islice(traceback.walk_stack(frame), _DEPTH):
         if caller.f_code is code:
             return caller.f_locals["model"]
     return None
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -45,7 +45,7 @@ class _StepRandomness:
         self._calls = self._calls + 1 if self._step == step else 0
         self._step = step
         with undisturbed():
-            key = self._loop.generators.of_step(self._purpose, step, self._index, self._calls)
+            key = self._loop.generators.derive(self._purpose, step, self._index, self._calls)
             set_key(key)
             return act()
 
