@@ -30,6 +30,7 @@ from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.observations import Observation, Value, VariableChange, VariableId
 from lockstep.engine.training.variable_parts import attributes
+from lockstep.errors import listed
 from lockstep.world.model import World
 
 #: Number of a run's first points at which variables are always compared; maximal number of comparisons.
@@ -266,13 +267,11 @@ class CarriedVariables(PointListener):
         changes = self.observe(sys._getframe(1)).changes_since_saved(texts)
         changes.sort(key=lambda one: one.line)
         if changes:
-            some = (
-                f"{one.shown} was {one.before}, and is {one.after} now" for one in changes[:_NAMED]
-            )
+            some = [f"{one.shown} was {one.before}, and is {one.after} now" for one in changes]
             self._warned.update(one.name for one in changes)
             self._warn(
                 f"lockstep: warning: variables are not what they were when the state was saved: "
-                f"{'; '.join(some)}{_more(changes)}; the result may differ; hint: "
+                f"{listed(some, _NAMED, between='; ')}; the result may differ; hint: "
                 + _hint([replace(one, before=one.after) for one in changes])
             )
 
@@ -300,11 +299,7 @@ def unpacked(text: str) -> dict[str, str]:
 
 def named(changes: Sequence[VariableChange]) -> str:
     """Return a text with the names of changed variables and the lines that assign them, for messages."""
-    return ", ".join(one.shown for one in changes[:_NAMED]) + _more(changes)
-
-
-def _more(changes: Sequence[VariableChange]) -> str:
-    return f" and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+    return listed([one.shown for one in changes], _NAMED)
 
 
 def _hint(changes: Sequence[VariableChange]) -> str:
