@@ -322,15 +322,8 @@ class StreamSource:
     ) -> Iterator[Batch]:
         """Yield this rank's microbatches of each global batch of `loop`, from batch `first` on.
 
-        Items of earlier batches are read and dropped.
-
-        Args:
-            loop: the loop, which decides the order of the samples.
-            first: number of the first batch.
-            compare: function that compares the class name of the dataset with other ranks; `None`
-                for no comparison.
-            audited: function from a batch's number to the replica whose microbatch an audit
-                computes twice, or `None`.
+        Items of earlier batches are read and dropped. The arguments are those of `MapSource.batches`; with
+        other ranks only the class name of the dataset is compared.
         """
         if compare is not None:
             compare({"kind": self._kind})
