@@ -30,7 +30,7 @@ A message says what was seen and what was expected; the hint names the flag or t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 #: Exit code of a preempted run, which has saved its state: `EX_TEMPFAIL`.
 PREEMPTED = 75
@@ -159,6 +159,12 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         context = None if error.__suppress_context__ else error.__context__
         error = error.__cause__ or context
+
+
+def listed(names: Sequence[str], most: int, *, between: str = ", ") -> str:
+    """Return up to `most` names as one text, with the number of further names at its end."""
+    more = len(names) - most
+    return between.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def shortened(text: str, limit: int = 8192) -> str:

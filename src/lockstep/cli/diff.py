@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli.parser import Parser
 from lockstep.cli.several_launches import kept_directory
+from lockstep.errors import listed
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.diff import Diff
@@ -67,9 +68,7 @@ def _show(result: Diff) -> None:
         return
     places = [f"step {result.step}"]
     if result.parameters:
-        more = len(result.parameters) - _NAMES
-        names = ", ".join(result.parameters[:_NAMES]) + f" and {more} more" * (more > 0)
-        places.append(f"before it {names}")
+        places.append(f"before it {listed(result.parameters, _NAMES)}")
     if (call := result.module) is not None:
         name = f"{call['name'] or 'the model'} ({call['class']}) of replica {call['replica']}"
         how = "same input, other output" if call["same_input"] else "other input"

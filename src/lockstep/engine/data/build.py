@@ -88,19 +88,6 @@ _WORKER_SETTINGS = {
 }
 
 
-def check_nothing_beside(asked: dict[str, Any]) -> None:
-    """Raise `LoaderError` if `run.loader` was given a DataLoader together with other arguments.
-
-    `asked`: values of the other arguments by name; a false value counts as not given.
-    """
-    given = [name for name, value in asked.items() if value]
-    if given:
-        raise LoaderError(
-            f"a DataLoader and {', '.join(given)}; expected one of the two",
-            hint="the DataLoader's own settings are adopted",
-        )
-
-
 def build(dataset: Any, settings: LoaderSettings, replicas: int, block: range, seed: int) -> Source:
     """Return a source of this rank's microbatches of a dataset.
 

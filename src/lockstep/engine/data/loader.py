@@ -204,9 +204,7 @@ class Loader:
             return iter(())
         compare, self._compare = self._compare, None  # ranks compare data only in the first loop
         audited = self._observer.audit_plan(start)
-        return self._source.batches(
-            self.number, start.epoch, start.round, start.first, compare, audited
-        )
+        return self._source.batches(start.key, start.first, compare, audited)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

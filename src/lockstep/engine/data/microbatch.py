@@ -9,12 +9,20 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.engine.layout.permutation import Indices
 
 
-class Microbatch(NamedTuple):
-    """One replica's share of the samples of a global batch."""
+class LoopKey(NamedTuple):
+    """Three numbers that together identify a loop over a loader; random seeds are derived from them."""
 
     loader: int  # number of the loader in the run, in order of creation
     epoch: int  # number that differs for every epoch and every call of `run.epochs`
     round: int  # number of earlier loops over this loader in the epoch
+
+
+class Microbatch(NamedTuple):
+    """One replica's share of the samples of a global batch."""
+
+    loader: int  # as in `LoopKey`
+    epoch: int  # as in `LoopKey`
+    round: int  # as in `LoopKey`
     step: int  # number of the global batch in this loop
     replica: int  # number of the replica that computes the microbatch
     size: int  # number of its samples; 0 for a stand-in, which repeats one sample at weight 0
@@ -36,12 +44,9 @@ class Microbatch(NamedTuple):
         return self[:5]
 
     @property
-    def loop(self) -> tuple[int, int, int]:
-        """The numbers of the loader, the epoch, and the loop.
-
-        The loop's number counts the epoch's earlier loops over the loader.
-        """
-        return self[:3]
+    def loop(self) -> LoopKey:
+        """The loop over a loader to which the microbatch belongs."""
+        return LoopKey(*self[:3])
 
     @property
     def place(self) -> int:
@@ -87,13 +92,9 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a loop over a loader starts: numbers that identify the loop, and its first global batch.
+    """Where a loop over a loader starts; after a resume perhaps at a later global batch than batch 0."""
 
-    After a resume the first batch may be a later one than batch 0.
-    """
-
-    epoch: int  # number that differs for every epoch and phase; the loop's keys contain it
-    round: int  # number of earlier loops over this loader in the epoch
+    key: LoopKey  # identifies the loop
     batch: int = 0  # first global batch that was not computed before the state was saved
     again: int | None = None  # the last batch that was computed before, if replay computes it again
     is_over: bool = False  # whether the loop had ended, so that only the batch `again` is computed

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
-from lockstep.engine.data.microbatch import Batching
+from lockstep.engine.data.microbatch import Batching, LoopKey
 from lockstep.engine.data.randomness import set_key
 from lockstep.engine.layout import keys
 from lockstep.engine.layout.permutation import (
@@ -45,15 +45,11 @@ class DatasetOrder:
     def __len__(self) -> int:
         return self.length
 
-    def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in one loop; it takes constant memory.
-
-        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
-        earlier loops over the loader.
-        """
+    def order(self, loop: LoopKey) -> Order:
+        """Return the order of samples in `loop`; it takes constant memory."""
         if not self.shuffle:
             return SequentialOrder(self.length)
-        return ShuffledOrder(self.length, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        return ShuffledOrder(self.length, keys.derive(self.seed, keys.ORDER, *loop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +70,13 @@ class SamplerOrder:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def order(self, loader: int, epoch: int, round_: int) -> Order:
-        """Return the order of samples in one loop, as the sampler yields them.
-
-        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
-        earlier loops over the loader.
+    def order(self, loop: LoopKey) -> Order:
+        """Return the order of samples in `loop`, as the sampler yields them.
 
         Raises:
             LoaderError: if the sampler yields a different number of indices than its length.
         """
-        _seed(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        _seed(self.sampler, keys.derive(self.seed, keys.ORDER, *loop))
         indices = np.fromiter(self.sampler, dtype=np.int64)
         if len(indices) != len(self):
             raise LoaderError(
@@ -148,13 +141,9 @@ class FixedSize:
             indices=indices,
         )
 
-    def draw(self, loader: int, epoch: int, round_: int) -> LoopBatches:
-        """Return the global batches of one loop.
-
-        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
-        earlier loops over the loader.
-        """
-        order, size = self.orders.order(loader, epoch, round_), self.size
+    def draw(self, loop: LoopKey) -> LoopBatches:
+        """Return the global batches of `loop`."""
+        order, size = self.orders.order(loop), self.size
         length = len(order)
         return LoopBatches(order, lambda step: min(step * size, length))
 
@@ -183,16 +172,13 @@ class SampledBatches:
             count=len(self),
         )
 
-    def draw(self, loader: int, epoch: int, round_: int) -> LoopBatches:
-        """Return the global batches of one loop, as the batch sampler yields them.
-
-        `loader`: number of the loader. `epoch`: number of the epoch. `round_`: number of the epoch's
-        earlier loops over the loader.
+    def draw(self, loop: LoopKey) -> LoopBatches:
+        """Return the global batches of `loop`, as the batch sampler yields them.
 
         Raises:
             LoaderError: if the number of batches is not the sampler's length, or a batch is empty.
         """
-        _seed(self.sampler, keys.derive(self.seed, keys.ORDER, loader, epoch, round_))
+        _seed(self.sampler, keys.derive(self.seed, keys.ORDER, *loop))
         name = type(self.sampler).__name__
         batches = [_indices(batch, name) for batch in self.sampler]
         if len(batches) != len(self):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.engine.data.description import Description, checksum
 from lockstep.engine.data.fetch import CheckRequest, Collate, Fetch, FetchRequest
-from lockstep.engine.data.microbatch import Batching, Microbatch
+from lockstep.engine.data.microbatch import Batching, LoopKey, Microbatch
 from lockstep.engine.data.orders import Batches, LoopBatches
 from lockstep.engine.data.randomness import Stream, set_key, undisturbed
 from lockstep.engine.layout import keys
@@ -171,33 +171,29 @@ class MapSource:
 
     def batches(
         self,
-        loader: int,
-        epoch: int,
-        round_: int,
+        loop: LoopKey,
         first: int = 0,
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's microbatches of each global batch of a loop, from batch `first` on.
+        """Yield this rank's microbatches of each global batch of `loop`, from batch `first` on.
 
         Args:
-            loader: number of the loader.
-            epoch: number of the epoch.
-            round_: number of earlier loops over the loader in the epoch.
+            loop: the loop, which decides the order of the samples.
             first: number of the first batch.
             compare: function that compares named checksums of the data with other ranks; `None` for
                 no comparison.
             audited: function from a batch's number to the replica whose microbatch an audit
                 computes twice, or `None`.
         """
-        drawn = self._batches.draw(loader, epoch, round_)
-        plan = self._plan(drawn, (loader, epoch, round_), first, audited)
+        drawn = self._batches.draw(loop)
+        plan = self._plan(drawn, loop, first, audited)
         planned, to_fetch = itertools.tee(plan)
         requests = (FetchRequest(m.indices, m.numbers) for batch in to_fetch for m in batch)
         if compare is None or first == len(self):
             data = self._fetch_all(requests)
         else:
-            data = self._compare(drawn, (loader, epoch, round_, first, -1), requests, compare)
+            data = self._compare(drawn, loop, first, requests, compare)
         outermost, self._is_read = not self._is_read, True
         try:
             for batch in planned:
@@ -208,7 +204,8 @@ class MapSource:
     def _compare(
         self,
         drawn: LoopBatches,
-        numbers: tuple[int, int, int, int, int],
+        loop: LoopKey,
+        first: int,
         requests: Iterable[FetchRequest],
         compare: CompareData,
     ) -> Iterator[Any]:
@@ -217,13 +214,13 @@ class MapSource:
         The iterator yields the data of `requests`. If there are DataLoader workers, they fetch the compared
         samples, too, so that this process does not use the dataset.
 
-        `drawn`: the global batches of the loop. `numbers`: numbers of loader, epoch, loop and first batch,
-        from which random seeds are derived, then -1 in place of a replica. `compare`: function that
-        compares named checksums with other ranks.
+        `drawn`: the global batches of `loop`. `first`: number of the loop's first batch. `compare`:
+        function that compares named checksums with other ranks.
         """
-        batch = drawn.order(*map(drawn.start, (numbers[3], numbers[3] + 1)))
+        batch = drawn.order(drawn.start(first), drawn.start(first + 1))
         some = np.unique(batch[[0, len(batch) // 2, -1]])
-        data = self._fetch_all(itertools.chain([CheckRequest(some, numbers)], requests))
+        request = CheckRequest(some, (*loop, first, -1))  # -1: of no replica
+        data = self._fetch_all(itertools.chain([request], requests))
         with undisturbed():
             samples, again = next(data)
         shown = ", ".join(map(str, some.tolist()))
@@ -244,7 +241,7 @@ class MapSource:
         self._loader = None
 
     def _plan(
-        self, drawn: LoopBatches, loop: tuple[int, int, int], first: int, audited: Audited
+        self, drawn: LoopBatches, loop: LoopKey, first: int, audited: Audited
     ) -> Iterator[list[Microbatch]]:
         offset = known = 0
         stop = drawn.start(first)
@@ -254,17 +251,16 @@ class MapSource:
                 offset, known = start, min(max(stop, start + _CHUNK), len(drawn.order))
                 indices = drawn.order(offset, known)
             batch = indices[start - offset : stop - offset]
-            yield split_batch(batch, self._split, (*loop, step), audited(step))
+            yield split_batch(batch, self._split, loop, step, audited(step))
 
 
 def split_batch(
-    indices: Indices, split: Split, numbers: tuple[int, int, int, int], audited: int | None
+    indices: Indices, split: Split, loop: LoopKey, step: int, audited: int | None
 ) -> list[Microbatch]:
     """Divide the samples of a global batch over replicas; return this rank's microbatches.
 
-    `indices`: dataset indices of the samples. `numbers`: numbers of loader, epoch, loop and batch.
-    `audited`: replica whose microbatch an audit computes twice; the extra microbatch is returned first.
-    `None` for no audit.
+    `indices`: dataset indices of the samples. `step`: number of the batch in `loop`. `audited`: replica
+    whose microbatch an audit computes twice; the extra microbatch is returned first. `None` for no audit.
     """
     microbatches, total = [], len(indices)
     extra = [] if audited is None else [audited]
@@ -272,7 +268,8 @@ def split_batch(
         part = share(total, split.replicas, replica)
         microbatches.append(
             Microbatch(
-                *numbers,
+                *loop,
+                step,
                 replica,
                 size=len(part),
                 total=total,
@@ -318,30 +315,19 @@ class StreamSource:
 
     def batches(
         self,
-        loader: int,
-        epoch: int,
-        round_: int,
+        loop: LoopKey,
         first: int = 0,
         compare: CompareData | None = None,
         audited: Audited = no_audit,
     ) -> Iterator[Batch]:
-        """Yield this rank's microbatches of each global batch of a loop, from batch `first` on.
+        """Yield this rank's microbatches of each global batch of `loop`, from batch `first` on.
 
-        Items of earlier batches are read and dropped.
-
-        Args:
-            loader: number of the loader.
-            epoch: number of the epoch.
-            round_: number of earlier loops over the loader in the epoch.
-            first: number of the first batch.
-            compare: function that compares the class name of the dataset with other ranks; `None`
-                for no comparison.
-            audited: function from a batch's number to the replica whose microbatch an audit
-                computes twice, or `None`.
+        Items of earlier batches are read and dropped. The arguments are those of `MapSource.batches`; with
+        other ranks only the class name of the dataset is compared.
         """
         if compare is not None:
             compare({"kind": self._kind})
-        self._stream.key = keys.derive(self._seed, keys.STREAM, loader, epoch, round_)
+        self._stream.key = keys.derive(self._seed, keys.STREAM, *loop)
         stream = Stream(self._stream.key)
         with stream.active():
             items = iter(self._items)
@@ -355,7 +341,7 @@ class StreamSource:
             position += len(batch)
             if step < first:
                 continue
-            parts = split_batch(indices, self._split, (loader, epoch, round_, step), audited(step))
+            parts = split_batch(indices, self._split, loop, step, audited(step))
             yield ((m, self._collated(m, batch)) for m in parts)
 
     def close(self) -> None:

@@ -126,12 +126,16 @@ def gather_texts(text: bytes, room: int, group: dist.ProcessGroup) -> list[bytes
     return [row.numpy().tobytes().rstrip(b"\0") for row in gather_rows(own, group)]
 
 
-def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create a new process group with the ranks of `group`; all ranks call this together."""
+def clone_group(group: dist.ProcessGroup, *, local: bool = False) -> dist.ProcessGroup:
+    """Create a new process group with the ranks of `group`; all ranks call this together.
+
+    With `local` only the ranks of `group` call it.
+    """
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=TIMEOUT,
         backend=dist.get_backend_config(group),
+        use_local_synchronization=local,
     )
     keep(made)
     return made

@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lockstep.engine.data.microbatch import Batching, Start
+from lockstep.engine.data.microbatch import Batching, LoopKey, Start
 from lockstep.errors import CheckpointError, RunDirectoryError, StepError
 from lockstep.state.checkpoint.position import (
     Counters,
@@ -192,7 +192,7 @@ class Progress:
         return number
 
     def loop_begins(self, loader: int, batching: Batching) -> Start:
-        """Record that a loop over loader number `loader` begins; return its epoch, round and first batch.
+        """Record that a loop over loader number `loader` begins; return its key and first batch.
 
         The first batch is 0, except in a loop that a resumed run continues or repeats. `batching`: the
         loader's batch size, number of samples and order.
@@ -200,13 +200,13 @@ class Progress:
         Raises:
             RunDirectoryError: if the run stopped in the middle of the loop, with another `batching`.
         """
-        epoch, round_ = self.stretch, self._rounds[loader]
+        key = LoopKey(loader, self.stretch, self._rounds[loader])
         self._rounds[loader] += 1
-        done = self._expect(LoopEvent, (loader, epoch, round_))
+        done = self._expect(LoopEvent, key)
         if done is None:
-            event = LoopEvent(loader=loader, stretch=epoch, round=round_, batching=batching)
+            event = LoopEvent(loader=loader, stretch=key.epoch, round=key.round, batching=batching)
             self._levels.append(_Level(event.events, None if self._target else [], event))
-            return Start(epoch=epoch, round=round_, loop=event)
+            return Start(key=key, loop=event)
         over = done.complete
         if not over:
             self._check_batching(done, batching)
@@ -222,8 +222,7 @@ class Progress:
             ahead, done.events = done.events, []
             self.steps = done.before
             self._enter(done, ahead, waits=True)
-        batch = done.batches
-        return Start(epoch=epoch, round=round_, batch=batch, again=again, is_over=over, loop=done)
+        return Start(key=key, batch=done.batches, again=again, is_over=over, loop=done)
 
     def _is_among_many(self) -> bool:
         """Return whether at least `_AGAIN` recorded loops come before the next loop, and as many after it.

@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import json
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.data.microbatch import Microbatch, Start
+from lockstep.engine.data.microbatch import LoopKey, Microbatch, Start
 from lockstep.engine.data.sources import Audited, no_audit
 from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.layout.audits import Values, compare, is_due, partner
@@ -52,8 +52,6 @@ _VALUES, _THOROUGH, _FEW_VALUES = 300, 8, 30
 _KEPT_LOOPS = 64
 #: Position of a loop over a loader in the script: file, line and instruction.
 _Place = tuple[str, int, int]
-#: A loop: number of its loader, epoch, round.
-_Loop = tuple[int, int, int]
 
 
 class Audit:
@@ -82,7 +80,7 @@ class Audit:
     ) -> None:
         self._context, self._state, self._every = context, state, every
         self._observe, self._watch = observe, StateWatch(state)
-        self._loops: dict[_Loop, tuple[_Place, int]] = {}  # with a batch that is watched, or -1
+        self._loops: dict[LoopKey, tuple[_Place, int]] = {}  # with a batch that is watched, or -1
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the number of the phase
         self._audited: set[tuple[_Place, int]] = set()
         self._by_next: set[_Place] = set()  # lines that take microbatches outside of a `for`
@@ -115,7 +113,7 @@ class Audit:
         """
         self.warn_of_counts()
         self.was_left = self._has_extra = False
-        place, which = _place(sys._getframe()), (start.loop.loader, start.epoch, start.round)
+        place, which = _place(sys._getframe()), start.key
         self._loops[which] = place, -1
         for old in list(self._loops)[:-_KEPT_LOOPS]:
             del self._loops[old]
@@ -218,7 +216,7 @@ class Audit:
 
         In an audited microbatch no other code may change parameters.
         """
-        return self._watch.step(act) if self._watch.is_on else act()
+        return self._watch.step(act)
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
         """Record that the loop's body has computed a microbatch.
@@ -239,8 +237,7 @@ class Audit:
             self._extra = record
             self._guarded(self._look_after)
         else:
-            if self._watch.is_on:
-                self._guarded(self._watch.ends)
+            self._guarded(self._watch.ends)
             if record is not None and self._extra is not None:
                 extra, self._extra = self._extra, None
                 self._compare(microbatch, step, extra, record)
@@ -338,7 +335,8 @@ class Audit:
         assert context.group is not None
         numbers = [*own.values(), *extra.values(), not self._has_failed, context.world.node_rank]
         for record in (own, extra):
-            numbers += [_as_integer(record.loss()), record.samples]
+            bits_of_loss = int(np.float64(record.loss()).view(np.int64))
+            numbers += [bits_of_loss, record.samples]
         with context.heartbeat.collective("the audit"):
             rows = gather_numbers(numbers, context.group)
         if not all(row[2 * size] for row in rows):
@@ -352,8 +350,9 @@ class Audit:
         replica = block(context.replicas, context.world.size, found.host)[-1]
         kinds = _differing(audited[found.auditor], hosted[found.host])
         hosts, auditors = rows[found.host][-4:-2], rows[found.auditor][-2:]  # loss and samples
-        losses, has_same = (_as_float(auditors[0]), _as_float(hosts[0])), auditors[1] == hosts[1]
-        finding = Finding(replica, step, kinds, *losses, tuple(self._found), has_same)
+        once, again = np.array([auditors[0], hosts[0]], np.int64).view(np.float64).tolist()
+        has_same = auditors[1] == hosts[1]
+        finding = Finding(replica, step, kinds, once, again, tuple(self._found), has_same)
         by = f"computed by rank {found.auditor} and by its own rank {found.host}"
         if found.odd is None or not has_same:
             self._differs(step)
@@ -430,13 +429,3 @@ def _collective_calls() -> int:
     with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
         return int(group._get_sequence_number_for_group())
     return 0
-
-
-def _as_integer(value: float) -> int:
-    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return number
-
-
-def _as_float(number: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
-    return value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.engine.training.audit_record import NO_LOSS
 from lockstep.engine.training.observations import VariableChange
-from lockstep.errors import AuditError, WrongRankError
+from lockstep.errors import AuditError, WrongRankError, listed
 
 _OFF = "--audit off switches the audit off"
 #: Note that is added to an exception which the script raises in an audit's extra pass.
@@ -63,7 +63,8 @@ def carried(finding: Finding, by: str, suspect: str = "") -> AuditError:
     passes. `suspect`: text that names a rank which may compute wrongly; without it the message blames state
     that the loop's body keeps between passes.
     """
-    named = _listed([f"{one.shown} from {one.before} to {one.after}" for one in finding.changes])
+    changes = [f"{one.shown} from {one.before} to {one.after}" for one in finding.changes]
+    named = listed(changes, _SHOWN)
     cause = f"the pass changed {named}"
     if not finding.has_same_samples:
         return AuditError(
@@ -94,8 +95,8 @@ def changed(names: Sequence[str]) -> AuditError:
     Only optimizer steps may change parameters. Buffers are checked only in extra passes of audits.
     """
     return AuditError(
-        f"the loop's body changed {_listed(names)} besides by optimizer.step; expected no other changes, "
-        "as a rank makes one pass of the body for each replica that it hosts",
+        f"the loop's body changed {listed(names, _SHOWN)} besides by optimizer.step; expected no other "
+        "changes, as a rank makes one pass of the body for each replica that it hosts",
         hint="change them in a hook of optimizer.register_step_post_hook, which runs once per step on "
         f"every rank, or between the batches of run.batches(…); {_OFF}",
     )
@@ -130,8 +131,3 @@ def wrong_rank(finding: Finding, place: str, agreed: int, *, rank: int | None) -
         return WrongRankError(message, hint=hint, rank=rank)
     counts = "look for what counts passes, of which ranks make unequal numbers; or "
     return AuditError(message, hint=counts + hint)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

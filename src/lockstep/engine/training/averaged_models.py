@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.untrained_module import UntrainedModule
 from lockstep.engine.strategies.wrapped_model import WrappedModel
@@ -47,11 +49,11 @@ class AveragedModels(Listener):
         self.followed.append(own)
         return own
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+    def loop_begins(self, loop: LoopKey) -> None:
         """If torch's `update_bn` runs the loop, add the model that it updates to `followed`.
 
         `loop_ends` removes this model. Modules that the script has passed to `run.model` in the meantime
-        are removed from `followed` now. The arguments are those of `Listener.loop_begins`.
+        are removed from `followed` now.
         """
         for one in [one for one in self.followed if _share_parts(one.module, self._models)]:
             one.leave()  # the script has passed it to `run.model` since
@@ -62,11 +64,8 @@ class AveragedModels(Listener):
         if added is not None:
             self._passing.append(added)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Remove the model of `update_bn` that `loop_begins` has added to `followed`, if any.
-
-        The arguments are those of `Listener.loop_ends`.
-        """
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
+        """Remove the model of `update_bn` that `loop_begins` has added to `followed`, if any."""
         while self._passing:
             followed = self._passing.pop()
             followed.leave()
@@ -78,7 +77,7 @@ def _share_parts(module: nn.Module, known: Sequence[WrappedModel | UntrainedModu
     return not parts.isdisjoint(map(id, module.modules()))
 
 
-def _of_update_bn(frame: FrameType | None) -> Any:
+def _of_update_bn(frame: FrameType) -> Any:
     """Return the model passed to torch's `update_bn`, if that function is among the callers of `frame`.
 
     `update_bn` has no hooks and passes its model to no other function.
@@ -87,13 +86,7 @@ def _of_update_bn(frame: FrameType | None) -> Any:
     if swa_utils is None:
         return None
     code = swa_utils.update_bn.__wrapped__.__code__
-    for caller in itertools.islice(_callers(frame), _DEPTH):
+    for caller, _ in itertools.islice(traceback.walk_stack(frame), _DEPTH):
         if caller.f_code is code:
             return caller.f_locals["model"]
     return None
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

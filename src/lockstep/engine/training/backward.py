@@ -8,6 +8,7 @@ the result is then divided by the sum of the weights.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -27,14 +28,7 @@ from lockstep.engine.training.context import Context
 from lockstep.engine.training.faults import Faults
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.loss_scale import gradients_of
-from lockstep.errors import (
-    LockstepError,
-    ModelError,
-    NonFiniteLossError,
-    RunError,
-    StepError,
-    UsageError,
-)
+from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError, UsageError
 
 #: Maximal number of weights that are cached as tensors; without `weight=` a run has a few different ones.
 _CACHED = 64
@@ -59,11 +53,8 @@ class Backward:
         """Compute the gradients of `loss` and sum them over the global batch; see `Run.backward`."""
         microbatch = self._loop.require_microbatch("run.backward")
         self._loop.first_error.check()
-        try:
+        with self._loop.first_error.recording():
             self._run(microbatch, loss, weight)
-        except LockstepError as error:
-            self._loop.first_error.keep(error)
-            raise
 
     def _run(
         self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
@@ -88,11 +79,9 @@ class Backward:
         if scaler is not None:
             scaler.before_backward(models)
             part *= scaler.scale
-        if loop.record is None:
+        record = loop.record
+        with contextlib.nullcontext() if record is None else record.backward(loss, models):
             self._compute(loss, None if is_left_out else part)
-        else:
-            with loop.record.backward(loss, models):
-                self._compute(loss, None if is_left_out else part)
         for model in models:
             model.after_backward(microbatch)
         if weight is not None:

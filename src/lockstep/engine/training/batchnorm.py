@@ -11,14 +11,13 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.engine.exchange.scatter import clone_group
 from lockstep.engine.recovery.state import State
 from lockstep.engine.strategies.sync_batchnorm import Ranks, convert
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.loop import Loop
 from lockstep.errors import ExactnessError, ModelError
 from lockstep.registry import STRATEGIES
-from lockstep.world.groups import keep
-from lockstep.world.rendezvous.store import TIMEOUT
 
 
 def synchronise(context: Context, state: State, loop: Loop, module: nn.Module) -> nn.Module:
@@ -100,12 +99,4 @@ def _group(context: Context) -> dist.ProcessGroup | None:
     data = context.groups.data
     if data is None or dist.get_world_size(data) == 1:
         return None
-    members = dist.get_process_group_ranks(data)
-    group: dist.ProcessGroup = dist.new_group(
-        members,
-        timeout=TIMEOUT,
-        backend=dist.get_backend_config(data),
-        use_local_synchronization=True,
-    )
-    keep(group)
-    return group
+    return clone_group(data, local=True)

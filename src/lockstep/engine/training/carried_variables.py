@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lockstep.engine.data.loader import Loader
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.recovery.script_state import ScriptState
 from lockstep.engine.recovery.state import State
 from lockstep.engine.training import liveness, variables
@@ -29,6 +30,7 @@ from lockstep.engine.training.listeners import PointListener
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.observations import Observation, Value, VariableChange, VariableId
 from lockstep.engine.training.variable_parts import attributes
+from lockstep.errors import listed
 from lockstep.world.model import World
 
 #: Number of a run's first points at which variables are always compared; maximal number of comparisons.
@@ -106,27 +108,24 @@ class CarriedVariables(PointListener):
             del self._last["ended"]
         self._is_new = True
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+    def loop_begins(self, loop: LoopKey) -> None:
         """Number the script's stack frames; a frame keeps its number until the loop ends.
 
-        Before the run's first loop, the main rank also records fingerprints of the script's variables. The
-        arguments are those of `Listener.loop_begins`.
+        Before the run's first loop, the main rank also records fingerprints of the script's variables.
         """
-        place = (loader, epoch, round_)
-        self._frames.hold(place, sys._getframe(1))
+        self._frames.hold(loop, sys._getframe(1))
         self._is_new = True
         if self._loop.microbatch is None:
-            self._place = place
+            self._place = loop
         if not (self._rank or self._points or self._initial or self._loop.is_replaying):
             self._initial = self.observe(sys._getframe(1)).texts(1 << 20)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
         """Record fingerprints of the script's variables after an outermost loop over a loader.
 
-        `epoch_begins` compares them with the values at the beginning of the next epoch. The arguments are
-        those of `Listener.loop_ends`.
+        `epoch_begins` compares them with the values at the beginning of the next epoch.
         """
-        self._frames.release((loader, epoch, round_))
+        self._frames.release(loop)
         is_outermost = self._loop.microbatch is None and not self._loop.is_replaying
         if is_outermost and not self._rank and self._looks < _LOOPS:
             ended = self.observe(sys._getframe(1), look=liveness.carried_around)
@@ -268,13 +267,11 @@ class CarriedVariables(PointListener):
         changes = self.observe(sys._getframe(1)).changes_since_saved(texts)
         changes.sort(key=lambda one: one.line)
         if changes:
-            some = (
-                f"{one.shown} was {one.before}, and is {one.after} now" for one in changes[:_NAMED]
-            )
+            some = [f"{one.shown} was {one.before}, and is {one.after} now" for one in changes]
             self._warned.update(one.name for one in changes)
             self._warn(
                 f"lockstep: warning: variables are not what they were when the state was saved: "
-                f"{'; '.join(some)}{_more(changes)}; the result may differ; hint: "
+                f"{listed(some, _NAMED, between='; ')}; the result may differ; hint: "
                 + _hint([replace(one, before=one.after) for one in changes])
             )
 
@@ -302,11 +299,7 @@ def unpacked(text: str) -> dict[str, str]:
 
 def named(changes: Sequence[VariableChange]) -> str:
     """Return a text with the names of changed variables and the lines that assign them, for messages."""
-    return ", ".join(one.shown for one in changes[:_NAMED]) + _more(changes)
-
-
-def _more(changes: Sequence[VariableChange]) -> str:
-    return f" and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+    return listed([one.shown for one in changes], _NAMED)
 
 
 def _hint(changes: Sequence[VariableChange]) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.engine.training.checksums import Checksums
-from lockstep.errors import DivergenceError, PeerError
+from lockstep.errors import DivergenceError, PeerError, listed
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.waiting import await_any
 
@@ -172,11 +172,10 @@ def check_states(
     base = 0 if whole[odd[0]] != whole[0] else first[odd[0]]
     two = _exchanged(rendezvous, asdict(own), (base, odd[0]), "the comparison of states")
     names = Checksums(**two[0]).differing(Checksums(**two[1]))
-    shown = ", ".join(_shown(name, models) for name in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    shown = listed([_shown(name, models) for name in names], _SHOWN)
     ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
     raise DivergenceError(
-        f"after step {steps} {ranks} and rank {base} hold other bits of {shown}{more}; expected the same, "
+        f"after step {steps} {ranks} and rank {base} hold other bits of {shown}; expected the same, "
         "since a restart would give all ranks those of one",
         hint="what a script computes from data to change weights must be the same on every rank: from a "
         "fixed batch of the dataset, or by run.mean; `lockstep verify` names the first step that differs",

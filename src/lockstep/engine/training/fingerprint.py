@@ -1,4 +1,4 @@
-"""Identity of a run (its script, and all settings that the result depends on), and a run's title line."""
+"""Identity of a run: its script, and all settings that the result depends on."""
 
 from __future__ import annotations
 
@@ -61,25 +61,3 @@ def _method(settings: Settings) -> str:
         return f"exact, staleness={settings.staleness}" if settings.staleness else "exact"
     named = {one.name: getattr(settings, one.name) for one in TABLE.values() if one.changes_result}
     return ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)
-
-
-def title(name: str, exactness: str, replicas: int, ranks: int) -> str:
-    """Return a run's title line: its name, class of exactness, and numbers of replicas and ranks."""
-    hosted = f"{_counted(replicas, 'replica')} on {_counted(ranks, 'rank')}"
-    return f"lockstep: {name}: {exactness}, {hosted}"
-
-
-def unset(name: str, replicas: int) -> str:
-    """Return a message for users that `replicas` is not set, so that ranks change the result.
-
-    `name`: name of the run. `replicas`: the number of ranks, which is the number of replicas by default.
-    """
-    return (
-        f"lockstep: {name}: replicas is not set, so that {replicas} ranks mean {replicas} replicas, and "
-        f"changing the number of ranks changes the result; replicas={replicas} gives the same on 1 to "
-        f"{replicas} ranks"
-    )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import LockstepError, StepError
 
@@ -20,6 +23,15 @@ class FirstError:
         """Raise the recorded first error of the run again, if there is one."""
         if self._error is not None:
             raise self._error
+
+    @contextlib.contextmanager
+    def recording(self, kind: type[BaseException] = LockstepError) -> Iterator[None]:
+        """Return a context that passes exceptions of class `kind` from its body to `keep`."""
+        try:
+            yield
+        except kind as error:
+            self.keep(error)
+            raise
 
     def keep(self, error: BaseException) -> None:
         """Record `error`, raised by a loop or a method of the run, unless an earlier one is recorded.

@@ -18,13 +18,17 @@ class GeneratorKeys:
         self._key: int | None = None
         self.passed: Microbatch | None = None
 
-    def start(self, purpose: str, *numbers: int) -> None:
-        """Seed all random generators with a key derived from the run's seed and the arguments.
+    def derive(self, purpose: str, *numbers: int) -> int:
+        """Return the key that follows from the run's seed and the arguments, the same on all ranks.
 
         `purpose`: one of the constants in `engine/layout/keys.py`. `numbers`: numbers of what is computed,
         such as epoch, batch and replica.
         """
-        self.set(keys.derive(self._seed, purpose, *numbers))
+        return keys.derive(self._seed, purpose, *numbers)
+
+    def start(self, purpose: str, *numbers: int) -> None:
+        """Seed all random generators with the key that `derive` returns for the arguments."""
+        self.set(self.derive(purpose, *numbers))
 
     def set(self, key: int) -> None:
         """Set the random generators of torch, NumPy and Python to `key`."""
@@ -33,7 +37,7 @@ class GeneratorKeys:
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Set all random generators to the key of a microbatch, before the loop's body computes it."""
-        set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
+        set_key(self.derive(keys.FORWARD, *microbatch.numbers, microbatch.turn))
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         """Record the end of an iteration over a global batch; `microbatch` was its last microbatch.
@@ -55,17 +59,9 @@ class GeneratorKeys:
             self._key = self._after(self.passed)
         return self._key
 
-    def of_step(self, purpose: str, step: int, *numbers: int) -> int:
-        """Return the key (seed) for random numbers drawn in step `step`, the same on all ranks.
-
-        `purpose`: one of the constants in `engine/layout/keys.py`. `numbers`: further numbers that tell
-        keys of one step apart, such as the index of an optimizer.
-        """
-        return keys.derive(self._seed, purpose, step, *numbers)
-
     def _after(self, microbatch: Microbatch) -> int:
         """Return the key for the script's code that follows an iteration over a global batch.
 
         `microbatch`: the last microbatch of this iteration.
         """
-        return keys.derive(self._seed, keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)
+        return self.derive(keys.BETWEEN, *microbatch.numbers[:-1], microbatch.turn)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 from lockstep.engine.training.listeners import Listener
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, ProgressSlot
 from lockstep.state.record import stacks
@@ -132,18 +132,15 @@ class Heartbeat(Listener):
         self._slot.step = step
         self.moves()
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Report the beginning of a loop to the launcher, as a sign of progress.
-
-        The arguments are those of `Listener.loop_begins`.
-        """
+    def loop_begins(self, loop: LoopKey) -> None:
+        """Report the beginning of a loop to the launcher, as a sign of progress."""
         self.moves()
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Count the beginning of a microbatch as a sign of progress, which the launcher watches."""
         self.moves()
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
         """Note the end of a loop over a loader as progress; none of the arguments is used.
 
         The launcher watches for progress, to find a rank that hangs.

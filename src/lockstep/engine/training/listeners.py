@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 
 
 class Listener(Protocol):
@@ -20,23 +20,19 @@ class Listener(Protocol):
         """Called after step number `step` (counted from 1) has updated the parameters."""
         return
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Called when a loop over loader number `loader` begins.
-
-        `epoch`: number that differs for every epoch and every call of `run.epochs`. `round_`: number of
-        earlier loops over this loader in the epoch.
-        """
+    def loop_begins(self, loop: LoopKey) -> None:
+        """Called when a loop over a loader begins."""
         return
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Called before a microbatch is yielded to the body of a loop."""
         return
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        """Called when a loop over loader number `loader` ends.
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
+        """Called when a loop over a loader ends.
 
-        `epoch` and `round_`: as in `loop_begins`. `early`: whether the script left the loop early, in batch
-        number `step`; otherwise `step` is the number of batches.
+        `early`: whether the script left the loop early, in batch number `step`; otherwise `step` is the
+        number of batches.
         """
         return
 

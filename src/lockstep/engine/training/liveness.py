@@ -64,12 +64,12 @@ class VariableUse(NamedTuple):
 
     `line`: line that assigns the variable or, without one, a line that reads it. `matters`: whether values
     computed from the variable have effects besides output. `is_item`: whether the loop's `for` itself
-    assigns the variable.
+    assigns the variable, as the index of `enumerate`.
     """
 
     line: int
     matters: bool = True
-    is_item: bool = False  #: whether the loop itself assigns it, as the index of `enumerate`
+    is_item: bool = False
 
 
 Uses = Mapping[Variable, VariableUse]
@@ -87,8 +87,7 @@ def carried(frame: FrameType, *, returns: bool = True) -> Uses:
 def carried_around(frame: FrameType, *, returns: bool = True) -> Uses:
     """Return the variables carried between iterations of the second innermost loop of a frame.
 
-    That loop is the one around the innermost loop in which `frame` is running. `returns`: whether the
-    return value of the frame's function has effects besides output.
+    That loop is the one around the innermost loop in which `frame` is running. `returns`: as in `carried`.
     """
     return _uses(frame, "around", returns)
 
@@ -96,8 +95,7 @@ def carried_around(frame: FrameType, *, returns: bool = True) -> Uses:
 def read_after(frame: FrameType, *, returns: bool = True) -> Uses:
     """Return the variables that the code after a frame's loop reads before it assigns them.
 
-    The loop is the innermost one in which `frame` is running. `returns`: whether the return value of the
-    frame's function has effects besides output.
+    The loop is the innermost one in which `frame` is running. `returns`: as in `carried`.
     """
     return _uses(frame, "after", returns)
 
@@ -272,9 +270,9 @@ class _Flow(NamedTuple):
 
     reads: Names
     writes: Names
-    acts: Names = NONE  #: variables whose values have different effects than output
-    is_change: bool = False  #: whether the statement changes an object, and assigns no variable
-    is_item: bool = False  #: whether a loop assigns its items
+    acts: Names = NONE
+    is_change: bool = False
+    is_item: bool = False
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.engine.data.build import LoaderSettings, adopt, build, check_nothing_beside
+from lockstep.engine.data.build import LoaderSettings, adopt, build
 from lockstep.engine.data.loader import Loader
 from lockstep.engine.data.sources import Workers
 from lockstep.engine.training.context import Context
@@ -44,7 +44,11 @@ class Loaders:
             LoaderError: if the data cannot be split over the replicas with these arguments.
         """
         if isinstance(data, DataLoader):
-            check_nothing_beside(asked)
+            if given := [name for name, value in asked.items() if value]:
+                raise LoaderError(
+                    f"a DataLoader and {', '.join(given)}; expected one of the two",
+                    hint="the DataLoader's own settings are adopted",
+                )
             return self._add(*adopt(data))
         if asked["batch_size"] is None and asked["batch_sampler"] is None:
             raise LoaderError("batch_size is missing; expected the samples of a global batch")

@@ -289,7 +289,7 @@ class Loop:
                 self.evaluations.begins(loop, self.progress.counters())
         self._loops.append(loop)
         for listener in self._listeners:
-            listener.loop_begins(loader, start.epoch, start.round)
+            listener.loop_begins(start.key)
         return start
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
@@ -429,7 +429,7 @@ class Loop:
         self.progress.loop_ends(ended, early=early)
         self.arrive()
         for listener in self._listeners:
-            listener.loop_ends(*ended.key, step, early=early)
+            listener.loop_ends(start.key, step, early=early)
 
     def saw_loss(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Note that a backward pass computes gradients of `loss`: the loop counts as training.

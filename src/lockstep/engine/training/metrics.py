@@ -8,8 +8,8 @@ finished, are saved with the run, so that a resumed run does not compute them ag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,7 +107,7 @@ class Metrics:
             )
         self._loop.require_common_point(call)
         seen = self._rows()
-        with torch.no_grad(), self._kept():
+        with torch.no_grad(), self._loop.first_error.recording(BaseException):
             for data in batch.ahead():
                 item = function(data)
                 if not isinstance(item, torch.Tensor):
@@ -123,15 +123,6 @@ class Metrics:
         assert indices_turns_rows is not None, "a global batch has samples"
         rows: torch.Tensor = indices_turns_rows[-1]
         return rows
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Return a context that records an exception of its body as the run's first error."""
-        try:
-            yield
-        except BaseException as error:
-            self._loop.fails(error)
-            raise
 
     def once(self, call: str, compute: Callable[[], str]) -> str:
         """Return the text that `compute()` returns, and record it; a replay returns the record.
@@ -191,7 +182,7 @@ class Metrics:
     def _add(self, call: str, items: Iterable[Any], seen: _Partial) -> None:
         # The partial result already contains an item that replay computes again.
         again = self._loop.progress.is_repeating
-        with self._kept():
+        with self._loop.first_error.recording(BaseException):
             for item in items:
                 microbatch = self._loop.require_microbatch(call)
                 if not (microbatch.audit or (again and self._loop.is_replaying)):

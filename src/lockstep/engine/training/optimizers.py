@@ -22,7 +22,7 @@ from lockstep.engine.strategies.wrapped_model import ACCUMULATE, WrappedModel
 from lockstep.engine.training import parameter_groups
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.loss_scale import Scaler
-from lockstep.errors import LockstepError, ModelError, StepError
+from lockstep.errors import ModelError, StepError
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
@@ -45,7 +45,7 @@ class _StepRandomness:
         self._calls = self._calls + 1 if self._step == step else 0
         self._step = step
         with undisturbed():
-            key = self._loop.generators.of_step(self._purpose, step, self._index, self._calls)
+            key = self._loop.generators.derive(self._purpose, step, self._index, self._calls)
             set_key(key)
             return act()
 
@@ -213,7 +213,7 @@ def gate_optimizer(
                 hint="use an optimizer that needs no closure",
             )
         loop.first_error.check()
-        try:
+        with loop.first_error.recording():
             gate.update_groups()
             gate.check()
             if not loop.acts_now():
@@ -226,9 +226,6 @@ def gate_optimizer(
                 return None
             loop.update_begins(optimizer)
             return update() if loop.audit is None else loop.audit.step(update)
-        except LockstepError as error:
-            loop.first_error.keep(error)
-            raise
 
     act = optimizer.step
     update = functools.partial(gate.update, act)

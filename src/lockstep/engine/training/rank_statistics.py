@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.training import liveness
 from lockstep.engine.training.carried_variables import named
 from lockstep.engine.training.listeners import Listener
@@ -28,11 +29,11 @@ _LOOPS = 8
 class _LoopStart(NamedTuple):
     """Record of the beginning of a loop, for a comparison at its end.
 
-    `key`: numbers of the loader, the epoch and the loop. `frame`: id of the stack frame that runs the loop.
-    `seen`: fingerprints of the variables. `passes`: number of backward passes so far.
+    `frame`: id of the stack frame that runs the loop. `seen`: fingerprints of the variables. `passes`:
+    number of backward passes so far.
     """
 
-    key: tuple[int, int, int]
+    loop: LoopKey
     frame: int
     seen: Observation
     passes: int
@@ -58,30 +59,28 @@ class RankStatistics(Listener):
         self._loops: Counter[int] = Counter()  # number of loops over each loader
         self._begun: _LoopStart | None = None
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+    def loop_begins(self, loop: LoopKey) -> None:
         """Record fingerprints of the script's variables when an outermost loop begins.
 
-        Loops that feed a metric, such as `run.mean`, are left out. The arguments are those of
-        `Listener.loop_begins`.
+        Loops that feed a metric, such as `run.mean`, are left out.
         """
-        loop = self._loop
-        is_outermost = loop.microbatch is None and not loop.progress.open_metrics
-        if not self._looks or not is_outermost or loop.is_replaying:
+        run = self._loop
+        is_outermost = run.microbatch is None and not run.progress.open_metrics
+        if not self._looks or not is_outermost or run.is_replaying:
             return
-        self._loops[loader] += 1
-        frame = _of_loop(sys._getframe(1)) if self._loops[loader] <= _LOOPS else None
+        self._loops[loop.loader] += 1
+        frame = _of_loop(sys._getframe(1)) if self._loops[loop.loader] <= _LOOPS else None
         if frame is not None and liveness.is_at_for(frame):
             seen = self._observe(frame)
-            self._begun = _LoopStart((loader, epoch, round_), id(frame), seen, self._passes())
+            self._begun = _LoopStart(loop, id(frame), seen, self._passes())
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
         """Warn of variables that the loop computed from this rank's samples only.
 
-        Nothing is done if the loop ran a backward pass. `loader`, `epoch` and `round_` tell which loop has
-        ended.
+        Nothing is done if the loop ran a backward pass.
         """
         begun = self._begun
-        if begun is None or begun.key != (loader, epoch, round_):
+        if begun is None or begun.loop != loop:
             return
         self._begun = None
         frame = _of_loop(sys._getframe(1))
@@ -90,9 +89,9 @@ class RankStatistics(Listener):
         changes = self._changes(frame, begun.seen)
         is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
         if changes or is_generator:
-            self._loops[loader] = _LOOPS  # warn once for each loader
+            self._loops[loop.loader] = _LOOPS  # warn once for each loader
             file = frame.f_code.co_filename.rpartition("/")[2]
-            place = f"the loop over loader {loader} ({file}:{frame.f_lineno})"
+            place = f"the loop over loader {loop.loader} ({file}:{frame.f_lineno})"
             what = f"{named(changes)} came from" if changes else f"{place} sees"
             self._warn(
                 f"lockstep: warning: {what} this rank's samples only"

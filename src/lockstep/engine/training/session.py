@@ -25,7 +25,6 @@ from lockstep.engine.recovery.recomputed import RecomputedLosses
 from lockstep.engine.recovery.resume import StateSearch
 from lockstep.engine.recovery.state import State, footprint
 from lockstep.engine.strategies.wrapped_model import WrappedModel
-from lockstep.engine.training import fingerprint
 from lockstep.engine.training.audit import Audit
 from lockstep.engine.training.audit_report import IN_AUDIT
 from lockstep.engine.training.averaged_models import AveragedModels
@@ -225,15 +224,21 @@ class Session:
     def title_lines(self) -> list[str]:
         """Return the title line (exactness, ranks, directory), and a note if `replicas` is not set."""
         context, record = self.context, self.context.record
-        name, replicas = context.settings.name, context.replicas
-        title = fingerprint.title(name, self.models.exactness, replicas, context.world.size)
+        name, replicas, ranks = context.settings.name, context.replicas, context.world.size
+        hosted = f"{_counted(replicas, 'replica')} on {_counted(ranks, 'rank')}"
         exchange = "" if context.group is None else f", exchange {context.exchange}"
-        line = (
-            f"{title}, {context.device.type}{exchange}, threads {context.threads}, "
-            f"{record.shown_directory}{record.origin}"
+        title = (
+            f"lockstep: {name}: {self.models.exactness}, {hosted}, {context.device.type}{exchange}, "
+            f"threads {context.threads}, {record.shown_directory}{record.origin}"
         )
-        is_unset = not context.says_replicas and replicas > 1
-        return [line, fingerprint.unset(name, replicas)] if is_unset else [line]
+        if context.says_replicas or replicas == 1:
+            return [title]
+        unset = (
+            f"lockstep: {name}: replicas is not set, so that {replicas} ranks mean {replicas} replicas, "
+            f"and changing the number of ranks changes the result; replicas={replicas} gives the same on "
+            f"1 to {replicas} ranks"
+        )
+        return [title, unset]
 
     # --- what the run asks for -------------------------------------------------------------------
 
@@ -363,6 +368,10 @@ class Session:
             if context.connection.owned and not failed:
                 leave(context.rendezvous)
                 dist.destroy_process_group()
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 # --- errors of a script ----------------------------------------------------------------------------

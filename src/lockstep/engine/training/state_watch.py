@@ -26,11 +26,6 @@ class StateWatch:
         self._with_buffers = False
         self._before: dict[str, Bits] | None = None
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the changes in a microbatch are being checked now."""
-        return self._before is not None
-
     def begins(self, *, with_buffers: bool = False) -> None:
         """Begin to check a microbatch for changed parameters, and for changed buffers if `with_buffers`."""
         self._with_buffers = with_buffers
@@ -40,15 +35,17 @@ class StateWatch:
         """Call `act`, an optimizer's step, whose changes of parameters are allowed; return its result.
 
         Raises:
-            AuditError: if parameters have changed before the step.
+            AuditError: in a check, if parameters have changed before the step.
         """
+        if self._before is None:
+            return act()
         self._check()
         result = act()
         self._before = self._now()
         return result
 
     def ends(self) -> None:
-        """End the check of a microbatch.
+        """End the check of a microbatch, if one has begun.
 
         Raises:
             AuditError: if anything but an optimizer's step has changed parameters.

@@ -214,11 +214,11 @@ class _Walk:
         if is_known or self._left < 0 or "cache" in place.name:
             return
         self._version = next(_versions) if goes_on else 0
-        text = self.text_of(value)
+        text = self._safe_text(value)
         if self._left < 0:
             return
         if text is not None:
-            self.values[place] = Value(text, line, self._version, kind or _kind(value))
+            self.values[place] = Value(_cut(text), line, self._version, kind or _kind(value))
             return
         version = next(_versions) if _is_iterator(value) else 0
         self.values[place] = Value(_cut(name_of(value)), line, version, "object")
@@ -251,11 +251,6 @@ class _Walk:
         for name, one in parts(value):
             kind = "data" if is_data(type(value)) and type(one) in _NUMBERS else ""
             self.add(place._replace(name=f"{place.name}.{name}"), one, line, depth - 1, kind)
-
-    def text_of(self, value: Any) -> str | None:
-        """Return a value's fingerprint, as `text` does, but shortened to `_LENGTH` characters."""
-        text = self._safe_text(value)
-        return None if text is None else _cut(text)
 
     def _safe_text(self, value: Any, depth: int = _DEPTH) -> str | None:
         with contextlib.suppress(Exception):  # from a class of the script's that overrides methods

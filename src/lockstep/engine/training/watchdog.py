@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 from lockstep.engine.training.collective_check import WaitingRank, mismatch
 from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.engine.training.listeners import Listener
@@ -87,15 +87,12 @@ class Watchdog(Listener):
 
     # --- the main thread -------------------------------------------------------------------------
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        """Record that a loop over a loader begins; the watchdog compares loops between ranks.
-
-        The arguments are those of `Listener.loop_begins`.
-        """
+    def loop_begins(self, loop: LoopKey) -> None:
+        """Record that a loop over a loader begins; the watchdog compares loops between ranks."""
         self._outer.append((self._loop, self._collectives))
         self._loops += 1
         # Not the number of the loop: the main rank may loop over a further loader alone.
-        self._loop = f"{loader}.{epoch}.{round_}"
+        self._loop = f"{loop.loader}.{loop.epoch}.{loop.round}"
         self._step = self._collectives = 0
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
@@ -110,8 +107,8 @@ class Watchdog(Listener):
         computes.
         """
         if microbatch.last:
-            batch = (microbatch.loader, microbatch.epoch, microbatch.round, microbatch.step)
-            self._heartbeat.enter("run.backward", (*batch, microbatch.turn, *models))
+            batch = (*microbatch.loop, microbatch.step, microbatch.turn)
+            self._heartbeat.enter("run.backward", (*batch, *models))
             self._in_backward = True
 
     def backward_ends(self) -> None:
@@ -141,7 +138,7 @@ class Watchdog(Listener):
         finally:
             self._row = before
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
         """Write to the key-value store that this rank has ended a loop, and after which batch.
 
         The arguments are those of `Listener.loop_ends`.

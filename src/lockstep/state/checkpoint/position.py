@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.engine.data.microbatch import Batching
+from lockstep.engine.data.microbatch import Batching, LoopKey
 from lockstep.errors import CheckpointError
 from lockstep.state.checkpoint import state_codec
 
@@ -59,9 +59,9 @@ class LoopEvent:
     events: list[Event] = field(default_factory=list)  # reached in the last batch
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> LoopKey:
         """Loader, stretch and round: three numbers that together identify the loop."""
-        return (self.loader, self.stretch, self.round)
+        return LoopKey(self.loader, self.stretch, self.round)
 
 
 @dataclass(slots=True, kw_only=True)

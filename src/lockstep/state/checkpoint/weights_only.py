@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import CheckpointError, ModelError, UsageError
+from lockstep.errors import CheckpointError, ModelError, UsageError, listed
 from lockstep.state.checkpoint.parts import whole
 from lockstep.state.files.atomic_file import replacing
 
@@ -119,10 +119,7 @@ def check_fit(model: str, state: Mapping[str, Any], weights: Mapping[str, Tensor
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return [f"{what}: {', '.join(names[:_LISTED])}{more}"]
+    return [f"{what}: {listed(names, _LISTED)}"] if names else []
 
 
 def _write(file: Any, tensors: dict[str, Any], *, safe: bool) -> None:

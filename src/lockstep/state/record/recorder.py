@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lockstep.engine.data.build import LoaderSettings
 from lockstep.engine.data.description import Description
 from lockstep.engine.data.loader import Loader
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 from lockstep.errors import RunDirectoryError, shortened
 from lockstep.state.files import directory as directories
 from lockstep.state.files import lock, run_file
@@ -224,14 +224,14 @@ class Recorder:
                 self._data[number] = data
                 self._write("running")
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
+    def loop_begins(self, loop: LoopKey) -> None:
         """Begin to measure the pace of an outermost loop with gradients, and show its progress bar."""
         trains = torch.is_grad_enabled() and not any(self._loops)
         self._loops.append(trains)
         if trains:
             self.pace.begin()
         if trains and not self._progress.is_replaying:
-            self._bar.epoch_begins(*self._shown_epoch(epoch), self._lengths.get(loader))
+            self._bar.epoch_begins(*self._shown_epoch(loop.epoch), self._lengths.get(loop.loader))
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Write the loader's previous microbatch to the trace, if it had no backward pass."""
@@ -279,18 +279,18 @@ class Recorder:
             batches = {"batch": newest.step + 1, "batches": self._lengths.get(newest.loader)}
             self._events.add(kind="pace", step=step, **epochs, **batches, **window)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
         """Write a loop's end to the trace (`early`: before the last batch); if it trains, its pace, too."""
         trains = self._loops.pop()
         if self._trace is not None:
-            self._trace_seen(self._trace, loader)
+            self._trace_seen(self._trace, loop.loader)
         if self._progress.is_replaying:
             return
         if self._trace is not None:
-            self._trace.loop(loader, epoch, round_, complete=not early)
+            self._trace.loop(loop, complete=not early)
         if trains:
             self._window_ends(self._progress.steps)
-            self._bar.epoch_ends(*self._shown_epoch(epoch))
+            self._bar.epoch_ends(*self._shown_epoch(loop.epoch))
 
     def _shown_epoch(self, epoch: int) -> tuple[int, int]:
         """Return epoch and number of epochs for the progress bar; outside of `run.epochs`, 0 epochs."""

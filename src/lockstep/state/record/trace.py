@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 
 
 class Trace:
@@ -69,14 +69,9 @@ class Trace:
         """
         self._write(kind="loader", loader=number, length=length, exhaustive=exhaustive)
 
-    def loop(self, loader: int, epoch: int, round_: int, *, complete: bool) -> None:
-        """Write the end of a loop over loader number `loader`.
-
-        `epoch` is a number that differs for every epoch and every call of `run.epochs`; `round_` is the
-        number of earlier loops over the loader in this epoch. `complete` is false if the script left the
-        loop by `break`.
-        """
-        self._write(kind="loop", loader=loader, epoch=epoch, round=round_, complete=complete)
+    def loop(self, loop: LoopKey, *, complete: bool) -> None:
+        """Write the end of `loop`; `complete` is false if the script left it by `break`."""
+        self._write(kind="loop", **loop._asdict(), complete=complete)
         self._file.flush()  # a state saved now contains the result of the loop: it is not computed again
 
     def _write(self, **fields: Any) -> None:
@@ -88,9 +83,8 @@ class Trace:
 
 
 def _numbers(microbatch: Microbatch) -> dict[str, int]:
-    loader, epoch, round_, batch, replica = microbatch.numbers
-    numbers = {"loader": loader, "epoch": epoch, "round": round_, "batch": batch}
-    return {**numbers, "turn": microbatch.turn, "replica": replica}
+    numbers = {**microbatch.loop._asdict(), "batch": microbatch.step}
+    return {**numbers, "turn": microbatch.turn, "replica": microbatch.replica}
 
 
 def _samples(microbatch: Microbatch) -> list[int]:

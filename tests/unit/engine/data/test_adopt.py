@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from lockstep.engine.data.build import LoaderSettings, adopt, build
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.data.orders import SamplerOrder
 from lockstep.engine.data.sources import Workers
 from lockstep.engine.layout.replicas import block
@@ -50,7 +51,7 @@ def order(
     parts: dict[tuple[int, int], list[int]] = {}
     for rank in range(ranks):
         source = build(data, settings, replicas, block(replicas, ranks, rank), seed)
-        for batch in source.batches(0, epoch, 0):
+        for batch in source.batches(LoopKey(0, epoch, 0)):
             for m, _ in batch:
                 parts[m.step, m.replica] = m.indices[: m.size].tolist()
     return [index for key in sorted(parts) for index in parts[key]]
@@ -90,7 +91,7 @@ def test_without_workers_no_setting_of_workers_is_adopted(dataset: TensorDataset
 def test_a_default_collate_function_keeps_tensor_datasets_whole(dataset: TensorDataset) -> None:
     data, settings = adopt(DataLoader(dataset, batch_size=4))
     source = build(data, settings, 1, range(1), 0)
-    (_, batch) = next(next(source.batches(0, 0, 0)))
+    (_, batch) = next(next(source.batches(LoopKey(0, 0, 0))))
     assert [tensor.tolist() for tensor in batch] == [[0, 1, 2, 3]]
 
 
@@ -182,7 +183,7 @@ def test_a_sampler_whose_length_lies(dataset: TensorDataset) -> None:
             return iter([1, 2])
 
     with pytest.raises(LoaderError, match="Short yielded 2 indices; expected 5"):
-        SamplerOrder(Short(), 0).order(0, 0, 0)
+        SamplerOrder(Short(), 0).order(LoopKey(0, 0, 0))
 
 
 @pytest.mark.parametrize("sampler", [iter([1]), 5])
@@ -216,7 +217,7 @@ class Buckets:
 
 def batches_of(source: Any, epoch: int = 0, first: int = 0) -> list[list[int]]:
     """Return the samples of each batch of one loop on one rank."""
-    found = source.batches(0, epoch, 0, first)
+    found = source.batches(LoopKey(0, epoch, 0), first)
     return [[i for m, _ in batch for i in m.indices[: m.size].tolist()] for batch in found]
 
 
@@ -233,7 +234,9 @@ def test_batches_of_a_batch_sampler_are_the_global_ones(dataset: TensorDataset) 
         for first in (0, 2):
             both = zip(*(batches_of(part, epoch, first) for part in parts), strict=True)
             assert [a + b for a, b in both] == whole[first:]
-    stand_ins = [m.size for batch in source.batches(0, 0, 0) for m, _ in batch if m.total == 1]
+    stand_ins = [
+        m.size for batch in source.batches(LoopKey(0, 0, 0)) for m, _ in batch if m.total == 1
+    ]
     assert stand_ins == [1, 0, 0]
     assert source.batching().batches == 4
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.data.build import LoaderSettings, build
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 from lockstep.engine.layout.replicas import block
 
 Seen = dict[tuple[int, int], tuple[Microbatch, list[int]]]
@@ -29,7 +29,7 @@ def see(length: int, batch_size: int, replicas: int, ranks: int, epoch: int = 0,
         source = build(
             numbers(length), LoaderSettings(batch_size=batch_size, **more), replicas, own, 7
         )
-        steps = [list(batch) for batch in source.batches(0, epoch, 0)]
+        steps = [list(batch) for batch in source.batches(LoopKey(0, epoch, 0))]
         assert len(steps) == len(source)
         for step, microbatches in enumerate(steps):
             assert [m.replica for m, _ in microbatches] == list(own)
@@ -119,7 +119,7 @@ def test_stand_ins_repeat_a_sample_at_weight_zero() -> None:
 @pytest.mark.parametrize(("length", "expected"), [(16, 2), (17, 3), (23, 3), (24, 3)])
 def test_the_length_is_the_number_of_global_batches(length: int, expected: int) -> None:
     source = build(numbers(length), LoaderSettings(batch_size=8), 2, range(2), 0)
-    assert len(source) == expected == len(list(source.batches(0, 0, 0)))
+    assert len(source) == expected == len(list(source.batches(LoopKey(0, 0, 0))))
 
 
 def test_drop_last_leaves_out_the_short_batch_only() -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.engine.data.build import LoaderSettings, build
 from lockstep.engine.data.fetch import FetchBatch, FetchRequest, FetchSamples, FetchTensors, choose
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.data.sources import Workers
 from lockstep.engine.layout.replicas import block
 
@@ -126,7 +127,7 @@ def draws(
             batch_size=4, shuffle=True, collate=list, workers=Workers(count=workers)
         )
         source = build(Drawing(), settings, 4, block(4, ranks, rank), seed)
-        for batch in source.batches(loader, epoch, round_):
+        for batch in source.batches(LoopKey(loader, epoch, round_)):
             for microbatch, samples in batch:
                 torch.rand(rank + 1)  # what the loop's body draws must not matter
                 random.random()
@@ -166,7 +167,7 @@ def test_a_random_collate_function_draws_the_same_on_every_layout() -> None:
                 block(4, ranks, rank),
                 0,
             )
-            for batch in source.batches(0, 0, 0):
+            for batch in source.batches(LoopKey(0, 0, 0)):
                 for microbatch, data in batch:
                     torch.rand(rank + 1)
                     found[microbatch.step, microbatch.replica] = data

@@ -15,9 +15,11 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 
 from lockstep.engine.data.build import LoaderSettings, build
 from lockstep.engine.data.loader import Loader
-from lockstep.engine.data.microbatch import Batching, Microbatch, Start
+from lockstep.engine.data.microbatch import Batching, LoopKey, Microbatch, Start
 from lockstep.engine.data.sources import Audited, Workers, no_audit
 from lockstep.engine.layout.replicas import block
+
+FIRST = LoopKey(3, 0, 0)
 
 
 class Journal:
@@ -30,7 +32,7 @@ class Journal:
         self.passes: list[tuple[int, int, int]] = []
         self.batches = 0
         self.shown: list[int] = []
-        self.start = Start(epoch=0, round=0)
+        self.start = Start(key=FIRST)
         self.audited: Audited = no_audit
         self._rounds = 0
 
@@ -38,7 +40,7 @@ class Journal:
         self.batching = batching()
         self.lines.append(("loop", loader))
         self._rounds += 1
-        return replace(self.start, round=self._rounds - 1, loop=loader)
+        return replace(self.start, key=LoopKey(loader, 0, self._rounds - 1))
 
     def batch_begins(self, start: Start, step: int, *, shown: bool) -> None:
         if shown:
@@ -66,7 +68,7 @@ class Journal:
         return start.is_over
 
     def loop_ends(self, start: Start, step: int, *, early: bool) -> None:
-        self.lines.append(("over", start.loop, start.epoch, start.round, step, early))
+        self.lines.append(("over", *start.key, step, early))
 
     def fails(self, error: BaseException) -> None:
         self.lines.append(("fails", type(error)))
@@ -260,21 +262,21 @@ def test_an_error_of_the_dataset_comes_through(workers: int) -> None:
 
 def test_a_loop_that_goes_on_begins_where_it_was() -> None:
     journal = Journal()
-    journal.start = Start(epoch=0, round=0, batch=1)
+    journal.start = Start(key=FIRST, batch=1)
     one = loader(journal)
     assert [data.tolist() for (data,) in one] == [[4, 5], [6, 7], [8], [9]]
     assert journal.lines[-1] == ("over", 3, 0, 0, 3, False)
-    journal.start = Start(epoch=0, round=0, batch=1, is_over=True)
+    journal.start = Start(key=FIRST, batch=1, is_over=True)
     assert list(one) == []
     assert journal.lines[-1] == ("over", 3, 0, 1, 1, True)
 
 
 def test_the_last_batch_of_a_loop_is_seen_again() -> None:
     journal = Journal()
-    journal.start = Start(epoch=0, round=0, batch=2, again=1)
+    journal.start = Start(key=FIRST, batch=2, again=1)
     one = loader(journal)
     assert [data.tolist() for (data,) in one] == [[4, 5], [6, 7], [8], [9]]
-    journal.start = Start(epoch=0, round=0, batch=2, again=1, is_over=True)
+    journal.start = Start(key=FIRST, batch=2, again=1, is_over=True)
     assert [data.tolist() for (data,) in one] == [[4, 5], [6, 7]]
     assert journal.lines[-1] == ("over", 3, 0, 1, 2, True)
 

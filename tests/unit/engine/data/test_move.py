@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.engine.data.build import LoaderSettings, build
 from lockstep.engine.data.loader import Loader, to_device
-from lockstep.engine.data.microbatch import Start
+from lockstep.engine.data.microbatch import LoopKey, Start
 from lockstep.engine.data.sources import Audited, no_audit
 
 META = torch.device("meta")
@@ -68,7 +68,7 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
 
 class Quiet:
     def loop_begins(self, loader: int, batching: Any) -> Start:
-        return Start(epoch=0, round=0)
+        return Start(key=LoopKey(loader, 0, 0))
 
     def batch_begins(self, *_args: Any, shown: bool) -> None: ...
 

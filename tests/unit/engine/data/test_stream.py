@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.engine.data.build import LoaderSettings, adopt, build
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.data.sources import Workers
 from lockstep.engine.layout.replicas import block
 
@@ -36,7 +37,7 @@ def read(length: int, ranks: int, *, replicas=3, batch_size=5, epoch=0, disturb=
     for rank in range(ranks):
         settings = LoaderSettings(batch_size=batch_size, collate=list, **more)
         source = build(Drawing(length), settings, replicas, block(replicas, ranks, rank), 11)
-        for batch in source.batches(0, epoch, 0):
+        for batch in source.batches(LoopKey(0, epoch, 0)):
             for m, items in batch:
                 assert len(items) == max(1, m.size)
                 found[m.step, m.replica] = items[: m.size]
@@ -69,7 +70,7 @@ def test_reading_the_stream_does_not_disturb_the_script() -> None:
         source = build(Drawing(length), settings, 1, range(1), 0)
         return [
             (torch.rand(()).item(), np.random.rand(), random.random())
-            for _ in source.batches(0, 0, 0)
+            for _ in source.batches(LoopKey(0, 0, 0))
         ]
 
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +94,7 @@ def test_drop_last_leaves_out_a_short_batch() -> None:
 def test_a_short_last_batch_has_stand_ins() -> None:
     settings = LoaderSettings(batch_size=5, collate=list)
     source = build(Drawing(6), settings, 3, range(3), 0)
-    *_, last = [list(batch) for batch in source.batches(0, 0, 0)]
+    *_, last = [list(batch) for batch in source.batches(LoopKey(0, 0, 0))]
     assert [(m.size, m.total, m.weight) for m, _ in last] == [(1, 1, 1.0), (0, 1, 0.0), (0, 1, 0.0)]
     assert [[number for number, _ in data] for _, data in last] == [[5], [5], [5]]
 
@@ -118,7 +119,7 @@ def test_a_random_collate_function_draws_the_same_on_every_layout() -> None:
             settings = LoaderSettings(batch_size=6, collate=lambda _: torch.rand(()).item())
             source = build(Drawing(12), settings, 3, block(3, ranks, rank), 0)
             torch.manual_seed(0)  # where the run's own keys would start
-            for batch in source.batches(0, 0, 0):
+            for batch in source.batches(LoopKey(0, 0, 0)):
                 for m, value in batch:
                     found[m.step, m.replica] = value
                     torch.rand(5)

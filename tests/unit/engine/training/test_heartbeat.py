@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.state.checkpoint.shared_memory import AFTER_RUN, COLLECTIVES, ProgressSlot
 
@@ -21,8 +22,8 @@ def test_everything_that_happens_is_a_sign_of_life(slot: ProgressSlot) -> None:
     for event in (
         heartbeat.moves,
         heartbeat.others_move,
-        lambda: heartbeat.loop_begins(0, 0, 0),
-        lambda: heartbeat.loop_ends(0, 0, 0, 1, early=False),
+        lambda: heartbeat.loop_begins(LoopKey(0, 0, 0)),
+        lambda: heartbeat.loop_ends(LoopKey(0, 0, 0), 1, early=False),
         lambda: heartbeat.enter("run.barrier"),
         heartbeat.leave,
     ):

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine.data.build import LoaderSettings, build
 from lockstep.engine.data.loader import Loader
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.training import listeners
 from lockstep.engine.training.epochs import epochs_left
@@ -26,8 +27,8 @@ class Listener(listeners.PointListener):
         self.steps: list[int] = []
         self.points: list[int] = []
 
-    def loop_begins(self, loader: int, epoch: int, round_: int) -> None:
-        self.loops.append((loader, epoch, round_))
+    def loop_begins(self, loop: LoopKey) -> None:
+        self.loops.append(loop)
 
     def at_point(self) -> None:
         self.points.append(len(self.steps))
@@ -35,8 +36,8 @@ class Listener(listeners.PointListener):
     def step_ends(self, step: int, microbatch: Any) -> None:
         self.steps.append(step)
 
-    def loop_ends(self, loader: int, epoch: int, round_: int, step: int, *, early: bool) -> None:
-        self.loops.append((loader, epoch, round_, step, early))
+    def loop_ends(self, loop: LoopKey, step: int, *, early: bool) -> None:
+        self.loops.append((*loop, step, early))
 
 
 def listened(seed: int, replicas: int, models: list[Any]) -> Loop:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lockstep.engine.data.microbatch import LoopKey
 from lockstep.engine.training import watchdog
 from lockstep.engine.training.heartbeat import Heartbeat
 from lockstep.engine.training.watchdog import EVERY, SILENCE, Liveness, Watchdog
@@ -146,8 +147,8 @@ def test_ranks_of_one_model_wait_for_each_other_alone(
 ) -> None:
     """Other rows may be through with a loop that only evaluates."""
     for rank in ranks:
-        rank.watch.loop_begins(0, 0, 0)
-    ranks[1].watch.loop_ends(0, 0, 0, 2, early=True)
+        rank.watch.loop_begins(LoopKey(0, 0, 0))
+    ranks[1].watch.loop_ends(LoopKey(0, 0, 0), 2, early=True)
     with ranks[0].watch.passing(row):
         if told:
             assert until(lambda: ranks[0].told)
@@ -173,27 +174,27 @@ def test_each_rank_looks_at_the_next_ones(rank: int, ranks: range, compared: lis
 
 def test_a_backward_pass_that_failed_is_left_with_its_batch(ranks: list[Rank]) -> None:
     first, heartbeat = ranks[0].watch, ranks[0].heartbeat
-    microbatch: Any = SimpleNamespace(last=True, loader=0, epoch=0, round=0, step=0, turn=0)
-    first.loop_begins(0, 0, 0)
+    microbatch: Any = SimpleNamespace(last=True, loop=(0, 0, 0), step=0, turn=0)
+    first.loop_begins(LoopKey(0, 0, 0))
     first.microbatch_begins(microbatch)
     first.backward_begins(microbatch, [0])
     assert heartbeat.waits
     first.microbatch_begins(microbatch)
     assert not heartbeat.waits
     first.backward_begins(microbatch, [0])
-    first.loop_ends(0, 0, 0, 1, early=True)
+    first.loop_ends(LoopKey(0, 0, 0), 1, early=True)
     assert not heartbeat.waits
 
 
 def test_a_rank_that_ended_after_the_same_backward_pass_is_waited_for(ranks: list[Rank]) -> None:
     """Its last gradients may still be on a slow link."""
-    batch = SimpleNamespace(last=True, loader=0, epoch=0, round=0, step=1, turn=0)
+    batch = SimpleNamespace(last=True, loop=(0, 0, 0), step=1, turn=0)
     for rank in ranks:
-        rank.watch.loop_begins(0, 0, 0)
+        rank.watch.loop_begins(LoopKey(0, 0, 0))
         rank.watch.backward_begins(batch, [0])  # type: ignore[arg-type]
     first, second = ranks
     first.watch.backward_ends()
-    first.watch.loop_ends(0, 0, 0, 1, early=False)
+    first.watch.loop_ends(LoopKey(0, 0, 0), 1, early=False)
     first.watch.run_ends()
     time.sleep(0.3)
     assert not second.told

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engine.data.microbatch import Microbatch
+from lockstep.engine.data.microbatch import LoopKey, Microbatch
 from lockstep.errors import RunDirectoryError
 from lockstep.state.record import events
 from lockstep.state.record.events import Events
@@ -181,7 +181,7 @@ def test_a_trace_holds_bits_samples_and_digests(tmp_path: Path) -> None:
         trace.seen(4, microbatch(replica=0))
         trace.step(4, {"parameters": "sha256:abc"})
         trace.end({"parameters": "sha256:abc"})
-        trace.loop(1, 2, 0, complete=True)
+        trace.loop(LoopKey(1, 2, 0), complete=True)
     loader, first, stand_in, seen, step, end, loop = lines(tmp_path / "trace" / "rank-2.0.jsonl")
     assert loader == {"kind": "loader", "loader": 1, "length": 10, "exhaustive": True}
     assert (first["kind"], first["step"], first["batch"], first["replica"]) == (
