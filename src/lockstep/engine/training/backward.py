@@ -32,6 +32,7 @@ from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError,
 
 #: Maximal number of weights that are cached as tensors; without `weight=` a run has a few different ones.
 _CACHED = 64
+_UNRECORDED = contextlib.nullcontext()
 
 
 class Backward:
@@ -80,7 +81,7 @@ class Backward:
             scaler.before_backward(models)
             part *= scaler.scale
         record = loop.record
-        with contextlib.nullcontext() if record is None else record.backward(loss, models):
+        with _UNRECORDED if record is None else record.backward(loss, models):
             self._compute(loss, None if is_left_out else part)
         for model in models:
             model.after_backward(microbatch)

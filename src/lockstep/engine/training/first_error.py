@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import LockstepError, StepError
@@ -24,14 +23,9 @@ class FirstError:
         if self._error is not None:
             raise self._error
 
-    @contextlib.contextmanager
-    def recording(self, kind: type[BaseException] = LockstepError) -> Iterator[None]:
+    def recording(self, kind: type[BaseException] = LockstepError) -> Recording:
         """Return a context that passes exceptions of class `kind` from its body to `keep`."""
-        try:
-            yield
-        except kind as error:
-            self.keep(error)
-            raise
+        return Recording(self, kind)
 
     def keep(self, error: BaseException) -> None:
         """Record `error`, raised by a loop or a method of the run, unless an earlier one is recorded.
@@ -50,3 +44,18 @@ class FirstError:
                 hint="handle errors of samples in the dataset, which may return another sample",
             )
             self._error.__cause__ = error
+
+
+@dataclass(slots=True)
+class Recording:
+    """Context of `FirstError.recording`: a class, since a generator would cost each step a microsecond."""
+
+    first: FirstError
+    kind: type[BaseException]
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self.kind):
+            self.first.keep(error)
