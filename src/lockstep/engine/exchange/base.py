@@ -126,7 +126,7 @@ class ExchangeContext:
         group: process group of the ranks over which gradients are summed.
         store: the run's key-value store.
         key: unique name of the exchange within the run, for keys in the store.
-        settings: keyword arguments of `run.model` that the registry lists for the exchange.
+        settings: keyword arguments of `run.model`; an exchange gets those that the registry lists for it.
     """
 
     name: str

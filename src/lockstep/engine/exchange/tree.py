@@ -90,7 +90,7 @@ class TreeExchange(ScratchExchange):
     Each rank sends as many bytes as in a ring all-reduce, if it has a single sum over its replicas to send.
     Operations of neighbouring buckets overlap; all ranks begin them in the same order.
 
-    `dtype`: type in which elements are sent, and rounded before; `None` for the type of the gradients.
+    `dtype`: type to which elements are rounded before they are sent; `None` for the type of the gradients.
     """
 
     sent = 0
@@ -131,7 +131,7 @@ class TreeExchange(ScratchExchange):
         memory = slots[0].as_strided((own, size, share), (share * size, share, 1))
         # One block per receiving rank: that rank's share of each of this rank's nodes.
         outgoing = memory.transpose(0, 1).contiguous().view(-1)
-        outgoing = self._converted(outgoing, self._dtype or dtype)
+        outgoing = outgoing.to(self._dtype or dtype)
         received = self._scratch.take(outgoing, sum(self._forest.counts) * share)
         shares = [count * share for count in self._forest.counts]
         self.sent += outgoing.nbytes * (size - 1) // size
@@ -144,8 +144,7 @@ class TreeExchange(ScratchExchange):
         pending, self._pending = self._pending, None
         pending.work.wait()
         nodes = self._converted(pending.received, pending.dtype)
-        part = self._forest.sum_in_place(list(nodes))
-        part = self._converted(part, pending.received.dtype)
+        part = self._forest.sum_in_place(list(nodes)).to(pending.received.dtype)
         total = self._scratch.take(part, part.numel() * self._forest.size)
         self.sent += total.nbytes - part.nbytes
         pending.work, pending.received = self._wire.gather(part, total), total

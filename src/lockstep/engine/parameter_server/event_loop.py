@@ -109,11 +109,10 @@ class Server:
 
         The call is due at the next deadline of an unauthenticated connection, or at the end of a pause.
         """
-        now = time.monotonic()
         due = [until for _, until in self._unknown.values()]
-        if self._paused_until > now:
+        if not self._accepts and len(self._unknown) < _MOST_UNKNOWN:
             due.append(self._paused_until)
-        return max(0.0, min(due) - now) if due else None
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_unknown(self) -> None:
         """Close connections that took too long to authenticate; begin or end to accept new ones.

@@ -94,7 +94,7 @@ def describe_state(
     """Return a description of an optimizer's state for each of `parameters`, as JSON data.
 
     A tensor of floats is described by its shape and dtype, any other value also by itself. A value that
-    neither has a mean over ranks nor is a number or text raises a `ModelError`.
+    neither has a mean over ranks nor is JSON data raises a `ModelError`.
     """
     states = (optimizer.state.get(parameter, {}) for parameter in parameters)
     return [{key: _describe(key, value) for key, value in state.items()} for state in states]
@@ -154,10 +154,18 @@ def _describe(key: str, value: Any) -> _Description:
             return [shape, kind, value.item()]
         what = f"a tensor of {value.dtype}"
     else:
-        if value is None or isinstance(value, bool | int | float | str):
+        if _fits_json(value):
             return [None, None, value]
         what = f"a {type(value).__name__}"
     raise ModelError(
         f"the optimizer remembers {key}, {what}, which has no mean over ranks",
         hint="take another optimizer, or an exchange of gradients",
     )
+
+
+def _fits_json(value: Any) -> bool:
+    """Whether `value` is a float, or is unchanged by a conversion to JSON and back."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value) or isinstance(value, float)
+    except (TypeError, ValueError):
+        return False
