@@ -51,6 +51,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             devices="cpu" if settings.get("cpu") else "auto",
         )
         self.scaler = None  # the run scales losses by itself
+        self._is_in_loop = False
         self._late_saves: list[Callable[[], Any]] = []
 
     # --- what is trained -------------------------------------------------------------------------------
@@ -119,14 +120,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Compute the gradients of `loss`, the mean over this microbatch, by `run.backward`."""
         self._run.backward(loss)
 
-    def accumulate(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """Return a context manager without effect: the run accumulates gradients, and sums them once.
-
-        All ranks have the same number of updates.
-        """
+    def accumulate(self, *_: Any) -> AbstractContextManager[None]:
+        """Return a context manager without effect: the run itself accumulates gradients."""
         return contextlib.nullcontext()
 
-    no_sync = join_uneven_inputs = accumulate
+    def no_sync(self, *_: Any) -> AbstractContextManager[None]:
+        """Return a context manager without effect: gradients are summed once per global batch."""
+        return contextlib.nullcontext()
+
+    def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """Return a context manager without effect: all ranks have the same number of updates."""
+        return contextlib.nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
@@ -150,11 +154,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Return whether `set_trigger` was called; in a loop over a loader, raise a `UsageError`."""
         self._refuse_in_loop("check_trigger")
         return bool(super().check_trigger())
-
-    @property
-    def _is_in_loop(self) -> bool:
-        """Whether the script is in the body of a loop over a loader that trains."""
-        return self._run._loop.microbatch is not None
 
     def _refuse_in_loop(self, method: str) -> None:
         if self._is_in_loop:
@@ -289,9 +288,14 @@ class _PreparedLoader:
             for batch in self._data:
                 yield to_device(batch, accelerator._run.device)
             return
-        for batch in self._global:
-            yield batch
-            accelerator._save_late()
+        loader = self._global
+        try:
+            for batch in loader:
+                accelerator._is_in_loop = True
+                yield batch
+                accelerator._save_late()
+        finally:
+            accelerator._is_in_loop = False
 
 
 def _count_for(scheduler: Any, replicas: int) -> None:

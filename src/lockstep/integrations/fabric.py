@@ -26,6 +26,7 @@ from lockstep.run import Run
 class FabricStrategy(OnRun, SingleDeviceStrategy):
     """Strategy of Lightning's `Fabric` that passes models, optimizers and loaders to a run."""
 
+    is_in_loop = False
     _backward_sync_control = None
 
     @functools.cached_property
@@ -90,7 +91,7 @@ class FabricStrategy(OnRun, SingleDeviceStrategy):
         Inside a loop ranks may have different numbers of iterations, so that they cannot wait for each
         other.
         """
-        if self.run._loop.microbatch is None:
+        if not self.is_in_loop:
             self.run.barrier()
 
     def save_checkpoint(self, path: Any, state: Any, *rest: Any, **settings: Any) -> None:
@@ -121,7 +122,8 @@ class _FabricLoader:
         return len(self._data)
 
     def __iter__(self) -> Iterator[Any]:
-        run: Run = self._strategy.run
+        strategy = self._strategy
+        run: Run = strategy.run
         models = run._session.state.models
         if models and not any(model.module.training for model in models):
             for batch in self._data:
@@ -129,4 +131,9 @@ class _FabricLoader:
             return
         if self._loader is None:
             self._loader = global_loader(run, self._data, 1)
-        yield from self._loader
+        try:
+            for batch in self._loader:
+                strategy.is_in_loop = True
+                yield batch
+        finally:
+            strategy.is_in_loop = False
