@@ -216,7 +216,7 @@ class Audit:
 
         In an audited microbatch no other code may change parameters.
         """
-        return self._watch.step(act)
+        return self._watch.step(act) if self._watch.is_on else act()
 
     def ends(self, microbatch: Microbatch, step: int, *, left: bool) -> None:
         """Record that the loop's body has computed a microbatch.
@@ -237,7 +237,8 @@ class Audit:
             self._extra = record
             self._guarded(self._look_after)
         else:
-            self._guarded(self._watch.ends)
+            if self._watch.is_on:
+                self._guarded(self._watch.ends)
             if record is not None and self._extra is not None:
                 extra, self._extra = self._extra, None
                 self._compare(microbatch, step, extra, record)

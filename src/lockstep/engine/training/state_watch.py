@@ -26,6 +26,11 @@ class StateWatch:
         self._with_buffers = False
         self._before: dict[str, Bits] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the changes in a microbatch are being checked now."""
+        return self._before is not None
+
     def begins(self, *, with_buffers: bool = False) -> None:
         """Begin to check a microbatch for changed parameters, and for changed buffers if `with_buffers`."""
         self._with_buffers = with_buffers
@@ -35,17 +40,15 @@ class StateWatch:
         """Call `act`, an optimizer's step, whose changes of parameters are allowed; return its result.
 
         Raises:
-            AuditError: in a check, if parameters have changed before the step.
+            AuditError: if parameters have changed before the step.
         """
-        if self._before is None:
-            return act()
         self._check()
         result = act()
         self._before = self._now()
         return result
 
     def ends(self) -> None:
-        """End the check of a microbatch, if one has begun.
+        """End the check of a microbatch.
 
         Raises:
             AuditError: if anything but an optimizer's step has changed parameters.
