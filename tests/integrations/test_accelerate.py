@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.conftest import Lockstep
@@ -133,6 +135,23 @@ def test_a_state_asked_for_before_an_update_is_saved_after_it_and_triggers_are_r
     assert done.code == 1
     assert "check_trigger in a loop over a loader" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_batch_sampler_that_fills_one_list_again_and_again() -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate, of the extra `accelerate`")
+    from lockstep.integrations.loaders import _JoinedBatchSampler
+
+    class Reusing:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[list[int]]:
+            batch: list[int] = []
+            for first in (0, 2, 4):
+                batch[:] = first, first + 1
+                yield batch
+
+    assert list(_JoinedBatchSampler(Reusing(), 2)) == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_a_torch_for_cuda_without_a_gpu_computes_on_the_cpu(lockstep: Lockstep) -> None:

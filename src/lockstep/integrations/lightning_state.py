@@ -236,6 +236,6 @@ def _load(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
 
 def _renamed(state: Any, rename: Any) -> dict[str, Any]:
     """Return the state of a `ModelCheckpoint` with `rename(path)` in place of each path."""
-    new = {k: rename(v) if v and k.endswith("_path") else v for k, v in state.items()}
+    new = {k: rename(v) if k.endswith("_path") and v else v for k, v in state.items()}
     new["best_k_models"] = {rename(path): v for path, v in state["best_k_models"].items()}
     return new

@@ -26,7 +26,8 @@ class _JoinedBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = iter(self._batches)
-        while joined := tuple(islice(batches, self._count)):
+        # A batch sampler may fill one list again and again.
+        while joined := [list(batch) for batch in islice(batches, self._count)]:
             yield list(chain.from_iterable(joined))
 
     def set_epoch(self, epoch: int) -> None:

@@ -12,7 +12,7 @@ from lockstep.errors import WorldError
 _SCONTROL_SECONDS = 5.0
 #: Maximum length of a range of nodes; a longer one is a typing error.
 _MOST_NODES = 1 << 16
-#: Characters in a node list; then the parts of one.
+#: Characters in a node list; the next four patterns match parts of it.
 _LIST = re.compile(r"[A-Za-z0-9_.,\[\]-]+")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[\]]*\])")

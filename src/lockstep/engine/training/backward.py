@@ -54,7 +54,7 @@ class Backward:
         """Compute the gradients of `loss` and sum them over the global batch; see `Run.backward`."""
         microbatch = self._loop.require_microbatch("run.backward")
         self._loop.first_error.check()
-        with self._loop.first_error.recording():
+        with self._loop.first_error.recording:
             self._run(microbatch, loss, weight)
 
     def _run(

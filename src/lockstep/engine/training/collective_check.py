@@ -66,7 +66,7 @@ class CollectiveCheck:
             yield
             return
         with self._heartbeat.collective(kind):
-            with self._first_error.recording():
+            with self._first_error.recording:
                 self._compare(kind, self._group)
             yield
 

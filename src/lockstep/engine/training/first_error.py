@@ -17,15 +17,16 @@ class FirstError:
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._error: LockstepError | Preempted | None = None
+        #: Contexts that pass errors of their bodies to `keep`: Lockstep's own, or all.
+        self.recording, self.recording_all = (
+            Recording(self, LockstepError),
+            Recording(self, BaseException),
+        )
 
     def check(self) -> None:
         """Raise the recorded first error of the run again, if there is one."""
         if self._error is not None:
             raise self._error
-
-    def recording(self, kind: type[BaseException] = LockstepError) -> Recording:
-        """Return a context that passes exceptions of class `kind` from its body to `keep`."""
-        return Recording(self, kind)
 
     def keep(self, error: BaseException) -> None:
         """Record `error`, raised by a loop or a method of the run, unless an earlier one is recorded.
@@ -48,7 +49,10 @@ class FirstError:
 
 @dataclass(slots=True)
 class Recording:
-    """Context of `FirstError.recording`: a class, since a generator would cost each step a microsecond."""
+    """Context that passes exceptions of class `kind` from its body to `FirstError.keep`.
+
+    It is a class, since a generator would cost each step a microsecond.
+    """
 
     first: FirstError
     kind: type[BaseException]

@@ -213,7 +213,7 @@ def gate_optimizer(
                 hint="use an optimizer that needs no closure",
             )
         loop.first_error.check()
-        with loop.first_error.recording():
+        with loop.first_error.recording:
             gate.update_groups()
             gate.check()
             if not loop.acts_now():

@@ -185,7 +185,13 @@ def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
     for a moment; a launch that fails to take the lock at that moment tries again.
     """
     try:
-        with (directory / NAME).open("r+b", buffering=0) as opened:
+        opened = (directory / NAME).open("r+b", buffering=0)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        with opened:
             file = opened.fileno()
             owner = _read(file)
             is_own = owner is not None and own is not None and owner.is_launch_of(own)
@@ -194,8 +200,6 @@ def in_use(directory: Path, own: LockOwner | None = None) -> bool | None:
             if owner is None or is_own or owner.lives:
                 return owner is not None and not is_own
             return False if owner.machine == host.identity() else None
-    except FileNotFoundError:
-        return False
     except OSError:
         return None
 

@@ -66,7 +66,10 @@ def statements(block: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in block:
         if isinstance(statement, Function | ast.ClassDef):
             continue
-        yield statement
+        if isinstance(
+            statement, ast.stmt
+        ):  # not the cases of a `match`, nor the handlers of a `try`
+            yield statement
         for name in ("body", "handlers", "cases", "orelse", "finalbody"):
             yield from statements(getattr(statement, name, ()))
 

@@ -49,8 +49,10 @@ def _asked(draft: Draft) -> None:
     options = _options(draft)
     for node in ast.walk(draft.module.tree):
         if isinstance(node, ast.expr) and (named := _variable(node)):
-            code = "True" if isinstance(node, ast.Compare) else f"{RUN}.{named}"
-            draft.edit("replace", _number(draft, node), code)
+            if isinstance(node, ast.Compare):
+                draft.edit("replace", node, "True")
+            else:
+                draft.edit("replace", _number(draft, node), f"{RUN}.{named}")
         elif isinstance(node, ast.Call):
             _answer(draft, node)
         elif isinstance(node, ast.Attribute) and dotted(node) in options:

@@ -162,6 +162,7 @@ def test_the_manual_has_every_question() -> None:
         ),
         (f"{DDP}\nn = 1 if dist.is_initialized() else 0", "pass", "", "n = 1 if True else 0"),
         (f"{DDP}\nimport os\nn = 'RANK' in os.environ", "pass", "", "n = True"),
+        (f"{DDP}\nimport os\nn = int('RANK' in os.environ)", "pass", "", "n = int(True)"),
         (
             f"{DDP}\np.add_argument('--local_rank')\nprint(args.local_rank)",
             "pass",
