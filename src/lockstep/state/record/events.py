@@ -80,8 +80,6 @@ class Events:
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the logged `values` with copies of tensors, since a tensor may change before it is written.
 
-    A tensor of one number on the CPU becomes this number.
-
     Raises:
         UsageError: for a name that is a field of every event, and for tensors in a list or a mapping.
     """
@@ -97,13 +95,7 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
                 "tensor, a number or text, or a container of numbers and text",
                 hint="torch.stack makes one tensor of several; or log each under a name of its own",
             )
-    return {
-        name: _copy(value) if hasattr(value, "detach") else value for name, value in values.items()
-    }
-
-
-def _copy(value: Any) -> Any:
-    return value.tolist() if value.is_cpu and not value.dim() else value.detach().clone()
+    return {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in values.items()}
 
 
 def _has_tensors(value: object) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -247,9 +248,14 @@ class Recorder:
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Write a microbatch's loss and samples to the trace and to the step record."""
         if self.steps is not None and not self._settings.repeats:
-            samples = zlib.crc32(microbatch.indices[: microbatch.size].data)
-            step, replica = self._progress.steps + 1, microbatch.replica
-            self.steps.add(step, LOSS, loss, replica=replica, samples=samples)
+            samples = zlib.crc32(np.asarray(microbatch.indices[: microbatch.size]).tobytes())
+            self.steps.add(
+                self._progress.steps + 1,
+                LOSS,
+                loss.detach().clone(),
+                replica=microbatch.replica,
+                samples=samples,
+            )
         if self._trace is None:
             return
         if not self._settings.repeats:

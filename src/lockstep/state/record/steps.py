@@ -33,8 +33,6 @@ _NAME = re.compile(r"rank-(\d+)\.(\d+)-(\d+)\.bin")
 #: Size of a file, and number of files that a rank keeps.
 _BYTES, _FILES = 1 << 24, 16
 _FLUSH_SECONDS = 1.0
-#: Types whose values numpy has, so that a loss on the CPU is copied as bytes.
-_OF_NUMPY = (torch.float32, torch.float64, torch.float16)
 #: A loss, or a function that returns the bytes of a hash: either may still be on a device.
 Value = torch.Tensor | Callable[[], bytes]
 
@@ -71,8 +69,7 @@ class StepRecord:
     def __init__(self, directory: Path, rank: int, start: int) -> None:
         self._directory, self._stem = directory / DIRECTORY, f"rank-{rank}."
         self._start, self._number, self._size = start, 0, _BYTES
-        #: Step, replica, kind, number of the backward pass, checksum of samples, and value of each entry.
-        self._pending: list[tuple[int, int, int, int, int, Value | bytes]] = []
+        self._pending: list[tuple[Key, int, Value]] = []
         self._step, self._passes = 0, Counter[tuple[int, int]]()
         self._flushed = time.monotonic()
 
@@ -81,17 +78,16 @@ class StepRecord:
     ) -> None:
         """Add a loss or a hash to the pending entries, which are written about once a second.
 
-        `kind` is an index in `KINDS`. `value` is a loss tensor, which the script may change later, or a
-        function that returns the bytes of a hash; either is read from an accelerator only when the entry is
-        written. `samples` is the checksum of the microbatch's sample ids.
+        `kind` is an index in `KINDS`. `value` is a loss tensor, or a function that returns the bytes of a
+        hash; it is copied from its device only when the entry is written. `samples` is the checksum of the
+        microbatch's sample ids.
         """
         if step != self._step:
             self._step = step
             self._passes.clear()
         nth = self._passes[kind, replica]
         self._passes[kind, replica] += 1
-        own = _copy(value) if isinstance(value, torch.Tensor) else value
-        self._pending.append((step, replica, kind, nth, samples, own))
+        self._pending.append((Key(step, kind, replica, nth), samples, value))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -101,10 +97,10 @@ class StepRecord:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        values = _bytes([entry[-1] for entry in pending])
+        values = _bytes([value for _, _, value in pending])
         data = b"".join(
-            _ENTRY.pack(step, replica, kind, len(own), nth, samples, own)
-            for (step, replica, kind, nth, samples, _), own in zip(pending, values, strict=True)
+            _ENTRY.pack(key.step, key.replica, key.kind, len(own), key.nth, samples, own)
+            for (key, samples, _), own in zip(pending, values, strict=True)
         )
         with writing(self._directory):
             if self._size + len(data) > _BYTES:
@@ -122,26 +118,12 @@ class StepRecord:
             path.unlink(missing_ok=True)
 
 
-def _copy(loss: torch.Tensor) -> torch.Tensor | bytes:
-    """Return the bytes of a loss on the CPU; of a loss on another device, a copy on this device.
-
-    Thousands of small tensors would slow down each step: Python's garbage collector looks at them again
-    and again until they are written.
-    """
-    loss = loss.detach()
-    is_on_host = loss.device.type == "cpu" and loss.dtype in _OF_NUMPY
-    return loss.numpy().tobytes() if is_on_host else loss.clone()
-
-
-def _bytes(values: list[Value | bytes]) -> list[bytes]:
+def _bytes(values: list[Value]) -> list[bytes]:
     """Return the bytes of each loss or hash in `values`, in the same order.
 
     Losses with the same device and dtype are copied to the host in one tensor.
     """
-    found = [value if isinstance(value, bytes) else b"" for value in values]
-    for n, value in enumerate(values):
-        if callable(value):
-            found[n] = value()
+    found = [b"" if isinstance(value, torch.Tensor) else value() for value in values]
     losses = {n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor)}
     for kind in {(loss.device, loss.dtype) for loss in losses.values()}:
         own = {n: loss for n, loss in losses.items() if (loss.device, loss.dtype) == kind}
