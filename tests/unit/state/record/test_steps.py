@@ -34,7 +34,7 @@ def test_losses_of_all_types_and_shapes_keep_their_bits(tmp_path: Path) -> None:
     losses = [
         torch.tensor(0.1 + number).reshape(shape).to(dtype)
         for number, shape in enumerate([(), (1,), (1, 1), ()])
-        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     ]
     record = StepRecord(tmp_path, 0, 0)
     for step, loss in enumerate(losses, 1):
