@@ -256,7 +256,7 @@ def test_the_wheel_has_each_file_of_the_package() -> None:
 def test_the_files_that_the_page_on_the_architecture_names_exist() -> None:
     page = (ROOT.parents[1] / "docs/architecture.md").read_text()
     named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", page))
-    assert len(named) > 50
+    assert len(named) >= 50
     places = (ROOT, ROOT.parents[1])
     assert [file for file in sorted(named) if not any((at / file).exists() for at in places)] == []
 

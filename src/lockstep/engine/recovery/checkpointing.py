@@ -321,10 +321,11 @@ def make_saver(
     catalog: Catalog,
     variables: Callable[[], str],
 ) -> StateSaver:
-    """Return the `StateSaver` of a run, with its snapshots, checkpoints and the agreement of ranks.
+    """Return the `StateSaver` of a run, which writes its snapshots and checkpoints.
 
-    Call it after the newest saved state was loaded. `catalog`: the run's checkpoints on disk. `variables`:
-    returns fingerprints of the script's variables as text, which is saved with each state.
+    All ranks save after the same step, on which their savers agree. Call it after the newest saved state
+    was loaded. `catalog`: the run's checkpoints on disk. `variables`: returns fingerprints of the script's
+    variables as text, which is saved with each state.
     """
     settings, world = context.settings, context.world
     checkpoints = CheckpointManager(

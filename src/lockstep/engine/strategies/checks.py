@@ -1,4 +1,4 @@
-"""Checks of a model and of the keyword arguments of `run.model`, independent of the number of ranks."""
+"""Checks of a model and of the keyword arguments of `run.model`, with the same result on every layout."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A state is hashed entry by entry, depth first: path, type and shape, which give the number of bytes, then
 the bytes. Keys that look like a path are quoted, so that different states have different entries. Types
-that `state/checkpoint/state_codec.py` cannot save raise an error: their text may contain an address.
+that `state/checkpoint/state_codec.py` cannot save raise an error, since the text of such an object may
+contain its address in memory.
 
 All ranks gather tensors that are sharded over ranks, one at a time, in the order in which they are hashed.
 """

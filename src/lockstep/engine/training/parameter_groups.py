@@ -1,4 +1,8 @@
-"""Compares settings in an optimizer's parameter groups between the microbatches of a global batch."""
+"""Finds settings of an optimizer, such as `lr`, that the script has changed within a global batch.
+
+A microbatch that changes a setting would change the update on one layout only, so that the run raises an
+error.
+"""
 
 from __future__ import annotations
 

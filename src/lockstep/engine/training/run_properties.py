@@ -41,7 +41,11 @@ class RunProperties:
             )
 
     def _count(self, call: str) -> int:
-        """Return how often the script has called the run's method `call`, this call included."""
+        """Return how often the script has called the run's method `call`, this call included.
+
+        Raises:
+            StepError: if the same line called it in an earlier epoch or batch of the current loop.
+        """
         self._require_open(call)
         return self._session.call_sites.count(call)
 

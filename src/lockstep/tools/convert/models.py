@@ -164,7 +164,7 @@ def _frozen_later(draft: Draft) -> None:
 
 
 def _is_given_later(draft: Draft, node: ast.expr | ast.stmt) -> bool:
-    """Whether an edit gives a model to the run right after the statement or loop that has `node`."""
+    """Whether `draft` inserts `run.model(…)` right after the statement or loop that contains `node`."""
     around = [node, *draft.module.above(node)]
     return any(edit.kind == "after" and edit.node in around for edit in draft.edits)
 
