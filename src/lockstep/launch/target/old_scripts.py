@@ -57,8 +57,8 @@ def kept_port(port: int = 0) -> Iterator[int]:
     """Context manager: reserve a TCP port on which the script may host a store.
 
     The port is bound with `SO_REUSEADDR` and never listens. On Linux, a process that names the port can
-    then bind it too, as torch's stores do, while the system assigns it to no other process. The only rank
-    of a launch needs such a port if it starts ranks itself.
+    then bind it too, as torch's stores do, while the system assigns it to no other process. A launch of
+    one rank needs such a port if the script itself starts further ranks, as by `mp.spawn`.
 
     Raises:
         UsageError: if the port is in use.
