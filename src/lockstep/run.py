@@ -352,9 +352,9 @@ class Run(RunMetrics):
 
         `values`: by name, numbers or tensors of one element.
         """
-        if not (self._loop.is_replaying or self._loop.is_audited):
-            self._step_values.logged(values)
-            self._session.context.record.log(values)
+        loop = self._loop
+        if not (loop.progress.is_replaying or loop.is_audited):
+            self._step_values.logged(self._session.context.record.log(values))
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Print `values`, separated by `sep`, on the main rank, above the progress bar."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum
+from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest, Sum, future_on
 from lockstep.engine.exchange.peers import SUMMED, WRITTEN, PeerSockets
 from lockstep.engine.layout.replicas import share
 from lockstep.errors import UsageError
@@ -32,14 +32,29 @@ _ALIGNMENT = 64  # a cache line, so that no two ranks write to one
 _SMALL = 1 << 17  # bytes up to which a sum by every rank for itself beats a second round of signals
 
 
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """Tensors in shared memory that belong to a bucket; they are the same in every second backward pass.
+
+    Attributes:
+        slots: this rank's partial sums.
+        parts: the elements that this rank adds, of each partial sum of the host's ranks.
+        total: the first partial sum of the first rank, in which the sums of large buckets lie at the end.
+    """
+
+    slots: list[torch.Tensor]
+    parts: list[torch.Tensor]
+    total: torch.Tensor
+
+
 @dataclass(slots=True)
 class _Bucket:
     """A bucket (a flat tensor of gradients) that is being summed.
 
     Attributes:
         number: number of the bucket, counted from 1 since the exchange was made.
-        offset: position in bytes of the bucket's elements in each rank's memory.
-        half: number of the half of the memory, 0 or 1, in which the bucket lies.
+        bytes: number of their bytes.
+        views: its tensors in shared memory.
         future: future of the total over all ranks.
         place: number of the batch whose gradients are summed.
         last: whether it is the last bucket of a backward pass.
@@ -50,20 +65,13 @@ class _Bucket:
     """
 
     number: int
-    offset: int
-    numel: int
-    dtype: torch.dtype
-    half: int
+    bytes: int
+    views: _Views
     future: Sum
     place: int = 0
     last: bool = False
     summed: torch.Tensor | None = None
     across: Sum | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes of the bucket's elements."""
-        return self.numel * self.dtype.itemsize
 
 
 class SharedMemoryExchange(Exchange):
@@ -98,6 +106,7 @@ class SharedMemoryExchange(Exchange):
         self._stride = _aligned(capacity + buckets * _ALIGNMENT)
         self._peers = PeerSockets(store, f"{name}/{ranks.start}", forest.rank, ranks)
         self._memories = self._share_memory()
+        self._views: dict[tuple[int, int, int, torch.dtype], _Views] = {}
         self._offset = 0
         self._half = 0
         self._number = 0
@@ -124,22 +133,36 @@ class SharedMemoryExchange(Exchange):
             os.close(other)
         return memories
 
-    def _node(self, bucket: _Bucket, rank: int, node: int) -> torch.Tensor:
-        place = bucket.half * self._forest.counts[rank] + node
-        return torch.frombuffer(
-            self._memories[rank],
-            dtype=bucket.dtype,
-            count=bucket.numel,
-            offset=place * self._stride + bucket.offset,
-        )
+    def _views_at(self, offset: int, numel: int, dtype: torch.dtype) -> _Views:
+        """Return the tensors of a bucket in the current half of the memory.
 
-    def _nodes(self, bucket: _Bucket, part: range) -> list[torch.Tensor]:
-        """Return the elements with indices `part` of each partial sum by this host's ranks."""
-        return [
-            self._node(bucket, rank, node)[part.start : part.stop]
-            for rank, count in enumerate(self._forest.counts)
-            for node in range(count)
-        ]
+        `offset`: position in bytes of the bucket's elements in each rank's memory.
+        """
+        key = self._half, offset, numel, dtype
+        if (views := self._views.get(key)) is not None:
+            return views
+        nodes = []
+        for memory, count in zip(self._memories, self._forest.counts, strict=True):
+            first = self._half * count
+            places = [offset + node * self._stride for node in range(first, first + count)]
+            nodes.append(
+                [torch.frombuffer(memory, dtype=dtype, count=numel, offset=p) for p in places]
+            )
+        part = self._part(numel, numel * dtype.itemsize)
+        parts = [node[part.start : part.stop] for own in nodes for node in own]
+        views = self._views[key] = _Views(nodes[self._forest.rank], parts, nodes[0][0])
+        return views
+
+    def _part(self, numel: int, size: int) -> range:
+        """Return the range of a bucket's elements that this rank adds; it may be empty.
+
+        `size`: the bytes of the bucket's `numel` elements. Of a small bucket each rank adds all elements.
+        """
+        if size <= self._small:
+            return range(numel)
+        if self._forest.rank >= self._shares:
+            return range(0)
+        return share(numel, self._shares, self._forest.rank)
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:
         """Return tensors in shared memory, which the caller fills with this rank's partial sums.
@@ -147,13 +170,13 @@ class SharedMemoryExchange(Exchange):
         Each tensor is `extra` elements longer than `bucket`.
         """
         self._number += 1
-        numel, future = bucket.numel() + extra, torch.futures.Future[torch.Tensor]()
-        announced = _Bucket(self._number, self._offset, numel, bucket.dtype, self._half, future)
-        assert announced.offset + announced.bytes <= self._stride, "more gradients than parameters"
-        self._offset = _aligned(announced.offset + announced.bytes)
-        self._announced = announced
-        rank = self._forest.rank
-        return [self._node(announced, rank, node) for node in range(self._forest.own)]
+        numel, offset, future = bucket.numel() + extra, self._offset, future_on(bucket.device)
+        size = numel * bucket.dtype.itemsize
+        assert offset + size <= self._stride, "more gradients than parameters"
+        self._offset = _aligned(offset + size)
+        views = self._views_at(offset, numel, bucket.dtype)
+        self._announced = _Bucket(self._number, size, views, future)
+        return views.slots
 
     def start(self, slots: list[torch.Tensor], *, last: bool, place: int = 0) -> Sum:
         """Begin to add `slots`, this rank's partial sums, over all ranks; return a future of the total.
@@ -184,22 +207,16 @@ class SharedMemoryExchange(Exchange):
             self._write_sums()
         while self._waiting and self._is_summed(self._waiting[0], wait=wait):
             bucket = self._waiting.popleft()
-            total = self._node(bucket, 0, 0) if bucket.summed is None else bucket.summed
+            total = bucket.views.total if bucket.summed is None else bucket.summed
             bucket.future.set_result(total)
 
-    def _part(self, bucket: _Bucket) -> range:
-        """Return the range of a bucket's elements that this rank sums; it may be empty."""
-        if self._forest.rank >= self._shares:
-            return range(0)
-        return share(bucket.numel, self._shares, self._forest.rank)
-
     def _sum(self, bucket: _Bucket) -> None:
+        parts = bucket.views.parts
         if bucket.bytes <= self._small:
-            bucket.summed = self._forest.sum(self._nodes(bucket, range(bucket.numel)))
+            bucket.summed = self._forest.sum(parts)
             return
-        part = self._part(bucket)
-        nodes = self._forest.fold_in_place(self._nodes(bucket, part))
-        self._moved += len(part) * bucket.dtype.itemsize
+        nodes = self._forest.fold_in_place(parts)
+        self._moved += parts[0].nbytes
         if self._across is None:
             self._peers.signal(SUMMED, bucket.number)
             return
@@ -216,14 +233,14 @@ class SharedMemoryExchange(Exchange):
         """Wait for the sums over hosts of this rank's shares; write them to shared memory."""
         for bucket in self._waiting:
             if bucket.across is not None:
-                part = self._part(bucket)
-                self._node(bucket, 0, 0)[part.start : part.stop].copy_(bucket.across.wait())
+                bucket.views.parts[0].copy_(bucket.across.wait())
                 bucket.across = None
                 self._peers.signal(SUMMED, bucket.number)
 
     def close(self) -> None:
         """Close the sockets and the shared memory, which is freed with the last tensor in it."""
         self._peers.close()
+        self._views.clear()
         self._memories.clear()
 
 

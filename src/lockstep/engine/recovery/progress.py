@@ -369,8 +369,11 @@ class Progress:
         New loops are recorded in this level. Levels of loops are skipped: a loop that the script left by an
         exception may still be among them.
         """
-        levels = reversed(self._levels)
-        return next(level for level in levels if not isinstance(level.of, LoopEvent))
+        level = self._levels[-1]
+        for level in reversed(self._levels):
+            if not isinstance(level.of, LoopEvent):
+                break
+        return level
 
     def _level_of(self, event: Event) -> _Level:
         return next(level for level in self._levels if level.of is event)

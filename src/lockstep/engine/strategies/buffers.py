@@ -81,7 +81,8 @@ class Buffers:
 
     def _list(self) -> list[torch.Tensor]:
         found = [b for own in self._owners if own for b in own.values() if b is not None]
-        return list({id(buffer): buffer for buffer in found}.values())  # a shared buffer once
+        # A shared buffer once.
+        return list({id(buffer): buffer for buffer in found}.values()) if found else found
 
     # --- a batch ---------------------------------------------------------------------------------
 
@@ -131,7 +132,8 @@ class Buffers:
 
     def finish(self) -> None:
         """End the global batch: copy replica 0's buffers to all ranks, if forward passes changed any."""
-        self._check_shapes()
+        if self._shapes is not None:
+            self._check_shapes()
         if not self.dirty:
             self._start = None
             return

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.data.microbatch import LoopKey, Microbatch, Start
+from lockstep.engine.data.microbatch import Microbatch, Start
 from lockstep.engine.data.sources import Audited, no_audit
 from lockstep.engine.exchange.scatter import gather_numbers
 from lockstep.engine.layout.audits import Values, compare, is_due, partner
@@ -80,7 +80,8 @@ class Audit:
     ) -> None:
         self._context, self._state, self._every = context, state, every
         self._observe, self._watch = observe, StateWatch(state)
-        self._loops: dict[LoopKey, tuple[_Place, int]] = {}  # with a batch that is watched, or -1
+        #: By the numbers of a `LoopKey`, where the loop is, and a batch that is watched, or -1.
+        self._loops: dict[tuple[int, int, int], tuple[_Place, int]] = {}
         self._begun: set[tuple[_Place, int]] = set()  # loops, with the number of the phase
         self._audited: set[tuple[_Place, int]] = set()
         self._by_next: set[_Place] = set()  # lines that take microbatches outside of a `for`
@@ -145,7 +146,7 @@ class Audit:
         batch get the answer of the first iteration, so that each of them yields equally many microbatches.
         """
         if not microbatch.turn:
-            self._takes = self._loops[microbatch.loop][0] in self._trained and not self._is_off
+            self._takes = self._loops[microbatch[:3]][0] in self._trained and not self._is_off
         return self._takes
 
     def trains(self, microbatch: Microbatch) -> None:
@@ -153,7 +154,7 @@ class Audit:
 
         Warn if the script takes microbatches by `next`: the audit cannot repeat such a loop's body.
         """
-        place = self._loops[microbatch.loop][0]
+        place = self._loops[microbatch[:3]][0]
         self._trained.add(place)
         if place in self._by_next:
             self._warn_once(
@@ -197,7 +198,7 @@ class Audit:
         `data`: the collated samples of the microbatch.
         """
         self.was_left = False
-        place, watched = self._loops.get(microbatch.loop, (None, -1))
+        place, watched = self._loops.get(microbatch[:3], (None, -1))
         is_own = microbatch.last and self._extra is not None
         self.record = Record() if microbatch.audit or is_own else None
         if self.record is not None:

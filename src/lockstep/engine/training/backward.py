@@ -8,7 +8,6 @@ the result is then divided by the sum of the weights.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -28,11 +27,17 @@ from lockstep.engine.training.context import Context
 from lockstep.engine.training.faults import Faults
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.loss_scale import gradients_of
-from lockstep.errors import ModelError, NonFiniteLossError, RunError, StepError, UsageError
+from lockstep.errors import (
+    LockstepError,
+    ModelError,
+    NonFiniteLossError,
+    RunError,
+    StepError,
+    UsageError,
+)
 
 #: Maximal number of weights that are cached as tensors; without `weight=` a run has a few different ones.
 _CACHED = 64
-_UNRECORDED = contextlib.nullcontext()
 
 
 class Backward:
@@ -54,8 +59,11 @@ class Backward:
         """Compute the gradients of `loss` and sum them over the global batch; see `Run.backward`."""
         microbatch = self._loop.require_microbatch("run.backward")
         self._loop.first_error.check()
-        with self._loop.first_error.recording:
+        try:
             self._run(microbatch, loss, weight)
+        except LockstepError as error:
+            self._loop.first_error.keep(error)
+            raise
 
     def _run(
         self, microbatch: Microbatch, loss: torch.Tensor, weight: torch.Tensor | float | None
@@ -80,9 +88,12 @@ class Backward:
         if scaler is not None:
             scaler.before_backward(models)
             part *= scaler.scale
-        record = loop.record
-        with _UNRECORDED if record is None else record.backward(loss, models):
-            self._compute(loss, None if is_left_out else part)
+        factor = None if is_left_out else part
+        if (record := loop.record) is None:
+            self._compute(loss, factor)
+        else:
+            with record.backward(loss, models):
+                self._compute(loss, factor)
         for model in models:
             model.after_backward(microbatch)
         if weight is not None:
@@ -117,7 +128,7 @@ class Backward:
             numbers = [self._state.models.index(model) for model in models]
             watchdog.backward_begins(microbatch, numbers)
         self.passes += 1
-        if self._loop.is_replaying or microbatch.audit:
+        if self._loop.progress.is_replaying or microbatch.audit:
             return
         self._context.record.before_backward(microbatch, loss)
         if self.recomputed is not None:

@@ -37,7 +37,7 @@ class GeneratorKeys:
 
     def microbatch_begins(self, microbatch: Microbatch) -> None:
         """Set all random generators to the key of a microbatch, before the loop's body computes it."""
-        set_key(self.derive(keys.FORWARD, *microbatch.numbers, microbatch.turn))
+        set_key(keys.derive(self._seed, keys.FORWARD, *microbatch.numbers, microbatch.turn))
 
     def pass_ends(self, microbatch: Microbatch, *, shown: bool) -> None:
         """Record the end of an iteration over a global batch; `microbatch` was its last microbatch.

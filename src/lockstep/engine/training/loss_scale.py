@@ -49,7 +49,7 @@ class Scaler(Listener):
         group: dist.ProcessGroup | None,
         device: torch.device,
         warn: Callable[[str], None],
-        log: Callable[[Mapping[str, Any]], None],
+        log: Callable[[Mapping[str, Any]], object],
     ) -> None:
         self._group, self._device, self._warn, self._log = group, device, warn, log
         self.scale = FIRST

@@ -22,7 +22,7 @@ from lockstep.engine.strategies.wrapped_model import ACCUMULATE, WrappedModel
 from lockstep.engine.training import parameter_groups
 from lockstep.engine.training.loop import Loop
 from lockstep.engine.training.loss_scale import Scaler
-from lockstep.errors import ModelError, StepError
+from lockstep.errors import LockstepError, ModelError, StepError
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Scheduler = TypeVar("Scheduler")
@@ -213,19 +213,22 @@ def gate_optimizer(
                 hint="use an optimizer that needs no closure",
             )
         loop.first_error.check()
-        with loop.first_error.recording:
+        try:
             gate.update_groups()
             gate.check()
             if not loop.acts_now():
                 return None
             loop.finish_buffers()  # also of averages, which a hook may update
             loop.updated()
-            if loop.is_replaying or (scaler is not None and scaler.skips(gate.own)):
+            if loop.progress.is_replaying or (scaler is not None and scaler.skips(gate.own)):
                 # torch's schedulers warn if the optimizer has not stepped before them.
                 self._opt_called = True  # type: ignore[attr-defined]
                 return None
             loop.update_begins(optimizer)
             return update() if loop.audit is None else loop.audit.step(update)
+        except LockstepError as error:
+            loop.first_error.keep(error)
+            raise
 
     act = optimizer.step
     update = functools.partial(gate.update, act)

@@ -57,6 +57,7 @@ class StepHashes(PointListener):
         self._loop, self._state, self._every, self._add = loop, state, every, add
         self._is_main = is_main
         self._chosen = 0  # steps between two hashes, if `every` is `None`; 0 before the first step
+        self._next = 0  # no step before this one is hashed
         self._newest = 0, 0.0  # step and time of the newest hash of parameters
         self._seconds = 0.0  # seconds that its step's hashes took
 
@@ -71,7 +72,7 @@ class StepHashes(PointListener):
     def update_begins(self, optimizer: Optimizer) -> None:
         """Hash the gradients just before an optimizer's update if this is an `every`-th step."""
         step = self._loop.steps + 1
-        if not self._is_due(step):
+        if step < self._next or not self._is_due(step):
             return
         began = time.monotonic()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -85,7 +86,7 @@ class StepHashes(PointListener):
         If the user has not set the interval, it may then be adapted to the measured time of steps. Nothing
         is hashed while each rank has parameters of its own.
         """
-        if not self._is_due(step):
+        if step < self._next or not self._is_due(step):
             return
         began = time.monotonic()
         states = [model.state() for model in self._state.models]
@@ -101,7 +102,8 @@ class StepHashes(PointListener):
     def _is_due(self, step: int) -> bool:
         if not self._chosen:
             self._chosen = self._every or self._interval(_STEP)
-        if step % self._chosen:
+        if rest := step % self._chosen:
+            self._next = step - rest + self._chosen
             return False
         # Models that step locally have parameters of their own on each rank, until ranks average them.
         return not any(model.steps_locally for model in self._state.models)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lockstep.engine.training.loop import Loop
@@ -36,20 +35,18 @@ class StepValues:
         """Warn if one of `values` is known only in the last microbatch of a batch.
 
         This holds if an earlier microbatch logged NaN instead, or another value than a learning rate that
-        is logged now. `values`: arguments of `run.log`, by name.
+        is logged now. `values`: arguments of `run.log`, by name, as they are recorded. A tensor on a device
+        is not compared: to read it would wait for the device.
         """
-        if self._warned or self._loop.microbatch is None:
-            return
-        is_last = self._loop.acts_now()
-        if is_last and not self._earlier:  # nothing to compare: the rank has one microbatch
-            return
-        found = {
-            name: number for name, own in values.items() if (number := _number(own)) is not None
-        }
-        if not is_last:
+        microbatch = self._loop.microbatch
+        if self._warned or microbatch is None or (microbatch.first and microbatch.last):
+            return  # with one microbatch on the rank there is nothing to compare
+        found = {name: value for name, value in values.items() if isinstance(value, float)}
+        if not microbatch.last:
             self._earlier |= found
             return
-        rates = {_number(group["lr"]) for one in self._optimizers for group in one.param_groups}
+        rates = [group["lr"] for one in self._optimizers for group in one.param_groups]
+        rates = [float(rate) for rate in rates if getattr(rate, "is_cpu", True)]
         names = [
             name
             for name, before in self._earlier.items()
@@ -66,11 +63,3 @@ class StepValues:
                 "is known in the last one only: loggers get a mean that depends on the number of ranks; "
                 "hint: for batch in run.batches(loader), and call run.log after the loop over the batch"
             )
-
-
-def _number(value: Any) -> float | None:
-    """Return a float, also from a tensor of one float on the CPU; None for values of other types."""
-    if isinstance(value, torch.Tensor):  # to read one on a device would wait for the device
-        is_read = value.numel() == 1 and value.is_floating_point() and value.device.type == "cpu"
-        return float(value.detach()) if is_read else None
-    return value if isinstance(value, float) else None

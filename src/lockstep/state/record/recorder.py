@@ -9,13 +9,11 @@ import shutil
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -248,14 +246,9 @@ class Recorder:
     def before_backward(self, microbatch: Microbatch, loss: torch.Tensor) -> None:
         """Write a microbatch's loss and samples to the trace and to the step record."""
         if self.steps is not None and not self._settings.repeats:
-            samples = zlib.crc32(np.asarray(microbatch.indices[: microbatch.size]).tobytes())
-            self.steps.add(
-                self._progress.steps + 1,
-                LOSS,
-                loss.detach().clone(),
-                replica=microbatch.replica,
-                samples=samples,
-            )
+            samples = microbatch.indices[: microbatch.size]
+            step, replica = self._progress.steps + 1, microbatch.replica
+            self.steps.add(step, LOSS, loss, replica=replica, samples=samples)
         if self._trace is None:
             return
         if not self._settings.repeats:
@@ -302,16 +295,20 @@ class Recorder:
         self._events.add(kind="epoch", epoch=epoch)
         self._events.flush()
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Add an event of kind `log`: `values`, epoch, step and replica; show `values` in the bar."""
+    def log(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Add an event of kind `log`: `values`, epoch, step and replica; show `values` in the bar.
+
+        Returns the values as they are recorded: a tensor of one number on the CPU is this number.
+        """
         kept, progress = copied(values), self._progress
-        # Inside a microbatch its step is not done yet.
-        where: dict[str, Any] = {"epoch": progress.epoch, "step": progress.steps, "replica": None}
+        fields: dict[str, Any] = {"epoch": progress.epoch, "step": progress.steps, "replica": None}
         if (inside := progress.microbatch) is not None:
-            where["step"] += 1
-            where |= {"replica": inside.replica, "weight": inside.weight}
-        self._events.add(kind="log", **(where | kept))
+            fields["step"] += 1  # the microbatch's step is not done yet
+            fields["replica"], fields["weight"] = inside.replica, inside.weight
+        fields.update(kept)
+        self._events.add(kind="log", **fields)
         self._bar.log(kept)
+        return kept
 
     def audit_agrees(self, step: int) -> None:
         """Record an audit of step number `step` that found no difference; write it once a second."""

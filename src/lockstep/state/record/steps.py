@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 import struct
 import time
-from collections import Counter
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lockstep.errors import RunDirectoryError
 from lockstep.state.files.directory import owner_only
@@ -33,6 +35,13 @@ _NAME = re.compile(r"rank-(\d+)\.(\d+)-(\d+)\.bin")
 #: Size of a file, and number of files that a rank keeps.
 _BYTES, _FILES = 1 << 24, 16
 _FLUSH_SECONDS = 1.0
+#: Functions that return the bytes of a loss on the CPU from its number.
+_PACK = {
+    torch.float32: struct.Struct("<f").pack,
+    torch.float64: struct.Struct("<d").pack,
+    torch.float16: struct.Struct("<e").pack,
+}
+_NO_SAMPLES = np.zeros(0, dtype=np.int64)
 #: A loss, or a function that returns the bytes of a hash: either may still be on a device.
 Value = torch.Tensor | Callable[[], bytes]
 
@@ -69,25 +78,30 @@ class StepRecord:
     def __init__(self, directory: Path, rank: int, start: int) -> None:
         self._directory, self._stem = directory / DIRECTORY, f"rank-{rank}."
         self._start, self._number, self._size = start, 0, _BYTES
-        self._pending: list[tuple[Key, int, Value]] = []
-        self._step, self._passes = 0, Counter[tuple[int, int]]()
+        #: Step, kind, replica, samples and value of each entry. Python's garbage collector stops to follow
+        #: tuples of numbers; with thousands of tensors it would make a full collection every few seconds.
+        self._pending: list[tuple[int, int, int, NDArray[np.int64], Value | bytes]] = []
+        self._step = 0
+        self._passes: dict[tuple[int, int], int] = {}  # entries of the step, by kind and replica
         self._flushed = time.monotonic()
 
     def add(
-        self, step: int, kind: int, value: Value, *, replica: int = 0, samples: int = 0
+        self,
+        step: int,
+        kind: int,
+        value: Value,
+        *,
+        replica: int = 0,
+        samples: NDArray[np.int64] = _NO_SAMPLES,
     ) -> None:
         """Add a loss or a hash to the pending entries, which are written about once a second.
 
-        `kind` is an index in `KINDS`. `value` is a loss tensor, or a function that returns the bytes of a
-        hash; it is copied from its device only when the entry is written. `samples` is the checksum of the
-        microbatch's sample ids.
+        `kind` is an index in `KINDS`. `value` is a loss tensor, which the script may change later, or a
+        function that returns the bytes of a hash; either is read from an accelerator only when the entry is
+        written. `samples` are the sample ids of the microbatch, whose checksum is written.
         """
-        if step != self._step:
-            self._step = step
-            self._passes.clear()
-        nth = self._passes[kind, replica]
-        self._passes[kind, replica] += 1
-        self._pending.append((Key(step, kind, replica, nth), samples, value))
+        own = _kept(value) if isinstance(value, torch.Tensor) else value
+        self._pending.append((step, kind, replica, samples, own))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -97,11 +111,15 @@ class StepRecord:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        values = _bytes([value for _, _, value in pending])
-        data = b"".join(
-            _ENTRY.pack(key.step, key.replica, key.kind, len(own), key.nth, samples, own)
-            for (key, samples, _), own in zip(pending, values, strict=True)
-        )
+        values = _bytes([entry[-1] for entry in pending])
+        data = bytearray()
+        for (step, kind, replica, samples, _), own in zip(pending, values, strict=True):
+            if step != self._step:
+                self._step, self._passes = step, {}
+            nth = self._passes.get((kind, replica), 0)
+            self._passes[kind, replica] = nth + 1
+            checksum = zlib.crc32(samples.tobytes())
+            data += _ENTRY.pack(step, replica, kind, len(own), nth, checksum, own)
         with writing(self._directory):
             if self._size + len(data) > _BYTES:
                 self._begin_file()
@@ -118,21 +136,29 @@ class StepRecord:
             path.unlink(missing_ok=True)
 
 
-def _bytes(values: list[Value]) -> list[bytes]:
+def _kept(loss: torch.Tensor) -> torch.Tensor | bytes:
+    """Return the bytes of a loss on the host; of any other loss a copy on its device."""
+    pack = _PACK.get(loss.dtype) if loss.is_cpu else None
+    return loss.detach().clone() if pack is None else pack(loss.item())
+
+
+def _bytes(values: list[Value | bytes]) -> list[bytes]:
     """Return the bytes of each loss or hash in `values`, in the same order.
 
     Losses with the same device and dtype are copied to the host in one tensor.
     """
-    found = [b"" if isinstance(value, torch.Tensor) else value() for value in values]
+    found = [value if isinstance(value, bytes) else b"" for value in values]
+    for n, value in enumerate(values):
+        if callable(value):
+            found[n] = value()
     losses = {n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor)}
     for kind in {(loss.device, loss.dtype) for loss in losses.values()}:
         own = {n: loss for n, loss in losses.items() if (loss.device, loss.dtype) == kind}
-        # A reshape of each scalar would cost a tenth of what a loss costs in all.
-        scalars = [loss.reshape(()) if loss.dim() else loss for loss in own.values()]
-        data = torch.stack(scalars).cpu().view(torch.uint8).numpy().tobytes()
+        data = torch.stack([loss.reshape(()) for loss in own.values()]).cpu()
         size = kind[1].itemsize
+        whole = data.view(torch.uint8).numpy().tobytes()
         for place, n in enumerate(own):
-            found[n] = data[place * size : (place + 1) * size]
+            found[n] = whole[place * size : (place + 1) * size]
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,15 +15,17 @@ from lockstep.state.record.steps import LOSS, PARAMETERS, Entry, Key, StepRecord
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     first, again = StepRecord(tmp_path, 0, 0), StepRecord(tmp_path, 1, 1)
-    first.add(1, LOSS, lambda: b"abcd", replica=2, samples=7)
-    first.add(1, LOSS, lambda: b"efgh", replica=2, samples=7)
+    samples = np.array([3, 1])
+    first.add(1, LOSS, lambda: b"abcd", replica=2, samples=samples)
+    first.flush()  # the number of the second backward pass follows from entries that are written
+    first.add(1, LOSS, lambda: b"efgh", replica=2, samples=samples)
     first.add(1, PARAMETERS, lambda: b"12345678")
     again.add(1, PARAMETERS, lambda: b"87654321")  # after a restart
     for record in (again, first):
         record.flush()
     assert read(tmp_path) == {
-        Key(1, LOSS, 2, 0): Entry(b"abcd", 7),
-        Key(1, LOSS, 2, 1): Entry(b"efgh", 7),
+        Key(1, LOSS, 2, 0): Entry(b"abcd", zlib.crc32(samples.tobytes())),
+        Key(1, LOSS, 2, 1): Entry(b"efgh", zlib.crc32(samples.tobytes())),
         Key(1, PARAMETERS): Entry(b"87654321"),
     }
     path = paths(tmp_path / "steps")[0]
@@ -32,15 +36,24 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_losses_of_all_types_and_shapes_keep_their_bits(tmp_path: Path) -> None:
     losses = [
-        torch.tensor(0.1 + number).reshape(shape).to(dtype)
-        for number, shape in enumerate([(), (1,), (1, 1), ()])
+        torch.tensor(number).reshape(shape).to(dtype)
+        for number, shape in [
+            (0.1, ()),
+            (-0.0, (1,)),
+            (3.1, (1, 1)),
+            (6e-8, ()),
+            (float("-inf"), ()),
+            (float("nan"), ()),
+        ]
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     ]
     record = StepRecord(tmp_path, 0, 0)
     for step, loss in enumerate(losses, 1):
         record.add(step, LOSS, loss)
-    record.flush()
     expected = [loss.reshape(1).view(torch.uint8).numpy().tobytes() for loss in losses]
+    for loss in losses:
+        loss.fill_(7)  # the script may change a loss before it is written
+    record.flush()
     assert [entry.value for entry in read(tmp_path).values()] == expected
 
 
