@@ -2,7 +2,7 @@
 
 Claims: less than 1 % of the time of steps, each for records with samples of the machine and for a logger.
 The hashes of gradients and parameters for `lockstep replay` take less than 1 % of steps of any length, and
-a loss takes less than 20 µs, or less than 0.2 % of a longer step.
+a loss takes less than 10 µs, or less than 0.2 % of a longer step.
 
 Measured: one rank trains a small network, padded to 10 ms a step by computing. Processor time of the
 threads that sample and log, as the operating system counts it, and of the main thread inside `run.log`
@@ -38,7 +38,7 @@ from lockstep.state.record.steps import StepRecord
 
 STEP = 0.010
 LIMIT = 0.01
-LOSS = 20  # µs
+LOSS = 10  # µs
 LOSS_PART = 0.002  # of a step
 _THREADS = {"lockstep-machine": "sampling (thread)", "lockstep-loggers": "TensorBoard (thread)"}
 

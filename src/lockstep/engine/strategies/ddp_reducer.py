@@ -89,5 +89,8 @@ class _Callback(torch.autograd.Function):
 
     @classmethod
     def run(cls, act: Callable[[], None]) -> None:
-        """Call `act` at the end of a backward pass that is run for this purpose alone."""
+        """Run a backward pass of a single number, and call `act` at its end.
+
+        This puts `act` where DDP's reducer accepts calls.
+        """
         cls.apply(torch.zeros((), requires_grad=True), act).backward()  # type: ignore[no-untyped-call]

@@ -156,11 +156,13 @@ class WrappedModel(abc.ABC):
         self._prepare(microbatch)
 
     def microbatch_ends(self, microbatch: Microbatch, *, left: bool = False) -> None:
-        """Reset or synchronize buffers after a microbatch (a replica's share of a batch).
+        """Reset buffers for the rank's next microbatch, or synchronize them after the last one of a batch.
 
         `left`: whether `break` or an exception has ended the loop's body. Then buffers are synchronized
-        later, since other ranks may not take part in a broadcast now. A `StepError` is raised if only some
-        of the rank's replicas so far had a backward pass.
+        later, since other ranks may not take part in a broadcast now.
+
+        Raises:
+            StepError: if some replicas of this rank had a backward pass in the batch, and others had none.
         """
         self._watching = False
         self._stepped = False

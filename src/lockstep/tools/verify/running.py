@@ -146,9 +146,9 @@ def _started(
 
 
 def _check_faults(outcome: LayoutResult) -> None:
-    """Raise `UsageError` if a kill or a preemption of the layout did not happen.
+    """Raise `UsageError` if a kill or a preemption that the layout asks for did not happen.
 
-    Each one that happens causes a restart, so that a run has more starts than kills and preemptions.
+    The run then has too few starts, since each one causes a restart.
     """
     faults = [fault for stage in outcome.layout.stages for fault in stage.faults]
     if outcome.exit_code == 0 and outcome.digest is not None and outcome.generations <= len(faults):

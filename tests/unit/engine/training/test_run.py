@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import json
 import sys
@@ -44,6 +45,7 @@ from lockstep.errors import (
     StepError,
     UsageError,
 )
+from lockstep.state.record import events, steps
 
 SEED, LENGTH, BATCH, EPOCHS = 5, 45, 8, 3
 
@@ -879,3 +881,25 @@ def test_a_model_that_is_registered_before_it_is_the_runs(make_run) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert run.step == 2
+
+
+def test_steps_keep_no_tensors_until_records_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of them Python's garbage collector makes a full collection every few seconds."""
+    for module in (events, steps):
+        monkeypatch.setattr(module, "_FLUSH_SECONDS", 1e9)
+    data, counts = TensorDataset(torch.randn(1200, 2), torch.randn(1200, 1)), []
+    with lockstep.Run("kept", run_dir=tmp_path, progress=False) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        for x, y in run.loader(data, batch_size=4):
+            loss = F.mse_loss(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+            if run.step in (100, 300):
+                counts.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+    first, last = counts
+    assert last - first < 50
