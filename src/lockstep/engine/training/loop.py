@@ -61,7 +61,6 @@ class Loop:
         self._on_microbatch: list[Callable[[Microbatch], None]] = []
         self._on_step: list[Callable[[int, Microbatch], None]] = []
         self._on_update: list[Callable[[Optimizer], None]] = []
-        self._on_point: list[Callable[[], None]] = []
         self._active: list[Microbatch] = []
         self._loops: list[LoopEvent] = []  # the current loops, the outermost first
         self._losses: list[float] = []  # recorded losses of the batch that replay computes again
@@ -80,7 +79,6 @@ class Loop:
         self._on_microbatch = overriding(self._listeners, "microbatch_begins")
         self._on_step = overriding(self._listeners, "step_ends")
         self._on_update = overriding(self._listeners, "update_begins")
-        self._on_point = overriding(self._listeners, "at_point")
         self._point_listeners = [own for own in self._listeners if isinstance(own, PointListener)]
 
     @property
@@ -183,8 +181,8 @@ class Loop:
                 return  # local-sgd, between two averages
         self._fresh = False
         self.points += 1
-        for call in self._on_point:
-            call()
+        for listener in self._point_listeners:
+            listener.at_point()
 
     @property
     def batch_index(self) -> int:
@@ -230,9 +228,7 @@ class Loop:
 
     def finish_buffers(self) -> None:
         """Broadcast replica 0's buffers if the script left the last batch by `break`; a collective call."""
-        for model in self._models:
-            model.buffers.finish()
-        for module in self.followed:
+        for module in self._buffered:
             module.buffers.finish()
 
     @property
