@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lockstep.engine.training.loop import Loop
@@ -35,18 +36,21 @@ class StepValues:
         """Warn if one of `values` is known only in the last microbatch of a batch.
 
         This holds if an earlier microbatch logged NaN instead, or another value than a learning rate that
-        is logged now. `values`: arguments of `run.log`, by name, as they are recorded. A tensor on a device
-        is not compared: to read it would wait for the device.
+        is logged now. `values`: arguments of `run.log`, by name, as they are recorded.
         """
         microbatch = self._loop.microbatch
         if self._warned or microbatch is None or (microbatch.first and microbatch.last):
             return  # with one microbatch on the rank there is nothing to compare
-        found = {name: value for name, value in values.items() if isinstance(value, float)}
+        found = {
+            name: number for name, own in values.items() if (number := _number(own)) is not None
+        }
         if not microbatch.last:
             self._earlier |= found
             return
-        rates = [group["lr"] for one in self._optimizers for group in one.param_groups]
-        rates = [float(rate) for rate in rates if getattr(rate, "is_cpu", True)]
+        if not self._earlier:
+            return
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        rates = {_number(group.get("lr")) for group in groups}
         names = [
             name
             for name, before in self._earlier.items()
@@ -63,3 +67,11 @@ class StepValues:
                 "is known in the last one only: loggers get a mean that depends on the number of ranks; "
                 "hint: for batch in run.batches(loader), and call run.log after the loop over the batch"
             )
+
+
+def _number(value: Any) -> float | None:
+    """Return a float, also from a tensor of one float on the CPU; None for values of other types."""
+    if isinstance(value, torch.Tensor):  # to read one on a device would wait for the device
+        is_read = value.numel() == 1 and value.is_floating_point() and value.is_cpu
+        return value.item() if is_read else None
+    return value if isinstance(value, float) else None

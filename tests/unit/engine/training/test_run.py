@@ -903,3 +903,31 @@ def test_steps_keep_no_tensors_until_records_are_written(
                 counts.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
     first, last = counts
     assert last - first < 50
+
+
+def test_losses_are_logged_beside_an_optimizer_without_learning_rates(tmp_path: Path) -> None:
+    """Adafactor of transformers chooses its own: its groups have `lr=None`."""
+
+    class WithoutRate(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__([{"params": list(parameters), "lr": None}], {})
+
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(0.1 * parameter.grad)
+
+    data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+    with lockstep.Run("rates", replicas=2, run_dir=tmp_path, progress=False) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(WithoutRate(model.parameters()))
+        for x, y in run.loader(data, batch_size=4):
+            loss = F.mse_loss(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss, shaped=loss.reshape(1))
+    lines = (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines if '"kind": "log"' in line]
+    assert len(logged) == 4
+    assert all([own["loss"]] == own["shaped"] for own in logged)
