@@ -12,7 +12,6 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep.engine.recovery.preemption import Preempted
-from lockstep.engine.training.listeners import PointListener
 from tests.distributed.jobs import Alternating, classes, conv_net, fit, quiet_run
 
 
@@ -118,9 +117,7 @@ def out_of_phase(directory: str, slow: float = 0.0) -> tuple[str, list[int]]:
         ) as run:
             models = [run.model(nn.Linear(6, 4)) for _ in range(2)]
             steps = [run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
-            listener = PointListener()
-            listener.at_point = lambda: points.append(run.step)
-            run._loop._point_listeners.insert(0, listener)
+            run._loop._on_point.insert(0, lambda: points.append(run.step))
             for x, y in run.loader(classes(600, (6,)), batch_size=10):
                 time.sleep(slow)
                 for model, optimizer in zip(models[: 1 + (run.step > 2)], steps, strict=False):

@@ -55,7 +55,12 @@ class FetchTensors:
         if self.subset is not None:
             index = self.subset[index]
         # `index_select` is several times cheaper than `tensor[index]` on small batches.
-        return [tensor.index_select(0, index.to(tensor.device)) for tensor in self.tensors]
+        return [
+            tensor.index_select(
+                0, index if tensor.device == index.device else index.to(tensor.device)
+            )
+            for tensor in self.tensors
+        ]
 
     __call__ = samples
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -262,24 +263,35 @@ def split_batch(
     `indices`: dataset indices of the samples. `step`: number of the batch in `loop`. `audited`: replica
     whose microbatch an audit computes twice; the extra microbatch is returned first. `None` for no audit.
     """
-    microbatches, total = [], len(indices)
-    extra = [] if audited is None else [audited]
-    for place, replica in enumerate([*extra, *split.block], start=-len(extra)):
-        part = share(total, split.replicas, replica)
-        microbatches.append(
-            Microbatch(
-                *loop,
-                step,
-                replica,
-                size=len(part),
-                total=total,
-                first=place <= 0,
-                last=place == len(split.block) - 1,
-                indices=indices[part.start : part.stop] if part else indices[:1],
-                audit=place < 0,
-            )
+    total = len(indices)
+    microbatches = [
+        Microbatch(*loop, step, replica, size, total, first, last, indices[part])
+        for replica, size, first, last, part in _shares(split, total)
+    ]
+    if audited is not None:
+        _, size, _, _, part = _share(split, total, audited)
+        extra = Microbatch(
+            *loop, step, audited, size, total, True, False, indices[part], audit=True
         )
+        microbatches.insert(0, extra)
     return microbatches
+
+
+@functools.lru_cache
+def _shares(split: Split, total: int) -> tuple[tuple[int, int, bool, bool, slice], ...]:
+    """Return the shares of this rank's replicas in a global batch of `total` samples.
+
+    Of each share: the replica, the number of samples, whether the share is the rank's first, whether it is
+    the last, and the positions of the samples in the batch. An empty share has the position of one sample.
+    They are cached, since almost all batches of a loop have the same size.
+    """
+    return tuple(_share(split, total, replica) for replica in split.block)
+
+
+def _share(split: Split, total: int, replica: int) -> tuple[int, int, bool, bool, slice]:
+    part, block = share(total, split.replicas, replica), split.block
+    is_first, is_last = replica == block.start, replica == block.stop - 1
+    return replica, len(part), is_first, is_last, slice(part.start, part.stop) if part else slice(1)
 
 
 class StreamSource:

@@ -66,22 +66,21 @@ class GradientAccumulation:
     """Sums the gradients of a rank's replicas (data-parallel workers) in the order of a fixed tree.
 
     `block`: the replicas that this rank computes. `replicas`: number of replicas on all ranks.
+
+    Attributes:
+        nodes: partial sums of gradients, the earliest replica first.
+        missing: number of this rank's replicas whose gradients were not passed to `push` yet.
     """
 
     def __init__(self, block: range, replicas: int) -> None:
         self._merges, _ = merges(leaves(block), replicas)
         self.nodes: list[Gradients] = []
-        self._collected = 0
+        self.missing = len(self._merges)
 
     @property
     def pending_merges(self) -> int:
         """How many of the latest partial sums the next `push` adds to its argument."""
-        return self._merges[self._collected]
-
-    @property
-    def missing(self) -> int:
-        """Number of this rank's replicas whose gradients were not passed to `push` yet."""
-        return len(self._merges) - self._collected
+        return self._merges[len(self._merges) - self.missing]
 
     def check(self, module: nn.Module, *expected: int) -> None:
         """Raise a `StepError` if `missing`, a number of replicas, is not one of `expected`.
@@ -105,7 +104,7 @@ class GradientAccumulation:
         for _ in range(self.pending_merges):
             right = self.nodes.pop()
             self.nodes[-1] = add(self.nodes[-1], right)
-        self._collected += 1
+        self.missing -= 1
 
     def take(self) -> list[Gradients]:
         """Return this rank's partial sums of gradients, and clear them for the next batch.
@@ -113,7 +112,7 @@ class GradientAccumulation:
         There is one sum for each largest subtree of which this rank computes all replicas.
         """
         nodes, self.nodes = self.nodes, []
-        self._collected = 0
+        self.missing = len(self._merges)
         return nodes
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.engine.training.first_error import FirstError
 from lockstep.engine.training.heartbeat import Call, Heartbeat
-from lockstep.errors import MismatchError, PeerError
+from lockstep.errors import LockstepError, MismatchError, PeerError
 from lockstep.state.record import stacks
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
@@ -66,8 +66,11 @@ class CollectiveCheck:
             yield
             return
         with self._heartbeat.collective(kind):
-            with self._first_error.recording:
+            try:
                 self._compare(kind, self._group)
+            except LockstepError as error:
+                self._first_error.keep(error)
+                raise
             yield
 
     def _compare(self, kind: str, group: dist.ProcessGroup) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
 
 from lockstep.engine.recovery.preemption import Preempted
 from lockstep.errors import LockstepError, StepError
@@ -17,11 +18,6 @@ class FirstError:
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._error: LockstepError | Preempted | None = None
-        #: Contexts that pass errors of their bodies to `keep`: Lockstep's own, or all.
-        self.recording, self.recording_all = (
-            Recording(self, LockstepError),
-            Recording(self, BaseException),
-        )
 
     def check(self) -> None:
         """Raise the recorded first error of the run again, if there is one."""
@@ -46,20 +42,11 @@ class FirstError:
             )
             self._error.__cause__ = error
 
-
-@dataclass(slots=True)
-class Recording:
-    """Context that passes exceptions of class `kind` from its body to `FirstError.keep`.
-
-    It is a class, since a generator would cost each step a microsecond.
-    """
-
-    first: FirstError
-    kind: type[BaseException]
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self.kind):
-            self.first.keep(error)
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Return a context manager that passes an exception of its body to `keep`."""
+        try:
+            yield
+        except BaseException as error:
+            self.keep(error)
+            raise

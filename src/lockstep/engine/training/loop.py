@@ -61,12 +61,11 @@ class Loop:
         self._on_microbatch: list[Callable[[Microbatch], None]] = []
         self._on_step: list[Callable[[int, Microbatch], None]] = []
         self._on_update: list[Callable[[Optimizer], None]] = []
+        self._on_point: list[Callable[[], None]] = []
         self._active: list[Microbatch] = []
         self._loops: list[LoopEvent] = []  # the current loops, the outermost first
         self._losses: list[float] = []  # recorded losses of the batch that replay computes again
-        self._saved: tuple[SavedState, State] | None = (
-            None  # the state to resume from, until loaded
-        )
+        self._saved: tuple[SavedState, State] | None = None  # to resume from, until loaded
         self._fresh = False  # whether parameters were updated since the last point
         self._updated = self._has_averaged = self._has_approached = False
         self._trains = False  # whether the outermost loop has updated parameters
@@ -79,6 +78,7 @@ class Loop:
         self._on_microbatch = overriding(self._listeners, "microbatch_begins")
         self._on_step = overriding(self._listeners, "step_ends")
         self._on_update = overriding(self._listeners, "update_begins")
+        self._on_point = overriding(self._listeners, "at_point")
         self._point_listeners = [own for own in self._listeners if isinstance(own, PointListener)]
 
     @property
@@ -181,8 +181,8 @@ class Loop:
                 return  # local-sgd, between two averages
         self._fresh = False
         self.points += 1
-        for listener in self._point_listeners:
-            listener.at_point()
+        for call in self._on_point:
+            call()
 
     @property
     def batch_index(self) -> int:
@@ -439,7 +439,7 @@ class Loop:
         """
         if self.evaluations is not None:
             self.evaluations.learns()
-        if self.audit is not None:
+        if self.audit is not None and microbatch.first:
             self.audit.trains(microbatch)
         # With one replica a script may read its losses after the loop. So replay sets the losses of a batch
         # that it computes again, with other parameters, to their recorded values.

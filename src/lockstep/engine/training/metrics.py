@@ -107,7 +107,7 @@ class Metrics:
             )
         self._loop.require_common_point(call)
         seen = self._rows()
-        with torch.no_grad(), self._loop.first_error.recording_all:
+        with torch.no_grad(), self._loop.first_error.recording():
             for data in batch.ahead():
                 item = function(data)
                 if not isinstance(item, torch.Tensor):
@@ -182,7 +182,7 @@ class Metrics:
     def _add(self, call: str, items: Iterable[Any], seen: _Partial) -> None:
         # The partial result already contains an item that replay computes again.
         again = self._loop.progress.is_repeating
-        with self._loop.first_error.recording_all:
+        with self._loop.first_error.recording():
             for item in items:
                 microbatch = self._loop.require_microbatch(call)
                 if not (microbatch.audit or (again and self._loop.is_replaying)):

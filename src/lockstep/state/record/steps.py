@@ -147,11 +147,15 @@ def _bytes(values: list[Value | bytes]) -> list[bytes]:
 
     Losses with the same device and dtype are copied to the host in one tensor.
     """
-    found = [value if isinstance(value, bytes) else b"" for value in values]
+    found, losses = [], {}
     for n, value in enumerate(values):
-        if callable(value):
-            found[n] = value()
-    losses = {n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor)}
+        if isinstance(value, bytes):
+            found.append(value)
+        elif isinstance(value, torch.Tensor):
+            losses[n] = value
+            found.append(b"")
+        else:
+            found.append(value())
     for kind in {(loss.device, loss.dtype) for loss in losses.values()}:
         own = {n: loss for n, loss in losses.items() if (loss.device, loss.dtype) == kind}
         data = torch.stack([loss.reshape(()) for loss in own.values()]).cpu()

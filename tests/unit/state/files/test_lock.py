@@ -123,7 +123,7 @@ def test_whether_a_directory_is_in_use(tmp_path: Path, elsewhere) -> None:
     (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(LIVING)))
     assert lock.in_use(tmp_path), "ranks are between two generations: the launcher lives"
     assert lock.in_use(tmp_path, LIVING) is False, "a launch's own use does not count"
-    assert lock.in_use(tmp_path, dataclasses.replace(LIVING, pid=1, launch="x"))
+    assert lock.in_use(tmp_path, dataclasses.replace(LIVING, pid=os.getpid(), launch="x"))
     there = dataclasses.replace(LIVING, machine="another")
     (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(there)))
     assert lock.in_use(tmp_path) is None
