@@ -34,7 +34,7 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 def boolean(text: str) -> bool:
-    """Convert the text of a variable to `True` or `False`; raise `ValueError` for any other text."""
+    """Convert text such as `1`, `0`, `true` or `false` to a bool; raise `ValueError` for other text."""
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise ValueError("expected 1 or 0")

@@ -61,7 +61,7 @@ class CompressedExchange(ScratchExchange):
 
 
 class HalfExchange(CompressedExchange):
-    """Exchange that sends gradients in 16 bits, and adds them in their own type in a fixed order.
+    """Exchange that sends gradients in 16 bits, and adds them in their own dtype, in a fixed order.
 
     The exchange `bf16` rounds to 3 significant digits. `fp16` rounds to 4 significant digits, and has no
     finite values above 65,504.

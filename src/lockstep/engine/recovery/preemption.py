@@ -37,11 +37,11 @@ def chosen_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
 
 
 class Signals:
-    """Signal handlers of an open run: the first signal calls `ask`, a second one ends the process.
+    """Signal handlers of an open run: the first signal requests the run's end, a second ends the process.
 
-    A handler is installed only in the main thread, and only for a signal for which the script has no
-    handler. With `patient`, a second signal has no effect; the launcher, which forwards signals, ends the
-    process then.
+    The request is a call of `ask`. A handler is installed only in the main thread, and only for a signal
+    for which the script has no handler. With `patient`, a second signal has no effect, since the launcher
+    forwards signals and ends the process itself.
     """
 
     def __init__(self, ask: Callable[[], None], *, patient: bool) -> None:

@@ -3,8 +3,8 @@
 A loop *carries* a variable if an iteration reads the value that an earlier iteration has assigned. After a
 restart such a value is lost: the script does not compute it again, and states that the run saves do not
 contain it. The analysis follows the syntax tree from the frame's position. It assumes that the body of a
-`for` runs at least once, and that an exception comes from the end of its `try`; otherwise a loop would
-carry each name that is used after it.
+`for` runs at least once, and that an exception comes from the end of its `try`: names that are assigned
+there have their new values afterwards.
 
 A variable *matters* unless all values computed from it are only shown: printed, logged, in a progress bar.
 """

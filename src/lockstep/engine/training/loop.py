@@ -83,9 +83,9 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Number of finished steps.
+        """Number of the run's finished steps.
 
-        In a replay it is the number that had been finished at this place before the restart.
+        While a resumed run repeats the script, it is the number at this line before the restart.
         """
         return self.progress.steps
 

@@ -78,9 +78,9 @@ class MetricEvent:
 
 @dataclass(slots=True, kw_only=True)
 class PhaseEvent:
-    """Progress of one call of `run.epochs` (a phase): its last epoch, and whether that has ended."""
+    """Progress of one call of `run.epochs` (a phase): the newest epoch, and whether it has ended."""
 
-    epoch: int | None = None  # the last epoch that began; `None` before the first
+    epoch: int | None = None  # the newest epoch that began; `None` before the first
     begin: Counters = Counters()  # when that epoch began
     ended: bool = False  # that epoch is over
     complete: bool = False  # the phase is over

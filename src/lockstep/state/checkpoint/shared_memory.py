@@ -373,7 +373,7 @@ def tag_of(identity: bytes, run: int) -> bytes:
 
 
 def run_of(tag: bytes) -> int:
-    """Return the number of a run in its script, from 0, which is the first part of the run's `tag`."""
+    """Return the number of a run among the runs of its script, from 0; it is the first field of `tag`."""
     return int.from_bytes(tag[:4], "big")
 
 

@@ -73,10 +73,10 @@ def other_digest(directory: Path, fingerprint: str, digest: str, ranks: int) -> 
 
 
 def changed_data(loader: str, recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return a warning that the data of a loader has changed since an earlier start of the run.
+    """Return the text of a warning: a loader's data has changed since an earlier start of the run.
 
-    `loader` is the loader's number. `recorded` and `now` are checksums of the data at that start and now,
-    by property of the dataset, such as its length.
+    `loader` is the loader's number. `recorded` and `now` describe the data at that start and now, and
+    differ: by name, for instance its length and a checksum of its values.
     """
     names = {*recorded, *now}
     what = ", ".join(sorted(name for name in names if recorded.get(name) != now.get(name)))

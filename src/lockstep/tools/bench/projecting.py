@@ -340,7 +340,7 @@ class StepAssumptions:
                 )
 
     def content(self) -> dict[str, Any]:
-        """Return the content of a results file, with the predicted step time on each of `wanted`."""
+        """Return the content of a results file, with the predicted step time on each wanted layout."""
         way = ReduceAlgorithm.HOSTS if self.on_cpu else ReduceAlgorithm.FLAT
         cost = Cost("tree", self.gradients, buckets_of(self.gradients), way)
         batches = Batches(1, per_rank=True, replicas=None)

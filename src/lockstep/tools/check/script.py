@@ -110,7 +110,7 @@ class Script:
         return {name for script in self.program for name in script.module.called}
 
     def findall(self, pattern: str) -> list[str]:
-        """Return the matches of the regular expression `pattern` in the source of the whole program."""
+        """Return the matches of the regular expression `pattern` in all files of the program."""
         return [text for script in self.program for text in script.module.findall(pattern)]
 
     def matches(self, pattern: str) -> bool:

@@ -142,10 +142,10 @@ def stored(*nodes: ast.AST) -> set[str]:
 
 
 def operands(node: ast.expr) -> list[ast.expr]:
-    """Return the variables and calls from which operators compute the value of `node`.
+    """Return the variables and calls that an expression combines: of `a + f(b) > c`, `a`, `f(b)` and `c`.
 
-    Operators are those of conditions and arithmetic, and functions such as `sum` and `float`. Calls such as
-    `loss.item()` count as the variable `loss`.
+    Functions such as `sum` and `float` count as operators: of `float(a + b)` the result is `a` and `b`.
+    Calls such as `loss.item()` count as the variable `loss`.
     """
     parts: list[ast.expr] = []
     match node:
