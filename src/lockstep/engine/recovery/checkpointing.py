@@ -136,15 +136,14 @@ class StateSaver(PointListener):
     def _save_state(
         self, schedule: SnapshotSchedule | None, due: int, *, saves: bool, looks: bool
     ) -> None:
-        began, captured = time.monotonic(), None
-        if self._compares(saves=saves, due=due, looks=looks):
-            captured = self._state.capture()
-            self._check_same(captured)
-        if not (saves or due or looks):
+        compares = self._compares(saves=saves, due=due, looks=looks)
+        if not (compares or saves or due or looks):
             return
+        self._context.record.flush()  # a rank that is killed later leaves the records of this state
+        began = time.monotonic()
         if saves or due:
             self._metrics.note_partial()
-        text, tensors = self._capture(captured)
+        text, tensors = self._capture(compares=compares)
         if schedule is not None and due:
             schedule.take(due, text, tensors, began)
         elif schedule is not None and schedule.needs_memory:
@@ -203,10 +202,8 @@ class StateSaver(PointListener):
 
         `at`: the position in the script to record; by default the current one.
         """
-        captured = self._state.capture()
-        if not self._is_alone:
-            self._check_same(captured)
-        self._save(*self._capture(captured, at))
+        self._context.record.flush()
+        self._save(*self._capture(at, compares=not self._is_alone))
 
     def _due(self, schedule: SnapshotSchedule, request: Request | None) -> int:
         """Return the sequence number of the snapshot to take at this point, or 0 to take none.
@@ -255,12 +252,13 @@ class StateSaver(PointListener):
         kept = saves or (due > 0 and (self._aligned or self._apart))
         return kept or self._points == 1
 
-    def _check_same(self, captured: Mapping[str, Any]) -> None:
-        context, own = self._context, Checksums.of(captured)
-        assert context.group is not None, "there are several ranks"
+    def _check_same(
+        self, tensors: Mapping[str, torch.Tensor], registered: Mapping[str, Any]
+    ) -> None:
+        context, own = self._context, Checksums.of(tensors, registered)
         models = [type(model.module).__name__ for model in self._state.models]
-        with context.collectives.collective("the comparison of states"):
-            check_states(context.rendezvous, context.group, own, self._loop.steps, models)
+        with context.collectives.collective("the comparison of states", own.brief()) as texts:
+            check_states(context.rendezvous, texts, own, self._loop.steps, models)
 
     def _save(self, text: str, tensors: dict[str, torch.Tensor]) -> None:
         kind, best = "run.save" if self._is_asked else "a checkpoint", self._best
@@ -270,13 +268,19 @@ class StateSaver(PointListener):
             self._checkpoints.save(self._loop.steps, tensors, text, best=best)
 
     def _capture(
-        self, captured: Mapping[str, Any] | None = None, at: SavedPosition | None = None
+        self, at: SavedPosition | None = None, *, compares: bool = False
     ) -> tuple[str, dict[str, torch.Tensor]]:
-        self._context.record.flush()
+        """Return the run's state as JSON text and as tensors, which are not copied.
+
+        `at`: the position in the script to record; by default the current one. `compares`: whether to
+        compare the state with those of the other ranks, by a collective call.
+        """
         at = at or self._loop.progress.position(self._loop.points)
         position, answers = at.as_json()
-        captured = self._state.capture() if captured is None else captured
+        captured = self._state.capture()
         state, tensors = state_codec.flatten({**captured, ANSWERS: answers})
+        if compares:
+            self._check_same(tensors, captured["registered"])
         if not self._has_looked:
             self._has_looked = True
             self._check_forgotten()

@@ -20,6 +20,7 @@ from lockstep.engine.recovery.coordination import Coordination
 from lockstep.engine.recovery.state import State
 from lockstep.engine.training.checksums import Checksums
 from lockstep.engine.training.tensor_bits import bits, read
+from lockstep.state.checkpoint import state_codec
 from lockstep.state.checkpoint.position import Counters, LoopEvent
 
 _GO_ON = "go on"
@@ -179,4 +180,5 @@ class Evaluations:
     def _sum_of_registered(self) -> str:
         registered = self._state.registered
         states = {name: value.state_dict() for name, value in registered.items()}
-        return Checksums.of({"models": {}, "optimizers": {}, "registered": states}).brief()
+        _, tensors = state_codec.flatten({"registered": states})
+        return Checksums.of(tensors, states).brief()

@@ -37,15 +37,19 @@ class Checksums:
     part: str
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> Checksums:
-        """Return the checksums of this rank's `state` from `State.capture`, without communication."""
-        _, tensors = state_codec.flatten({name: state[name] for name in _COMPARED})
-        numbers, _ = state_codec.flatten({"registered": state["registered"]})
-        cuts = {name for name, tensor in tensors.items() if cut_of(tensor) is not None}
-        sums = checksums(tensors)
+    def of(tensors: Mapping[str, torch.Tensor], registered: Mapping[str, Any]) -> Checksums:
+        """Return the checksums of this rank's state, without communication.
+
+        `tensors`: the state's tensors by name, as `state_codec.flatten` returns them. `registered`: states
+        of the objects of `run.register` by name, whose numbers are compared, too.
+        """
+        own = {name: t for name, t in tensors.items() if name.partition(".")[0] in _COMPARED}
+        cuts = {name for name, tensor in own.items() if cut_of(tensor) is not None}
+        sums = checksums(own)
+        numbers, _ = state_codec.flatten({"registered": registered})
         whole = {name: value for name, value in sums.items() if name not in cuts}
         whole["numbers"] = hashlib.sha256(numbers.encode()).hexdigest()
-        part = sorted({_part(tensors[name]) for name in cuts})
+        part = sorted({_part(own[name]) for name in cuts})
         return Checksums(whole, {name: sums[name] for name in cuts}, ",".join(part))
 
     def brief(self) -> str:

@@ -23,7 +23,7 @@ from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 from lockstep.world.rendezvous.store import TIMEOUT
 
-#: Bytes of a message, which has the name of the call and the line of the script.
+#: Bytes of a message: the name of the call, a text of the call, and the line of the script, which is cut.
 _LENGTH = 256
 #: Seconds that a rank waits for the reason why another rank has ended.
 _SECONDS = 1.0
@@ -53,40 +53,45 @@ class CollectiveCheck:
         self._rendezvous, self._first_error = rendezvous, first_error
 
     @contextlib.contextmanager
-    def collective(self, kind: str) -> Iterator[None]:
+    def collective(self, kind: str, text: str = "") -> Iterator[list[str]]:
         """Return a context for the collective call named `kind`, such as `run.mean`.
 
-        Ranks first compare which call each of them makes.
+        Ranks first compare which call each of them makes. The context returns the `text` of every rank, one
+        line of at most 150 bytes, which is sent with the name of the call.
 
         Raises:
             MismatchError: if another rank makes a different call.
             PeerError: if another rank has failed.
         """
         if self._group is None:
-            yield
+            yield [text]
             return
         with self._heartbeat.collective(kind):
             try:
-                self._compare(kind, self._group)
+                texts = self._compare(kind, text, self._group)
             except LockstepError as error:
                 self._first_error.keep(error)
                 raise
-            yield
+            yield texts
 
-    def _compare(self, kind: str, group: dist.ProcessGroup) -> None:
+    def _compare(self, kind: str, text: str, group: dist.ProcessGroup) -> list[str]:
         place = stacks.users(stacks.of(sys._getframe()))
         try:
-            texts = gather_texts(f"{kind}\n{place}".encode(), _LENGTH, group)
+            messages = gather_texts(f"{kind}\n{text}\n{place}".encode(), _LENGTH, group)
         except RuntimeError as error:
             why = self._rendezvous.failure_of_others(_SECONDS)
             if why is None:
                 raise
             raise PeerError(why) from error
-        ranks = [WaitingRank.of_call(number, text) for number, text in enumerate(texts)]
+        parts = [message.decode(errors="ignore").split("\n", 2) for message in messages]
+        ranks = [
+            WaitingRank.of_call(rank, kind, place) for rank, (kind, _, place) in enumerate(parts)
+        ]
         own = ranks[dist.get_rank(group)]
         for other in ranks:
             if (difference := mismatch(own, other)) is not None:
                 raise difference
+        return [text for _, text, _ in parts]
 
 
 class RankOrder:
@@ -126,12 +131,8 @@ class WaitingRank:
     recent: tuple[Call, ...]  # the rank's latest collective calls; it waits in the last one
 
     @staticmethod
-    def of_call(rank: int, text: bytes) -> WaitingRank:
-        """Return the record of the waiting rank `rank` that is described by a message.
-
-        `text`: the message: name of the collective call, line feed, line of the script.
-        """
-        kind, _, place = text.decode(errors="ignore").partition("\n")
+    def of_call(rank: int, kind: str, place: str) -> WaitingRank:
+        """Return the record of rank `rank`, which waits in the collective call `kind` at `place`."""
         return WaitingRank(rank=rank, looks=0, place=place, recent=(Call(0, kind, ()),))
 
     def dump(self) -> str:

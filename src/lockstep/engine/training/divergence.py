@@ -8,13 +8,10 @@ ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from lockstep.engine.exchange.scatter import gather_texts
 from lockstep.engine.training.checksums import Checksums
 from lockstep.errors import DivergenceError, PeerError, listed
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
@@ -35,8 +32,8 @@ _HINT = (
     "draw what makes the data (random_split, shuffle, permutation) inside `with lockstep.Run(…)`, or seed "
     "before: torch.manual_seed, numpy.random.seed, random.seed"
 )
-#: Maximal bytes of a rank's checksums, and maximal number of differences that a message names.
-_ROOM, _SHOWN = 256, 3
+#: Maximal number of differences that a message names.
+_SHOWN = 3
 #: Seconds that a rank waits for rank 0 to begin the loop, too.
 _SECONDS = 20.0
 _OWN_GENERATOR = (
@@ -151,19 +148,19 @@ def _exchanged(
 
 def check_states(
     rendezvous: RankRendezvous,
-    group: dist.ProcessGroup,
+    texts: Sequence[str],
     own: Checksums,
     steps: int,
     models: list[str],
 ) -> None:
-    """Compare the states of all ranks before they are saved; a collective call.
+    """Compare the states of all ranks before they are saved; all ranks make this call.
 
-    `steps`, the number of updates, and `models`, the class names of the run's models, are for the message.
+    `texts`: results of `Checksums.brief`, by rank. `own`: this rank's checksums. `steps`, the number of
+    updates, and `models`, the class names of the run's models, are for the message.
 
     Raises:
         DivergenceError: if parts of the state that should be equal differ between two ranks.
     """
-    texts = [told.decode() for told in gather_texts(own.brief().encode(), _ROOM, group)]
     whole, cut = [t.split(" ", 1)[0] for t in texts], [t.split(" ", 1)[1] for t in texts]
     first = [cut.index(next(c for c in cut if c.split()[1:] == d.split()[1:])) for d in cut]
     odd = [r for r in range(len(texts)) if whole[r] != whole[0] or cut[r] != cut[first[r]]]

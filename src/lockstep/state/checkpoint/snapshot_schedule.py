@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +19,8 @@ from lockstep.state.checkpoint.snapshot import Snapshots
 _SHARE = 0.01
 #: Number of first snapshots whose cost is not measured: the first in each buffer is slow, it touches pages.
 _WARM = 2
+#: Number of the latest snapshots whose median cost counts: a snapshot sometimes waits for a late rank.
+_RECENT = 5
 
 
 class SnapshotSchedule:
@@ -41,6 +45,7 @@ class SnapshotSchedule:
         self.taken = 0
         self._steps = 0
         self._last: tuple[int, float] | None = None
+        self._costs: deque[float] = deque(maxlen=_RECENT)
 
     def go_on(self, steps: int) -> None:
         """Start the schedule after a resume from step `steps`: a snapshot is due after the next step.
@@ -121,5 +126,7 @@ class SnapshotSchedule:
         last_steps, last_time = self._last
         if self.taken <= _WARM:
             return self._least
+        self._costs.append(cost)
         step = (began - last_time) / max(1, self._steps - last_steps)
-        return max(self._least, math.ceil(cost / (_SHARE * max(step, 1e-9))))
+        share = _SHARE * max(step, 1e-9)
+        return max(self._least, math.ceil(statistics.median(self._costs) / share))

@@ -83,9 +83,13 @@ def test_numbers_that_differ_by_themselves_are_no_mismatch() -> None:
     assert mismatch(one, other) is None
 
 
-def test_calls_of_a_message_are_compared_like_those_of_the_watchdog() -> None:
-    texts = (b"run.barrier\na.py:1 in f", b"run.barrier\na.py:2 in f", b"run.mean\nb.py:3 in g")
-    ranks = [WaitingRank.of_call(rank, text) for rank, text in enumerate(texts)]
+def test_calls_of_messages_are_compared_like_those_of_the_watchdog() -> None:
+    calls = (
+        ("run.barrier", "a.py:1 in f"),
+        ("run.barrier", "a.py:2 in f"),
+        ("run.mean", "b.py:3 in g"),
+    )
+    ranks = [WaitingRank.of_call(rank, *call) for rank, call in enumerate(calls)]
     assert mismatch(ranks[0], ranks[1]) is None
     error = mismatch(ranks[2], ranks[0])
     assert error is not None
