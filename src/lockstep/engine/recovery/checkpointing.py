@@ -139,8 +139,8 @@ class StateSaver(PointListener):
         compares = self._compares(saves=saves, due=due, looks=looks)
         if not (compares or saves or due or looks):
             return
-        self._context.record.flush()  # a rank that is killed later leaves the records of this state
         began = time.monotonic()
+        self._context.record.flush()  # a rank that is killed later leaves the records of this state
         if saves or due:
             self._metrics.note_partial()
         text, tensors = self._capture(compares=compares)
