@@ -52,7 +52,7 @@ class StrategyEntry:
 
     name: str = ""  # name for users; in another package, its entry point's
     #: function from the module, a `ModelContext` and the keywords of `run.model` to a `WrappedModel`
-    #: (`lockstep.engine.strategies.wrapped_model`)
+    #: (`lockstep.engine.strategies.wrapped_model`); without it, `fallback` replaces this strategy always
     wrap: Function = ""
     #: strategy that replaces this one where there is nothing to distribute: on a rank without a process
     #: group, or, if `spreads`, where each rank has a whole model
@@ -199,7 +199,7 @@ STRATEGIES = Registry(
     "strategy",
     "lockstep.strategies",
     [
-        StrategyEntry(name="auto", wrap="lockstep.engine.strategies.ddp:wrap", fallback="single"),
+        StrategyEntry(name="auto", fallback="ddp"),
         StrategyEntry(name="single", wrap="lockstep.engine.strategies.single:wrap", one_rank=True),
         StrategyEntry(name="ddp", wrap="lockstep.engine.strategies.ddp:wrap", fallback="single"),
         StrategyEntry(
@@ -324,6 +324,6 @@ def choose_strategy(name: str, *, has_group: bool, is_spread: bool) -> StrategyE
         is_spread: whether the mesh distributes one model over several ranks.
     """
     entry = STRATEGIES.find(name)
-    while entry.fallback and not (is_spread if entry.spreads else has_group):
+    while not entry.wrap or (entry.fallback and not (is_spread if entry.spreads else has_group)):
         entry = STRATEGIES.find(entry.fallback)
     return entry

@@ -16,7 +16,7 @@ from lockstep.launch.nodes.membership import Common
 from lockstep.launch.spec import LaunchSpec
 from lockstep.state.files import run_file
 from lockstep.state.record import unfinished
-from lockstep.state.record.unfinished import BASE, UnfinishedRun
+from lockstep.state.record.unfinished import BASE, FIXED, UnfinishedRun
 
 #: Key in the `run.json` of a finished run: whether the whole script has ended with exit code 0.
 _MARK = "complete"
@@ -119,8 +119,7 @@ def _identity(spec: LaunchSpec) -> dict[str, Any]:
 
     `None` stands for any value.
     """
-    names = ("seed", "replicas", "threads", "precision")
-    fixed = {name: spec.settings.value(name, os.environ) for name in names}
+    fixed = {name: spec.settings.value(name, os.environ) for name in FIXED}
     if spec.kind == "module":  # its directory has its name
         return fixed | {"arguments": list(spec.args)}
     script, arguments = Path(spec.target).name, list(spec.args)

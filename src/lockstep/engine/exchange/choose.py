@@ -7,26 +7,65 @@ from typing import cast
 
 from lockstep.engine.exchange.base import Exchange, ExchangeContext, Forest
 from lockstep.errors import ExactnessError, UsageError
-from lockstep.registry import EXCHANGES, resolve
+from lockstep.registry import EXCHANGES, StrategyEntry, resolve
 
 
-def choose_name(wanted: str, forest: Forest, *, one_host: bool, device: str, exact: bool) -> str:
+def check_exchange(strategy: StrategyEntry, name: str) -> None:
+    """Raise `UsageError` if the strategy does not work with the exchange (sum of gradients) `name`."""
+    exchange = EXCHANGES.find(name)
+    if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
+        raise UsageError(
+            f"exchange={name} with strategy={strategy.name}, {strategy.why}; expected auto, "
+            f"{', '.join(strategy.exchanges)}",
+            hint="leave the exchange to 'auto', or choose strategy='ddp'",
+        )
+    if exchange.strategy not in (None, strategy.name):
+        raise UsageError(
+            f"exchange={name} with strategy={strategy.name}; expected strategy={exchange.strategy}",
+            hint=f"--strategy {exchange.strategy}, or leave the exchange to 'auto'",
+        )
+
+
+def choose_exchange(
+    strategy: StrategyEntry,
+    wanted: str,
+    forest: Forest,
+    *,
+    precision: str = "fp32",
+    one_host: bool,
+    device: str,
+    exact: bool,
+) -> str:
     """Return the name of the exchange to use: `wanted`, or the fastest exact one for `auto`.
 
     Args:
+        strategy: strategy of the run, which may work with one exchange only.
         wanted: name of an exchange, or `auto`.
         forest: order of additions over the ranks of the run.
+        precision: precision of the run, such as `fp16`, whose loss scale some exchanges cannot work with.
         one_host: whether all ranks are on one host.
         device: type of the ranks' devices, such as `cpu`.
         exact: whether to refuse an exchange whose sums depend on the layout.
 
     Raises:
-        UsageError: if the exchange does not exist, or does not work on this device or over several
-            hosts.
+        UsageError: if the exchange does not exist, or does not work with this precision, on this
+            device or over several hosts.
         WorldError: for `mpi` if MPI is missing, or has a different number of processes than the
             run.
         ExactnessError: if `exact` is true and the sums of the exchange depend on the layout.
     """
+    reasons = {
+        f"strategy={strategy.name}": strategy.no_loss_scale,
+        f"exchange={wanted}": EXCHANGES.find(wanted).no_loss_scale,
+    }
+    for asked, why in reasons.items():
+        if precision == "fp16" and why:
+            raise UsageError(
+                f"precision=fp16 with {asked}: {why}",
+                hint="precision='bf16', which needs no loss scale",
+            )
+    if strategy.exchanges is not None and len(strategy.exchanges) == 1:
+        return strategy.exchanges[0]
     if wanted == "auto":
         if one_host and device == "cpu":
             return "shared-memory"

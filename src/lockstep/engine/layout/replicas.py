@@ -24,6 +24,7 @@ def block(replicas: int, ranks: int, rank: int) -> range:
     if replicas < ranks:
         raise UsageError(
             f"{ranks} ranks for {replicas} replicas; expected at most one rank per replica",
-            hint=f"start at most {replicas} ranks, or set replicas={ranks} (which changes the result)",
+            hint=f"start at most {replicas} ranks; a new run may have replicas={ranks}, which changes its "
+            "result",
         )
     return share(replicas, ranks, rank)

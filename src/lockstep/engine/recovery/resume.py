@@ -25,7 +25,7 @@ from lockstep.state.checkpoint.snapshot import Snapshots
 from lockstep.state.files import run_file
 from lockstep.state.files.lock import LockOwner
 from lockstep.state.record import unfinished
-from lockstep.state.record.unfinished import BASE
+from lockstep.state.record.unfinished import BASE, FIXED
 from lockstep.world.model import World
 from lockstep.world.rendezvous.rank_rendezvous import RankRendezvous
 
@@ -114,9 +114,8 @@ def _choose(
         return run_dir, None  # the launcher has chosen the directory
     if settings.resume and settings.fresh:
         raise unfinished.contradicting("LOCKSTEP_RESUME", "LOCKSTEP_FRESH")
-    names = ("name", "seed", "replicas", "threads", "precision")
     script, arguments = run_file.script_and_arguments()
-    meant = {name: getattr(settings, name) for name in names}
+    meant = {name: getattr(settings, name) for name in ("name", *FIXED)}
     found = unfinished.find(
         BASE.glob("*/*") if run_dir is None else [run_dir],
         {**meant, "script": script, "arguments": arguments},

@@ -13,21 +13,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.engine.exchange.choose import exactness_of
+from lockstep.engine.exchange.choose import choose_exchange, exactness_of
 from lockstep.engine.layout.classes import of_servers, worst
 from lockstep.engine.recovery.resume import ResumeInfo, launch_of, recall
 from lockstep.engine.strategies.model_context import ModelContext
 from lockstep.engine.strategies.precision import check_precision
 from lockstep.engine.training.collective_check import CollectiveCheck
-from lockstep.engine.training.fingerprint import describe, method_of, reproduced
+from lockstep.engine.training.fingerprint import describe, reproduced
 from lockstep.engine.training.first_error import FirstError
 from lockstep.engine.training.heartbeat import Heartbeat
-from lockstep.engine.training.parallel_dims import (
-    Groups,
-    ParallelDims,
-    choose_exchange,
-    choose_mesh,
-)
+from lockstep.engine.training.parallel_dims import Groups, ParallelDims, choose_mesh
 from lockstep.engine.training.watchdog import Watchdog
 from lockstep.errors import MismatchError
 from lockstep.registry import STRATEGIES, StrategyEntry, choose_strategy
@@ -242,9 +237,9 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         groups = Groups.of(connection.group, mesh, entry.name, device)
     grouped = groups.data is not None
     strategy = choose_strategy(entry.name, has_group=grouped, is_spread=mesh.model > 1)
-    exchange = choose_exchange(settings, here, world, device.type) if grouped else "none"
+    exchange = _exchange(settings, here, world, device) if grouped else "none"
     everyone, first_error = groups.everyone, FirstError(here.replicas)
-    method = method_of(settings, exchange, alone=everyone is None)
+    method = {"strategy": strategy.name, "exchange": exchange}
     record = _open_record(settings, rendezvous, identity, resume_info, here, device, method)
     return Context(
         settings=settings,
@@ -265,6 +260,19 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         memory=memory,
         record=record,
         watchdog=None if everyone is None else Watchdog(rendezvous, heartbeat),
+    )
+
+
+def _exchange(settings: Settings, dims: ParallelDims, world: World, device: torch.device) -> str:
+    """Return the name of the exchange by which the run's ranks sum gradients."""
+    return choose_exchange(
+        STRATEGIES.find(settings.strategy),
+        settings.exchange,
+        dims.forest,
+        precision=settings.precision,
+        one_host=world.local_size == world.size,
+        device=device.type,
+        exact=settings.exact,
     )
 
 

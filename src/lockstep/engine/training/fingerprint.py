@@ -45,16 +45,6 @@ def reproduced(settings: Settings, *, replicas: int, threads: int) -> dict[str, 
     return {name: value for name, value in values.items() if value is not None}
 
 
-def method_of(settings: Settings, exchange: str, *, alone: bool) -> dict[str, str]:
-    """Return the names of the strategy and the exchange, for the run's record.
-
-    The strategy `auto` becomes `single` on one rank (`alone`), and else `ddp`.
-    """
-    auto = "single" if alone else "ddp"
-    strategy = auto if settings.strategy == "auto" else settings.strategy
-    return {"strategy": strategy, "exchange": exchange}
-
-
 def _method(settings: Settings) -> str:
     """Return the settings that change the result, as text; `exact` if all layouts give the same bits."""
     if settings.exact:  # with a staleness the bits are the same everywhere, but others

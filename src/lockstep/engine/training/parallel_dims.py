@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.engine.exchange.base import Forest
-from lockstep.engine.exchange.choose import choose_name
+from lockstep.engine.exchange.choose import check_exchange
 from lockstep.engine.layout.classes import updates_in_servers
 from lockstep.engine.layout.mesh import Mesh, choose
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.server_count import check as check_servers
 from lockstep.errors import ExactnessError, UsageError
-from lockstep.registry import EXCHANGES, STRATEGIES, StrategyEntry
+from lockstep.registry import STRATEGIES
 from lockstep.settings import Settings
 from lockstep.world import World
 from lockstep.world.groups import keep
@@ -104,7 +104,7 @@ def choose_mesh(settings: Settings, world: World) -> Mesh:
             hint="strategy='auto', or say exact=False to the run (lockstep run --no-exact)",
         )
     _check_servers(settings, world)
-    _check_exchange(strategy, settings.exchange)
+    check_exchange(strategy, settings.exchange)
     _check_averages(settings)
     return choose(settings.mesh, settings.strategy, world.size)
 
@@ -129,22 +129,6 @@ def _check_servers(settings: Settings, world: World) -> None:
         )
 
 
-def _check_exchange(strategy: StrategyEntry, name: str) -> None:
-    """Raise `UsageError` if the strategy does not work with the exchange (sum of gradients) `name`."""
-    exchange = EXCHANGES.find(name)
-    if name != "auto" and strategy.exchanges is not None and name not in strategy.exchanges:
-        raise UsageError(
-            f"exchange={name} with strategy={strategy.name}, {strategy.why}; expected auto, "
-            f"{', '.join(strategy.exchanges)}",
-            hint="leave the exchange to 'auto', or choose strategy='ddp'",
-        )
-    if exchange.strategy not in (None, strategy.name):
-        raise UsageError(
-            f"exchange={name} with strategy={strategy.name}; expected strategy={exchange.strategy}",
-            hint=f"--strategy {exchange.strategy}, or leave the exchange to 'auto'",
-        )
-
-
 def _check_averages(settings: Settings) -> None:
     """Raise `UsageError` if `sync_every` is set for a strategy that sums gradients in every step."""
     if settings.sync_every is not None and not STRATEGIES.find(settings.strategy).averages:
@@ -154,32 +138,3 @@ def _check_averages(settings: Settings) -> None:
             f"synchronize in every step; expected strategy {' or '.join(averaging)}",
             hint=f"--strategy {averaging[0]}, or leave out --sync-every",
         )
-
-
-def choose_exchange(settings: Settings, dims: ParallelDims, world: World, device: str) -> str:
-    """Return the name of the exchange, the algorithm by which several ranks sum gradients.
-
-    Raises:
-        UsageError: if the exchange in the settings does not work with the layout or the other settings.
-        ExactnessError: if `exact` is set and the exchange makes the result depend on the layout.
-    """
-    strategy, name = STRATEGIES.find(settings.strategy), settings.exchange
-    reasons = {
-        f"strategy={strategy.name}": strategy.no_loss_scale,
-        f"exchange={name}": EXCHANGES.find(name).no_loss_scale,
-    }
-    for asked, why in reasons.items():
-        if settings.precision == "fp16" and why:
-            raise UsageError(
-                f"precision=fp16 with {asked}: {why}",
-                hint="precision='bf16', which needs no loss scale",
-            )
-    if strategy.exchanges is not None and len(strategy.exchanges) == 1:
-        return strategy.exchanges[0]
-    return choose_name(
-        name,
-        dims.forest,
-        one_host=world.local_size == world.size,
-        device=device,
-        exact=settings.exact,
-    )

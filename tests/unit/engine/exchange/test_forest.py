@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.exchange.base import Forest
-from lockstep.engine.exchange.choose import choose_name
+from lockstep.engine.exchange.choose import choose_exchange
 from lockstep.engine.exchange.native import NativeExchange
 from lockstep.engine.layout.replicas import block
 from lockstep.engine.layout.tree import fold, leaves, merges, total
 from lockstep.errors import ExactnessError, UsageError, WorldError
+from lockstep.registry import STRATEGIES
 from lockstep.world import mpi
+
+DDP = STRATEGIES.find("ddp")
 
 
 def contributions(replicas: int, size: int = 7) -> list[torch.Tensor]:
@@ -84,7 +87,10 @@ TWO, FOUR = Forest.of(2, 2, 0), Forest.of(4, 4, 0)
     ],
 )
 def test_the_exchange_that_is_chosen(wanted, forest, one_host, device, exact, expected) -> None:
-    assert choose_name(wanted, forest, one_host=one_host, device=device, exact=exact) == expected
+    assert (
+        choose_exchange(DDP, wanted, forest, one_host=one_host, device=device, exact=exact)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_the_exchange_that_is_chosen(wanted, forest, one_host, device, exact, ex
 )
 def test_the_exchange_that_is_refused(wanted, one_host, device, error, message) -> None:
     with pytest.raises(error, match=message):
-        choose_name(wanted, FOUR, one_host=one_host, device=device, exact=True)
+        choose_exchange(DDP, wanted, FOUR, one_host=one_host, device=device, exact=True)
 
 
 def test_mpi_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,4 +112,4 @@ def test_mpi_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None
     mpi.library.cache_clear()
     mpi.communicator.cache_clear()
     with pytest.raises(WorldError, match="mpi4py cannot be imported"):
-        choose_name("mpi", FOUR, one_host=True, device="cpu", exact=True)
+        choose_exchange(DDP, "mpi", FOUR, one_host=True, device="cpu", exact=True)

@@ -7,10 +7,11 @@ import inspect
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from lockstep.engine.exchange.choose import exactness_of
+from lockstep.engine.exchange.base import Forest
+from lockstep.engine.exchange.choose import choose_exchange, exactness_of
 from lockstep.engine.layout.mesh import Mesh
 from lockstep.engine.strategies.checks import check_settings
-from lockstep.engine.training.parallel_dims import ParallelDims, choose_exchange, choose_mesh
+from lockstep.engine.training.parallel_dims import choose_mesh
 from lockstep.errors import ExactnessError, ModelError, UsageError
 from lockstep.registry import EXCHANGES, STRATEGIES
 from lockstep.settings import Settings
@@ -25,7 +26,15 @@ WORLD = World(rank=0, size=2, local_size=2, local_rank=0, address="x", port=1)
 def choose(**asked: object) -> str:
     settings = Settings(name="test", **asked)  # type: ignore[arg-type]
     choose_mesh(settings, WORLD)
-    return choose_exchange(settings, ParallelDims.of(Mesh(2), 0, 2), WORLD, "cpu")
+    return choose_exchange(
+        STRATEGIES.find(settings.strategy),
+        settings.exchange,
+        Forest.of(2, 2, 0),
+        precision=settings.precision,
+        one_host=True,
+        device="cpu",
+        exact=settings.exact,
+    )
 
 
 @pytest.mark.parametrize("exchange", APPROXIMATE)
@@ -34,7 +43,7 @@ def test_their_class(exchange: str) -> None:
         choose(exchange=exchange)
     assert "--no-exact" in seen.value.hint
     assert choose(exchange=exchange, exact=False) == exchange
-    assert exactness_of(exchange, ParallelDims.of(Mesh(2), 0, 2).forest) == "approximate"
+    assert exactness_of(exchange, Forest.of(2, 2, 0)) == "approximate"
 
 
 @pytest.mark.parametrize("strategy", LOCAL)
