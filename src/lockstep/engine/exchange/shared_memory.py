@@ -6,6 +6,8 @@ several hosts (exchange `tree`), a rank adds its share as far as the tree allows
 the results over the hosts. The memory is anonymous (memfd), so that nothing is left behind however the
 processes end, and containers' limits on /dev/shm don't matter.
 
+With one host, each rank adds all elements of a bucket of at most 128 KiB by itself.
+
 No thread is started: a bucket that is not the last advances as far as possible without waiting, and the
 last bucket waits for all. On CPUs the additions are the ranks' own work in any case.
 """

@@ -92,7 +92,10 @@ class OnStatusPage(Coordination):
 
     @property
     def stop_is_asked(self) -> bool:
-        """Write this rank's request to the status page; return whether any rank has asked to stop."""
+        """Return whether any rank has asked that the run ends.
+
+        First write this rank's own pending request, if any, to the status page, where other ranks read it.
+        """
         self._write_request()
         at, what = self._page.agreed
         agreed = what if at > self._done else 0

@@ -76,9 +76,10 @@ class Metrics:
         return self._compute("run.mean", items, _Mean(sums, weights))
 
     def sum(self, items: Iterable[Value | Mapping[str, Value]], *, per_sample: bool = True) -> Any:
-        """Return the sum of `items` over the samples of all ranks; one item belongs to one microbatch.
+        """Return the sum over all samples of a loop, on all ranks, of the values in `items`.
 
-        With `per_sample` an item has a value per sample; otherwise it is the microbatch's sum.
+        `items` yields one item for each microbatch: a tensor with one value per sample or, with
+        `per_sample=False`, the sum over the microbatch; or a mapping from names to such items.
         """
         sums = Columns(self._replicas, self._block, self._group)
         return self._compute("run.sum", items, _Sum(sums, per_sample=per_sample))

@@ -232,7 +232,9 @@ class _Walk:
             self.looks_into(*self._open.popleft())
 
     def looks_into(self, place: VariableId, value: Any, line: int, depth: int) -> None:
-        """Record fingerprints of the parts of `value`, and of the variables that its functions use.
+        """Record fingerprints of what `value` contains, such as elements, attributes and functions.
+
+        Of a function, the variables outside of it that it reads are recorded: closures and globals.
 
         `place`: the variable that holds `value`. `line`: line of the script that assigns or reads it.
         `depth`: levels of parts that may still be read.

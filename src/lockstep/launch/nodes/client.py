@@ -341,9 +341,11 @@ class _Connection:
         return opened
 
     def receive(self, seconds: float) -> tuple[bool, list[dict[str, Any]]]:
-        """Wait up to `seconds` for answers; return whether there is a new report to send, and the answers.
+        """Wait up to `seconds` for answers of the coordinator to reports of this launcher.
 
-        Closes the connection after an error, or if a report has no answer for some seconds.
+        The wait ends early if the launcher has a new report to send. Return whether it has one, and the
+        answers that have come. The connection is closed after an error, or if a report has had no answer
+        for some seconds.
         """
         if self.asked is not None:
             seconds = min(seconds, self.asked + _ANSWER_SECONDS - time.monotonic())

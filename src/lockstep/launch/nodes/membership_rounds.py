@@ -210,9 +210,9 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest rendezvous round, or 0 if there is none.
+        """Return the number of the newest rendezvous round, 0 if there is none; check that one may join.
 
-        Attribute `common` is set to the launch's constants.
+        The attribute `common` is set to the constants that the first launcher has chosen for all.
 
         Raises:
             WorldError: if this launcher has different library versions, or the launch is full.

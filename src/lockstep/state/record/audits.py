@@ -40,7 +40,7 @@ class Audits:
         self.unconfirmed = False
 
     def agrees(self, step: int) -> None:
-        """Count an audit of step `step` without a difference."""
+        """Record that an audit of step number `step` found equal bits in both computations."""
         self.count, self.confirmed = self.count + 1, step
 
     def differs(self, step: int, **who: Any) -> dict[str, Any]:

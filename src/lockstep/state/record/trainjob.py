@@ -82,10 +82,10 @@ class TrainJobStatus(Backend):
 
 
 def _progress(pace: Mapping[str, Any]) -> dict[str, int]:
-    """Return the percentage done and the seconds left of a run, as fields of a TrainJob's status.
+    """Return the percentage done and the seconds left of a run, as fields of Kubeflow's TrainJob status.
 
-    `pace` is the run's newest event of this kind. The result is empty if the run does not know its number
-    of epochs, or of batches in an epoch.
+    `pace`: fields of the run's newest event of kind `pace`, with epoch, batch and the median time of a
+    step. The result is empty if the number of epochs, or of batches in an epoch, is unknown.
     """
     epochs, batches = pace.get("epochs"), pace.get("batches")
     if not epochs or not batches:

@@ -305,6 +305,12 @@ def _use_interface(name: str) -> None:
 def _reach_store(
     world: World, number: int, wait: timedelta, announced: contextlib.ExitStack
 ) -> dist.Store:
+    """Return the key-value store that all ranks of `world` share; rank 0 hosts it, unless it is a file.
+
+    The address comes from a file of the user or of the launcher, from MPI, from the name that the
+    scheduler's job has, or is the address and port in `world`. `number`: number of the run in this process.
+    `wait`: longest time to wait for rank 0. `announced`: context that ends the announcement of the port.
+    """
     if world.file is not None:
         return open_file(_file_of(world, number))
     if world.launch_file is not None:

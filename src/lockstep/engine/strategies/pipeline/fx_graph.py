@@ -175,7 +175,10 @@ class _Attributes:
         ]
 
     def is_new(self, name: str) -> bool:
-        """Whether the model itself (not a submodule) got an attribute `name` in the `with` block."""
+        """Whether the model has an attribute `name` that it lacked at the beginning of the `with` block.
+
+        Attributes of its submodules do not count.
+        """
         _, now, before = self._spaces[0]
         return name in now and name not in before
 

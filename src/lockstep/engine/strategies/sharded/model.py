@@ -308,10 +308,10 @@ class ShardedModel(CutState, WrappedModel):
         return total_norm(norms, norm_type)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """In an exact run, raise an `ExactnessError` if updates depend on the sharding.
+        """Check that the updates of `optimizer`, which updates this model, don't depend on the sharding.
 
-        That is so for an `optimizer` that uses whole tensors, or rounds an element by its position in
-        memory.
+        They do if the optimizer computes with whole tensors, or rounds an element by its position in
+        memory. In an exact run, this raises an `ExactnessError`.
         """
         if self._context.exact:
             updated = [
