@@ -66,3 +66,19 @@ def test_a_checkpoint_of_ranks_that_differ_does_not_count(lockstep):
     told = refused(lockstep, "", f"{CHANGES}\n            if run.step == 8: run.save()", kill=99)
     assert "and rank 0 hold other bits of 0.bias (Sequential)" in told
     assert not list((lockstep.directory / "r").glob("checkpoints/step-*")), "nothing to resume from"
+
+
+def test_a_variable_of_the_script_is_named_when_the_state_is_saved(lockstep):
+    counts = (
+        "if run.step == 6: state.best += run.world.rank\n            if run.step == 8: run.save()"
+    )
+    told = refused(lockstep, "state = run.state(best=0, seen=2)", counts, kill=99)
+    assert "and rank 0 hold other bits of state.best; expected" in told
+
+
+def test_a_variable_of_the_script_is_named_at_the_end(lockstep):
+    before = SCRIPT.replace("BEFORE", "state = run.state(best=0, seen=2)").replace("AFTER", "")
+    script = lockstep.script(f"{before}    state.best += run.world.rank")
+    done = lockstep("run", "-n", "2", script, timeout=60)
+    assert done.code == 1
+    assert ": state.best differ; expected the same bits" in done.err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,11 @@ class Checksums:
         own = {name: t for name, t in tensors.items() if name.partition(".")[0] in _COMPARED}
         cuts = {name for name, tensor in own.items() if cut_of(tensor) is not None}
         sums = checksums(own)
-        numbers, _ = state_codec.flatten({"registered": registered})
         whole = {name: value for name, value in sums.items() if name not in cuts}
-        whole["numbers"] = hashlib.sha256(numbers.encode()).hexdigest()
+        for path, value in _entries(registered):
+            # Of a tensor, `whole` has a checksum already; the text adds what is no element, as strides.
+            text = json.dumps(state_codec.encode(value, path, {}))
+            whole[path] = f"{whole.get(path, '')} {hashlib.sha256(text.encode()).hexdigest()}"
         part = sorted({_part(own[name]) for name in cuts})
         return Checksums(whole, {name: sums[name] for name in cuts}, ",".join(part))
 
@@ -66,6 +68,15 @@ class Checksums:
         if self.part == other.part:
             found += [name for name, value in self.cut.items() if other.cut.get(name) != value]
         return found
+
+
+def _entries(registered: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values in the states of registered objects, each with a name as `flatten` gives it."""
+    for name, state in registered.items():
+        if isinstance(state, Mapping):
+            yield from ((f"registered.{name}.{key}", value) for key, value in state.items())
+        else:
+            yield f"registered.{name}", state
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

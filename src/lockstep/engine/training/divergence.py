@@ -180,7 +180,7 @@ def check_states(
 
 
 def _shown(name: str, models: list[str]) -> str:
-    """Return a readable form of a state tensor's name: for `models.0.fc.bias` it is `fc.bias (Net)`.
+    """Return a readable form of the name of a value: for `models.0.fc.bias` it is `fc.bias (Net)`.
 
     `models`: class names of the run's models.
     """
@@ -188,6 +188,4 @@ def _shown(name: str, models: list[str]) -> str:
     number, _, inner = rest.partition(".")
     if kind == "models":
         return f"{inner} ({models[int(number)]})"
-    return (
-        f"{inner} of optimizer {number}" if kind == "optimizers" else rest or "registered objects"
-    )
+    return f"{inner} of optimizer {number}" if kind == "optimizers" else rest

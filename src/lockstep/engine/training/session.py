@@ -23,6 +23,7 @@ from lockstep.engine.recovery.checkpointing import make_saver
 from lockstep.engine.recovery.preemption import Preempted, Signals
 from lockstep.engine.recovery.recomputed import RecomputedLosses
 from lockstep.engine.recovery.resume import StateSearch
+from lockstep.engine.recovery.script_state import ScriptState
 from lockstep.engine.recovery.state import State, footprint
 from lockstep.engine.strategies.wrapped_model import WrappedModel
 from lockstep.engine.training.audit import Audit
@@ -272,9 +273,14 @@ class Session:
         return digest(self.state.parts().values())
 
     def digests(self) -> dict[str, str]:
-        """Return digests by name, one for each model and each object passed to `run.register`."""
+        """Return digests by name: of each model, registered object, and variable of `run.state`."""
         self._finish_buffers()
-        return {name: digest([part]) for name, part in self.state.parts().items()}
+        parts = self.state.parts()
+        for name, own in self.state.registered.items():
+            if isinstance(own, ScriptState):
+                variables = parts.pop(f"state of {name}")
+                parts |= {f"{name}.{key}": {key: value} for key, value in variables.items()}
+        return {name: digest([part]) for name, part in parts.items()}
 
     def _finish_buffers(self) -> None:
         if self.loop.microbatch is None:

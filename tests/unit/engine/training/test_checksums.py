@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from lockstep.engine.training.checksums import Checksums
@@ -17,4 +20,24 @@ def test_what_differs_is_named() -> None:
 
     assert state(1.0, 1).brief() == state(1.0, 1).brief()
     assert state(1.0, 1).differing(state(2.0, 1)) == ["models.0.weight"]
-    assert state(1.0, 1).differing(state(1.0, 2)) == ["numbers"]
+    assert state(1.0, 1).differing(state(1.0, 2)) == ["registered.seen.count"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        ({"best": 0.5, "seen": [1]}, {"best": 0.5, "seen": [2]}, ["registered.state.seen"]),
+        ({"best": torch.ones(2)}, {"best": torch.zeros(2)}, ["registered.state.best"]),
+        ({"best": torch.ones(2, 3).T}, {"best": torch.ones(3, 2)}, ["registered.state.best"]),
+        ({}, {"best": None}, ["registered.state.best"]),
+        (3, 4, ["registered.state"]),
+        ({"best": {"a": torch.ones(1)}}, {"best": {"a": torch.ones(1)}}, []),
+    ],
+)
+def test_values_of_registered_objects_are_named(one: Any, other: Any, named: list[str]) -> None:
+    sums = []
+    for state in (one, other):
+        _, tensors = flatten({"registered": {"state": state}})
+        sums.append(Checksums.of(tensors, {"state": state}))
+    assert sums[0].differing(sums[1]) == named
+    assert (sums[0].brief() == sums[1].brief()) == (not named)
