@@ -441,3 +441,19 @@ def test_what_an_optimizer_imports_is_imported_before_the_fork(lockstep):
         "import sys; print('torch._dynamo' in sys.modules); from torch import optim"
     )
     assert lockstep("run", script).out == "True\n"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.forked
+def test_a_script_for_one_process_on_several_ranks(lockstep):
+    text = "import torch\nloss = torch.ones(1, requires_grad=True)\nloss.backward()\n"
+    script = lockstep.script(text)
+    told = lockstep("run", "-n", "2", script).err
+    assert (
+        "train.py makes no lockstep.Run and no process group: each of the 2 ranks trains on" in told
+    )
+    assert "hint: lockstep convert train.py" in told
+    assert "warning" not in lockstep("run", "-n", "1", script).err
+    grouped = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    script = lockstep.script(grouped + text + "dist.destroy_process_group()\n")
+    assert "warning" not in lockstep("run", "-n", "2", script).err

@@ -48,6 +48,12 @@ def run(spec: LaunchSpec) -> int:
         launch = resolve_here(spec, sources)
         if launch.ranks > 1 and (warning := old_scripts.warning(spec)) is not None:
             say(warning)
+        if launch.ranks > 1 and sources.trains_alone:
+            say(
+                f"lockstep: warning: {spec.target} makes no lockstep.Run and no process group: each of "
+                f"the {launch.ranks} ranks trains on all data by itself; hint: lockstep convert "
+                f"{spec.target} writes a script whose ranks share the work"
+            )
         place = RunDirectory(launch, spec.name)
         try:
             with private_directory() as private, place:

@@ -176,3 +176,26 @@ def test_whether_a_script_uses_lockstep(tmp_path: Path, text: str, expected: boo
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     assert read(LaunchSpec(target=str(tmp_path / "train.py"))).uses_lockstep == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("import torch\nloss.backward()", True),
+        ("import torch\nprint(model(x))", False),
+        ("import lockstep\nrun.backward(loss)", False),
+        ("import torch.distributed as dist\ndist.init_process_group()\nloss.backward()", False),
+        ("from accelerate import Accelerator\naccelerator.backward(loss)", False),
+        ("rank = int(os.environ['RANK'])\nloss.backward()", False),
+        ("from transformers import Trainer\ntrainer.train()\nloss.backward()", False),
+        ("from inner import f\nloss.backward()", False),
+        ("half a script", False),
+    ],
+)
+def test_a_script_whose_ranks_would_train_by_themselves(
+    tmp_path: Path, text: str, alone: bool
+) -> None:
+    (tmp_path / "inner.py").write_text("import torch\ntorch.distributed.init_process_group()")
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert read(LaunchSpec(target=str(script))).trains_alone is alone

@@ -38,6 +38,21 @@ _CHANGING = (_SETTING | _FROM_FILES) | {
 _HARMLESS = frozenset({"logging", "warnings"})
 #: Functions and classes with which a script makes a process group or store itself.
 _OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "init_rpc"})
+#: Names of functions, classes and packages by which the ranks of a training script share its work, or ask
+#: for their rank.
+_SHARING = _OF_GROUPS | {
+    *(
+        "environ",
+        "getenv",
+        "get_rank",
+        "Accelerator",
+        "Fabric",
+        "Trainer",
+        "accelerate",
+        "deepspeed",
+    ),
+    *("horovod", "ignite", "lightning", "mpi4py", "pytorch_lightning", "ray", "transformers"),
+}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 #: Maximum number of the user's own files that are analyzed for one script.
@@ -83,6 +98,15 @@ class Sources:
     def leaves_groups_alone(self) -> bool:
         """Whether the source contains no name of a function that makes a process group or store."""
         return _OF_GROUPS.isdisjoint(self.names)
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether each rank of the script would train by itself, as far as the source tells.
+
+        It calls `backward`, and contains no name by which ranks share work or ask for their rank.
+        """
+        is_trained = not self.uses_lockstep and "backward" in self.names
+        return is_trained and _SHARING.isdisjoint(self.names)
 
 
 def read(spec: LaunchSpec) -> Sources:
