@@ -164,6 +164,8 @@ class Registry(Generic[EntryT]):
                 f"{source} is of type {type(entry).__name__}; expected a {self._kind.__qualname__} of "
                 "lockstep.registry"
             )
+        if isinstance(entry, StrategyEntry) and not (entry.wrap or entry.fallback):
+            raise UsageError(f"{source} has neither wrap nor fallback; expected one of them")
         return cast("EntryT", replace(entry, name=name))
 
 

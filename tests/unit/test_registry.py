@@ -16,13 +16,13 @@ ENTRY = (
 )
 
 
-def publish(site: Path, package: str, code: str, points: str) -> None:
+def publish(site: Path, package: str, code: str, points: str, group: str = "exchanges") -> None:
     """Install a package with one module into a directory."""
     (site / f"{package}.py").write_text(code)
     about = site / f"{package}-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[lockstep.exchanges]\n{points}\n")
+    (about / "entry_points.txt").write_text(f"[lockstep.{group}]\n{points}\n")
 
 
 @pytest.fixture
@@ -91,3 +91,13 @@ def test_two_packages_with_one_name(tmp_path: Path, exchanges: Registry) -> None
         publish(tmp_path, package, ENTRY, f"rounded = {package}:entry")
     with pytest.raises(UsageError, match="published 2 times, by theirs_four and theirs_three"):
         exchanges.find("rounded")
+
+
+def test_a_strategy_that_wraps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from lockstep.registry import StrategyEntry\nentry = StrategyEntry()\n"
+    publish(tmp_path, "theirs_five", code, "empty = theirs_five:entry", group="strategies")
+    strategies = Registry("strategy", "lockstep.strategies", [STRATEGIES.find("ddp")])
+    told = r"empty of theirs_five \(theirs_five:entry\) has neither wrap nor fallback"
+    with pytest.raises(UsageError, match=told):
+        strategies.find("empty")

@@ -50,9 +50,9 @@ def run(spec: LaunchSpec) -> int:
             say(warning)
         if launch.ranks > 1 and sources.trains_alone:
             say(
-                f"lockstep: warning: {spec.target} makes no lockstep.Run and no process group: each of "
-                f"the {launch.ranks} ranks trains on all data by itself; hint: lockstep convert "
-                f"{spec.target} writes a script whose ranks share the work"
+                f"lockstep: warning: {spec.target} seems to make no lockstep.Run and no process group: "
+                f"each of the {launch.ranks} ranks would train on all data by itself; hint: lockstep "
+                f"convert {spec.target} writes a script whose ranks share the work"
             )
         place = RunDirectory(launch, spec.name)
         try:

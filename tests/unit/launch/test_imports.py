@@ -189,6 +189,7 @@ def test_whether_a_script_uses_lockstep(tmp_path: Path, text: str, expected: boo
         ("rank = int(os.environ['RANK'])\nloss.backward()", False),
         ("from transformers import Trainer\ntrainer.train()\nloss.backward()", False),
         ("from inner import f\nloss.backward()", False),
+        ("from late import f\nloss.backward()", False),
         ("half a script", False),
     ],
 )
@@ -196,6 +197,7 @@ def test_a_script_whose_ranks_would_train_by_themselves(
     tmp_path: Path, text: str, alone: bool
 ) -> None:
     (tmp_path / "inner.py").write_text("import torch\ntorch.distributed.init_process_group()")
+    (tmp_path / "late.py").write_text("def f():\n    import lockstep")
     script = tmp_path / "train.py"
     script.write_text(text)
     assert read(LaunchSpec(target=str(script))).trains_alone is alone

@@ -39,7 +39,7 @@ def choose_exchange(
     """Return the name of the exchange to use: `wanted`, or the fastest exact one for `auto`.
 
     Args:
-        strategy: strategy of the run, which may work with one exchange only.
+        strategy: strategy of the run; if it works with one exchange only, this one is returned.
         wanted: name of an exchange, or `auto`.
         forest: order of additions over the ranks of the run.
         precision: precision of the run, such as `fp16`, whose loss scale some exchanges cannot work with.

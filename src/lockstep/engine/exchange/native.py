@@ -23,7 +23,7 @@ class NativeExchange(Exchange):
 
     @staticmethod
     def is_exact(forest: Forest) -> bool:
-        """Whether a sum in the order `forest` is exact: at most one addition per element."""
+        """Whether the order in which the backend adds cannot matter, since it adds two numbers at most."""
         return forest.counts in ((1,), (1, 1))
 
     def slots(self, bucket: torch.Tensor, extra: int = 0) -> list[torch.Tensor]:

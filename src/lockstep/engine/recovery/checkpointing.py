@@ -21,7 +21,7 @@ from lockstep.engine.recovery.coordination import (
 from lockstep.engine.recovery.evaluations import Agreement, Evaluations
 from lockstep.engine.recovery.preemption import Preempted
 from lockstep.engine.recovery.state import ANSWERS, State
-from lockstep.engine.training.checksums import Checksums
+from lockstep.engine.training.checksums import COMPARED, Checksums
 from lockstep.engine.training.context import Context
 from lockstep.engine.training.divergence import check_states
 from lockstep.engine.training.listeners import PointListener
@@ -137,7 +137,11 @@ class StateSaver(PointListener):
         self, schedule: SnapshotSchedule | None, due: int, *, saves: bool, looks: bool
     ) -> None:
         compares = self._compares(saves=saves, due=due, looks=looks)
-        if not (compares or saves or due or looks):
+        if not (saves or due or looks):
+            if compares:
+                captured = self._state.capture()
+                _, tensors = state_codec.flatten({name: captured[name] for name in COMPARED})
+                self._check_same(tensors, captured["registered"])
             return
         began = time.monotonic()
         self._context.record.flush()  # a rank that is killed later leaves the records of this state
@@ -157,7 +161,10 @@ class StateSaver(PointListener):
             self._save(text, tensors)
 
     def epoch_begins(self) -> None:
-        """Copy states (up to 64 KiB) of objects of `run.register`, for a resume that repeats the epoch."""
+        """Copy the state of each registered object, unless it is larger than 64 KiB.
+
+        A resumed run that repeats the epoch begins with these states.
+        """
         self._state.epoch_begins()
 
     def arrived(self) -> None:

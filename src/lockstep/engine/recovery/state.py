@@ -54,7 +54,10 @@ class State:
         self.initial: list[branch_settings.Settings] = []  # of each optimizer, when it was added
 
     def epoch_begins(self) -> None:
-        """Copy states (up to 64 KiB) of objects of `run.register`, for a resume that repeats the epoch."""
+        """Copy the state of each registered object, unless it is larger than 64 KiB.
+
+        A resumed run that repeats the epoch begins with these states.
+        """
         self._before = {}
         for name, value in self.registered.items():
             state = value.state_dict()

@@ -19,7 +19,7 @@ from lockstep.state.checkpoint import state_codec
 from lockstep.state.checkpoint.parts import cut_of, is_dtensor
 
 #: Parts of a state that are compared; the others follow from them, or differ between ranks.
-_COMPARED = ("models", "optimizers", "registered")
+COMPARED = ("models", "optimizers", "registered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Checksums:
         `tensors`: the state's tensors by name, as `state_codec.flatten` returns them. `registered`: states
         of the objects of `run.register` by name, whose numbers are compared, too.
         """
-        own = {name: t for name, t in tensors.items() if name.partition(".")[0] in _COMPARED}
+        own = {name: t for name, t in tensors.items() if name.partition(".")[0] in COMPARED}
         cuts = {name for name, tensor in own.items() if cut_of(tensor) is not None}
         sums = checksums(own)
         whole = {name: value for name, value in sums.items() if name not in cuts}
@@ -59,7 +59,7 @@ class Checksums:
         return f"{_short(self.whole)} {_short(self.cut)} {self.part}"
 
     def differing(self, other: Checksums) -> list[str]:
-        """Return the names of the tensors whose checksums differ from those of another rank, `other`.
+        """Return the names of the values whose checksums differ from those of another rank, `other`.
 
         Shards of sharded tensors are compared only if both ranks have the same shards.
         """
@@ -71,9 +71,13 @@ class Checksums:
 
 
 def _entries(registered: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values in the states of registered objects, each with a name as `flatten` gives it."""
+    """Yield the values in the states of registered objects, each with a name as `flatten` gives it.
+
+    The first value of an object's state is the list of its keys.
+    """
     for name, state in registered.items():
         if isinstance(state, Mapping):
+            yield f"registered.{name}", [type(state).__name__, *map(repr, state)]
             yield from ((f"registered.{name}.{key}", value) for key, value in state.items())
         else:
             yield f"registered.{name}", state

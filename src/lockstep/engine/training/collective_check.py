@@ -25,6 +25,8 @@ from lockstep.world.rendezvous.store import TIMEOUT
 
 #: Bytes of a message: the name of the call, a text of the call, and the line of the script, which is cut.
 _LENGTH = 256
+#: Characters of the text, at most.
+_TEXT = 150
 #: Seconds that a rank waits for the reason why another rank has ended.
 _SECONDS = 1.0
 HINT = (
@@ -57,7 +59,7 @@ class CollectiveCheck:
         """Return a context for the collective call named `kind`, such as `run.mean`.
 
         Ranks first compare which call each of them makes. The context returns the `text` of every rank, one
-        line of at most 150 bytes, which is sent with the name of the call.
+        line of at most 150 ASCII characters, which is sent with the name of the call.
 
         Raises:
             MismatchError: if another rank makes a different call.
@@ -66,6 +68,7 @@ class CollectiveCheck:
         if self._group is None:
             yield [text]
             return
+        assert len(text) <= _TEXT, "the line of the script stands behind it"
         with self._heartbeat.collective(kind):
             try:
                 texts = self._compare(kind, text, self._group)

@@ -35,11 +35,12 @@ class Value:
     Attributes:
         text: the fingerprint.
         line: line of the script that assigns the variable, or else reads it.
-        version: number that changes when a tensor is changed in place or an iterator is read, where the
-            text may stay equal.
-        kind: `module`; `random` for a generator of random numbers; `data` for a number of a dataset;
-            `count` for a counting iterator; `attribute` for a module's attribute that a `state_dict()`
-            leaves out; `object` where the fingerprint is only the name of a class; `value` for all others.
+        version: number that changes when a tensor is changed in place or an iterator is read, even if the
+            text stays the same.
+        kind: `module`; `random` for a generator of random numbers; `data` for a dataset's attribute that
+            is a number; `count` for a counting iterator; `attribute` for a module's attribute that a
+            `state_dict()` leaves out; `object` where the fingerprint is only the name of a class; `value`
+            for all others.
     """
 
     text: str

@@ -226,9 +226,9 @@ class RendezvousKeys:
             self.store.compare_set("newest", before, json.dumps([number, key]))
 
     def closed(self, number: int) -> tuple[JoinEntry, ...] | None:
-        """Return the entries of the launchers of rendezvous round `number`.
+        """Return the entries of the launchers of rendezvous round `number`, which none can join any more.
 
-        Returns `None` before the round has started, and an empty tuple after a newer round has started.
+        Returns `None` while launchers can still join it, and an empty tuple if a newer round has started.
         """
         if self.newest_number < number:
             return None

@@ -51,7 +51,8 @@ _SHARING = _OF_GROUPS | {
         "accelerate",
         "deepspeed",
     ),
-    *("horovod", "ignite", "lightning", "mpi4py", "pytorch_lightning", "ray", "transformers"),
+    *("horovod", "ignite", "lightning", "lockstep", "mpi4py", "pytorch_lightning", "ray"),
+    "transformers",
 }
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
@@ -105,8 +106,7 @@ class Sources:
 
         It calls `backward`, and contains no name by which ranks share work or ask for their rank.
         """
-        is_trained = not self.uses_lockstep and "backward" in self.names
-        return is_trained and _SHARING.isdisjoint(self.names)
+        return "backward" in self.names and _SHARING.isdisjoint(self.names)
 
 
 def read(spec: LaunchSpec) -> Sources:

@@ -133,7 +133,7 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPosition:
-    """A place in the script at which a run's state is complete: between batches or epochs, or at a save."""
+    """Position of a run in its script, saved with its state: after a batch, an epoch or `run.save`."""
 
     points: int = 0  # number of such points before this one
     counters: Counters = Counters()

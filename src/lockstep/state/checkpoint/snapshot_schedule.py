@@ -129,4 +129,4 @@ class SnapshotSchedule:
         self._costs.append(cost)
         step = (began - last_time) / max(1, self._steps - last_steps)
         share = _SHARE * max(step, 1e-9)
-        return max(self._least, math.ceil(statistics.median(self._costs) / share))
+        return max(self._least, math.ceil(statistics.median_low(self._costs) / share))

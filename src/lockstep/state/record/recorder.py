@@ -358,7 +358,7 @@ class Recorder:
         self._bar.say(text)
 
     def print(self, text: str) -> None:
-        """Print a line of the script on the main rank's standard output."""
+        """Print `text`, a line that the script prints, on the main rank's standard output."""
         if self._world.is_main:
             self._bar.print(text)
 

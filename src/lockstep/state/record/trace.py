@@ -3,8 +3,8 @@
 Every rank writes a file for each (re)start of each run, with one JSON object per line. The first line says
 after which step the (re)start continues. `{"kind": "microbatch", …}` has the bits of a replica's loss and
 its sample ids, `{"kind": "seen", …}` the sample ids of a microbatch without a backward pass, as in an
-evaluation. `{"kind": "step", …}` has the digests of models and of objects passed to `run.register` after an
-update, `{"kind": "end", …}` the digests at the end of the run.
+evaluation. `{"kind": "step", …}` has the digests of models, of objects passed to `run.register` and of
+variables of `run.state` after an update, `{"kind": "end", …}` the digests at the end of the run.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Trace:
         self._file.flush()  # an evaluation whose result is saved is not computed again
 
     def step(self, step: int, digests: Mapping[str, str]) -> None:
-        """Write the digest of each model and each registered object, by name, after step `step`."""
+        """Write the digests of models, registered objects and variables, by name, after step `step`."""
         self._write(kind="step", step=step, digests=digests)
         self._file.flush()  # the trace of a killed rank has all its steps
 
     def end(self, digests: Mapping[str, str]) -> None:
-        """Write the digest of each model and each registered object, by name, at the end of the run."""
+        """Write the digests of models, registered objects and variables, by name, at the run's end."""
         self._write(kind="end", digests=digests)
         self._file.flush()
 

@@ -14,7 +14,7 @@ from lockstep.state.files import lock, run_file
 from lockstep.state.files.directory import short
 from lockstep.state.files.lock import LockOwner
 
-#: Settings of a run that a command must not change to resume it; where it leaves them out, any will do.
+#: Settings of a run that a command must not change to resume it.
 FIXED = ("seed", "replicas", "threads", "precision")
 #: Directory of all runs that are started without a given run directory.
 BASE = Path("runs")

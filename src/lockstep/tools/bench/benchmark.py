@@ -1,4 +1,4 @@
-"""Launch a script several times on each combination of ranks, strategy and exchange; make the results."""
+"""Launch a script several times on each combination of ranks, strategy and exchange; collect its times."""
 
 from __future__ import annotations
 

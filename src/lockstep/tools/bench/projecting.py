@@ -80,7 +80,10 @@ def _project_group(
     link: Link,
 ) -> None:
     usable = [one for one in members if one.get("measured_by") == BY_STEPS]
-    strategy = next((one["strategy_used"] for one in reversed(usable)), of[0])
+    # On one rank, another strategy may have replaced the one that was asked for.
+    several = [one["strategy_used"] for one in usable if one["ranks"] > 1]
+    alone = [of[0] or one["strategy_used"] for one in usable]
+    strategy = next(reversed(several or alone), of[0])
     points = [
         FitPoint(
             layout=_layout(one),

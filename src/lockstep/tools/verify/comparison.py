@@ -105,7 +105,8 @@ def _compare_made(
 ) -> Difference | None:
     place = "the end of the run" if is_end else f"step {number}"
     for part in dict.fromkeys([*names(one), *names(other)]):
-        what = "parameters" if part.startswith("parameters") else "state"
+        is_model = part == "parameters" or part.startswith("parameters of model ")
+        what = "parameters" if is_model else "state"
         for digests, layout in ((one, name), (other, other_name)):
             if len(values(digests, part)) > 1:
                 text = f"{place}: the ranks of {layout} hold different {part}"

@@ -180,8 +180,12 @@ def names(digests: Digests) -> list[str]:
 
 
 def values(digests: Digests, name: str) -> set[str]:
-    """Return the set of different digests that ranks recorded for the model or other state `name`."""
-    return {parts[name] for parts in digests.values() if name in parts}
+    """Return the set of different digests that ranks recorded for the model or other state `name`.
+
+    `missing` is in the set if only some of the ranks have this state.
+    """
+    found = {parts.get(name, "missing") for parts in digests.values()}
+    return set() if found == {"missing"} else found
 
 
 def few(samples: tuple[int, ...]) -> str:

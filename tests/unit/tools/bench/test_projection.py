@@ -293,6 +293,14 @@ def test_what_cannot_be_projected(changes: dict[str, Any], said: str) -> None:
     assert said in line
 
 
+def test_a_strategy_that_one_rank_had_to_replace() -> None:
+    link = Link(bandwidth=1e9, local_bandwidth=1e9)
+    replaced = {"strategy": "pipeline", "strategy_used": "ddp"}
+    done = project(rows(SHARED, 1, **replaced), [Layout(2, 4)], link)
+    assert "with pipeline ranks do not share the samples evenly" in done.refused[0]
+    assert project(rows(SHARED, 1, 2, **replaced), [Layout(2, 4)], link).refused == []
+
+
 def test_layouts_that_compete_for_cores_are_shown_and_not_fitted() -> None:
     known = rows(SHARED, 1, 2)
     slow = rows(SHARED, 4, competing=True, step_seconds=99.0)
