@@ -197,8 +197,8 @@ def gate_optimizer(
     """Make `optimizer.step()` act once per global batch; return the optimizer.
 
     The step acts in the last microbatch. With a scaler, a step whose gradients are not finite is counted
-    but changes no parameter. So is a step that a resumed run repeats, before its saved position. `index`:
-    number of the optimizer in the run.
+    but changes no parameter. A step that a resumed run repeats, before its saved position, changes none
+    either. `index`: number of the optimizer in the run.
 
     Raises:
         ModelError: if a parameter belongs to no model of the run, or the state cannot be saved.

@@ -226,9 +226,9 @@ class RendezvousKeys:
             self.store.compare_set("newest", before, json.dumps([number, key]))
 
     def closed(self, number: int) -> tuple[JoinEntry, ...] | None:
-        """Return the entries of the launchers of rendezvous round `number`, which none can join any more.
+        """Return the entries of the launchers of rendezvous round `number` when no other can join any more.
 
-        Returns `None` while launchers can still join it, and an empty tuple if a newer round has started.
+        Returns `None` while launchers can still join, and an empty tuple if a newer round has started.
         """
         if self.newest_number < number:
             return None

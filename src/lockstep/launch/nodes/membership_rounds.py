@@ -210,7 +210,7 @@ class Rounds:
             time.sleep(_APPROACH_SECONDS)
 
     def _newest(self) -> int:
-        """Return the number of the newest rendezvous round, 0 if there is none; check that one may join.
+        """Return the number of the newest rendezvous round, or 0; check that this launcher may join.
 
         The attribute `common` is set to the constants that the first launcher has chosen for all.
 

@@ -41,18 +41,9 @@ _OF_GROUPS = frozenset({"TCPStore", "init_device_mesh", "init_process_group", "i
 #: Names of functions, classes and packages by which the ranks of a training script share its work, or ask
 #: for their rank.
 _SHARING = _OF_GROUPS | {
-    *(
-        "environ",
-        "getenv",
-        "get_rank",
-        "Accelerator",
-        "Fabric",
-        "Trainer",
-        "accelerate",
-        "deepspeed",
-    ),
-    *("horovod", "ignite", "lightning", "lockstep", "mpi4py", "pytorch_lightning", "ray"),
-    "transformers",
+    *("Accelerator", "Fabric", "Trainer", "environ", "get_rank", "getenv", "accelerate"),
+    *("deepspeed", "horovod", "ignite", "lightning", "lockstep", "mpi4py", "pytorch_lightning"),
+    *("ray", "transformers"),
 }
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
