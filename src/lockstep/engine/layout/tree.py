@@ -48,7 +48,8 @@ def merges(intervals: Iterable[Interval], replicas: int) -> tuple[list[int], lis
     """Return how many additions `fold` must make after each value, and the tree nodes of the final sums.
 
     `intervals`: the tree node of each value, in order, as an interval of replicas: the first one, and the
-    one after the last. Two values are added if their nodes are the children of one node of the tree.
+    one after the last. Two values are added if their nodes are the children of one node of the tree, whose
+    left child has the largest power of two of its replicas that is less than all.
     """
     counts: list[int] = []
     stack: list[Interval] = []

@@ -107,8 +107,9 @@ class Evaluations:
     def trained(self) -> None:
         """Hash the models after a loop that trains, so that later changes by the script are detected.
 
-        If loops are so short that hashing would take more than 1 % of the time, models are not hashed. A
-        run that is asked to end during an evaluation then ends after the evaluation.
+        If loops are so short that hashing would take more than 1 % of the time, models are not hashed. Then
+        a run that is asked to end in an evaluation computes the evaluation to its end, since the script may
+        have changed the models.
         """
         began = time.monotonic()
         if began < self._next:

@@ -114,7 +114,9 @@ class State:
         Args:
             state: the saved state. Tensors that are not in `needed_whole` may be `StoredTensor` objects,
                 which read parts from disk or memory. The loaded objects may keep the tensors.
-            whole: whether the script must have made all saved objects; if not, missing ones are left out.
+            whole: whether the script must have made all saved objects; if not, as before a replay, missing
+                ones are left out, registered objects get their state of the epoch's beginning, and pruned
+                models and optimizers with changed groups wait for the next call.
 
         Raises:
             CheckpointError: if the script lacks a saved object, or an object does not take its saved state.

@@ -235,7 +235,7 @@ def join(settings: Settings, world: World, store: dist.Store | None = None) -> C
         entry = STRATEGIES.find(settings.strategy)
         connection = connect(rendezvous, device, always=entry.needs_group)
         groups = Groups.of(connection.group, mesh, entry.name, device)
-    grouped = groups.data is not None
+    grouped = connection.group is not None
     strategy = choose_strategy(entry.name, has_group=grouped, is_spread=mesh.model > 1)
     exchange = _exchange(settings, here, world, device) if grouped else "none"
     everyone, first_error = groups.everyone, FirstError(here.replicas)

@@ -182,7 +182,8 @@ def finish(
 def stored(directory: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name; each one is read from disk when it is used.
 
-    The caller has verified the files of the checkpoint in `directory`.
+    Any number of ranks may read it: a tensor is put together from the files of all ranks that wrote parts
+    of it. The caller has verified the files of the checkpoint in `directory`.
 
     Raises:
         DamagedError: if files and manifest name different tensors, here or when a tensor is read.

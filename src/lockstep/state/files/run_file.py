@@ -51,7 +51,10 @@ _POSITIVE = ("replicas", "threads", "ranks", "nodes", "time")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Recorded properties that the result of a run depends on: script, arguments, seed, versions etc."""
+    """Recorded properties that the result of a run depends on: script, arguments, seed, versions etc.
+
+    The number of ranks is none of them, nor are strategy and exchange of an exact run.
+    """
 
     name: str
     script: str  # file name

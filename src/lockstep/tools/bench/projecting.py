@@ -243,9 +243,10 @@ _BESIDE = {
 def _assumptions(
     model: Model, cost: Cost, link: Link, used: Sequence[FitPoint], wanted: Sequence[Layout]
 ) -> list[str]:
-    """Return the assumptions of a projection as lines of text: on batch sizes, the fit and the network.
+    """Return the assumptions of a prediction of step times as lines of text.
 
-    `cost` is the measured exchange, `used` the measured points, `wanted` the layouts to predict for.
+    `model`: fitted to the measured points `used`. `cost`: what an exchange sends in a step. `link`: speeds
+    of the network that the user has given. `wanted`: the layouts to predict for.
     """
     batches = model.batches
     lines = [

@@ -159,7 +159,8 @@ def join_ranks(world: World, store: dist.Store | None = None) -> RankRendezvous:
     """Connect to the other ranks by a common store, check ranks and network; return the rendezvous.
 
     The common store is `store` if the user gave one, or else that of a process group that the script has
-    made, or else a new one at the rendezvous address of `world`.
+    made, or else the launcher's file, or a new store at the rendezvous address of `world`. Under `lockstep
+    run` the launcher has checked the ranks already.
 
     Raises:
         UnreachableError: if another rank or node cannot be reached.
